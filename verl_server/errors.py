@@ -1,0 +1,45 @@
+"""Errors that cross the boundary between us and a caller.
+
+Every error a user can meet derives from `VerlServerError` and knows its HTTP status, so the in-process
+engine raises what the HTTP adapter raises for the same fault. Messages say what, where and the remedy.
+
+    VerlServerError
+    ├── BadRequestError        400  the caller's input; nothing was changed
+    ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, shutting down, queue full)
+    ├── WeightUpdateError      400  an update was refused; the old weights are still served
+    ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
+    ├── ServerDiedError        503  the server was up and is gone
+    └── ControlTimeoutError    504  a control call got no answer within its bound
+"""
+
+from __future__ import annotations
+
+
+class VerlServerError(Exception):
+    """Base of all errors raised to users of this package."""
+
+    status_code = 500
+
+
+class BadRequestError(VerlServerError, ValueError):
+    status_code = 400
+
+
+class ServerUnavailableError(VerlServerError):
+    status_code = 503
+
+
+class WeightUpdateError(VerlServerError):
+    status_code = 400
+
+
+class ServerLaunchError(VerlServerError):
+    status_code = 500
+
+
+class ServerDiedError(VerlServerError, ConnectionError):
+    status_code = 503
+
+
+class ControlTimeoutError(VerlServerError, TimeoutError):
+    status_code = 504

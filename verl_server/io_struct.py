@@ -1,0 +1,243 @@
+"""Every message that crosses a process boundary inside a server.
+
+`TokenizerManager` -> `Scheduler` (ZMQ, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq` and the
+control requests. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of arrays,
+and one `ControlReply` for each control request, matched by `id`.
+
+Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager.
+Unknown JSON keys are ignored there, as SGLang's routes do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from verl_server.sampling_params import SamplingParams
+from verl_server.weight_sync.handles import LocalSerializedTensor
+
+# -- generation ---------------------------------------------------------------------------------------------
+
+
+class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
+    """One sample to generate (`n` and batches are expanded before this)."""
+
+    rid: str
+    input_ids: list[int]
+    """Prompt, 1 <= length < context length (checked by the TokenizerManager and again by the scheduler)."""
+    sampling: SamplingParams
+    """Verified; `max_new_tokens` is resolved to an int that fits the context."""
+    stop_ids: list[int] = []
+    """EOS ids plus `stop_token_ids`; empty with `ignore_eos`."""
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """First prompt position whose log-probability is wanted; -1 for none."""
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
+
+
+class AbortReq(msgspec.Struct, tag=True, kw_only=True):
+    """Stop one request (exact `rid`) or all; each gets its terminal `BatchTokenIDOut` with type "abort"."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FinishReq(msgspec.Struct, tag=True, kw_only=True):
+    """The TokenizerManager has its final answer already (a stop string matched): free the request silently."""
+
+    rid: str
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """SGLang's `finish_reason` object."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    """stop: token id or stop string."""
+    length: int | None = None
+    """length: completion tokens."""
+    message: str | None = None
+    """abort: why."""
+    status_code: int | None = None
+    """abort: None for the user's own abort (answered 200 with partial output), else the HTTP status."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Candidates of one position: parallel lists, most likely first (or in the order asked)."""
+
+    logprobs: list[float]
+    token_ids: list[int]
+
+
+class PromptLogprobs(msgspec.Struct, kw_only=True):
+    """Log-probabilities of prompt[start:], from raw logits. Entry 0 of each list is null, as SGLang does:
+
+    the i-th value is log p(prompt[start+i] | prompt[:start+i]) and is left out for the first one listed.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top: list[TokenLogprobs | None] | None = None
+    requested: list[TokenLogprobs | None] | None = None
+
+
+class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
+    """New tokens of one step, entry i belonging to request `rids[i]`.
+
+    All tokens of one message were computed in one launch, so they share one `weight_version`. A request's
+    last message carries its `finish_reasons` entry; after it the scheduler knows the rid no more.
+    """
+
+    rids: list[str]
+    output_ids: list[list[int]]
+    """Tokens new since the request's previous message; may be empty (abort, prefill only)."""
+    output_logprobs: list[list[float]]
+    """Same shape as output_ids where `return_logprob`, else []."""
+    finish_reasons: list[FinishReason | None]
+    weight_version: str
+    cached_tokens: list[int]
+    """Prompt tokens taken from the prefix cache."""
+    num_retractions: list[int]
+    top_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Entry index -> candidates for each new token; only requests that asked."""
+    token_ids_logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """Sent once, with the first message of a request that asked."""
+
+
+# -- control ------------------------------------------------------------------------------------------------
+
+
+class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
+    """Empty the prefix cache. Refused (success=False) while requests run or wait, as SGLang does."""
+
+    id: int = 0
+    timeout: float = 0.0
+    """Seconds to wait for the scheduler to become idle first."""
+
+
+class PauseGenerationReq(msgspec.Struct, tag=True, kw_only=True):
+    """Stop stepping. `abort` ends all requests with partial output, `retract` frees their KV and re-queues
+    them, `in_place` freezes them with their KV. New requests queue until `ContinueGenerationReq`."""
+
+    id: int = 0
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):
+    id: int = 0
+    torch_empty_cache: bool = True
+
+
+class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
+    """Copy tensors that other processes own into the served weights, in place, all or nothing."""
+
+    id: int = 0
+    named_tensors: list[tuple[str, LocalSerializedTensor]]
+    """Hugging Face names."""
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    """Shorthand for mode="abort"."""
+    mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
+    """What happens to running requests: finish first under the old weights (new ones queue), keep their KV,
+    recompute it under the new weights, or return partial output. Ignored while paused."""
+    weight_version: str | None = None
+    """Label of the new version; default: the next integer."""
+    strict_dtype: bool = False
+    """Refuse to convert floating dtypes during the copy."""
+    partial: bool = True
+    """False: the update must cover every parameter."""
+
+
+class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
+    """Load a folder of safetensors over the served weights."""
+
+    id: int = 0
+    model_path: str
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
+    weight_version: str | None = None
+    keep_pause: bool = True
+
+
+class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
+    """Relabel the served weights without changing them."""
+
+    id: int = 0
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class GetWeightsByNameReq(msgspec.Struct, tag=True, kw_only=True):
+    """First `truncate_size` rows of a parameter under its Hugging Face name, as float32 nested lists."""
+
+    id: int = 0
+    name: str
+    truncate_size: int = 100
+
+
+class WeightsCheckerReq(msgspec.Struct, tag=True, kw_only=True):
+    """`checksum`: a digest per parameter and rank; `snapshot`/`compare`: remember weights, compare later;
+    `reset_tensors`: overwrite with noise (marks the weights torn until a full update)."""
+
+    id: int = 0
+    action: str = "checksum"
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] | None = None
+    selector: str = "all"
+
+
+class ReleaseMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
+    """Give memory back. Refused while requests run. Tags: "kv_cache", "weights", "cuda_graph"; None is all."""
+
+    id: int = 0
+    tags: list[str] | None = None
+
+
+class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
+    """Take memory again. Resumed weights are *not loaded*: generation answers 503 until a full update."""
+
+    id: int = 0
+    tags: list[str] | None = None
+
+
+class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
+    """Load and memory figures of the scheduler, for `/server_info`, `/v1/loads` and `/metrics`."""
+
+    id: int = 0
+
+
+ControlReq = (
+    FlushCacheReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | UpdateWeightsFromTensorReq
+    | UpdateWeightsFromDiskReq
+    | UpdateWeightVersionReq
+    | GetWeightsByNameReq
+    | WeightsCheckerReq
+    | ReleaseMemoryOccupationReq
+    | ResumeMemoryOccupationReq
+    | GetInternalStateReq
+)
+
+
+class ControlReply(msgspec.Struct, tag=True, kw_only=True):
+    """Answer to the control request with the same `id`."""
+
+    id: int
+    success: bool
+    message: str = ""
+    status_code: int = 200
+    """HTTP status when not `success`."""
+    payload: Any = None
+    """JSON-like data of requests that ask for some."""
+
+
+SchedulerInput = TokenizedGenerateReq | AbortReq | FinishReq | ControlReq
+SchedulerOutput = BatchTokenIDOut | ControlReply

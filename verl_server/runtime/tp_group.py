@@ -1,0 +1,62 @@
+"""`TpGroup`: the tensor-parallel ranks of one engine and how they talk.
+
+Each scheduler process holds one. Three channels: `command` (rank 0 tells the others what to run; they wait
+on it for ever, a dead peer ends the wait), `sync` (votes; bounded by `sync_timeout`) and the device group of
+the model's collectives (Gloo on CPU, NCCL on CUDA).
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_server.distributed import all_gather_bytes, broadcast_bytes
+
+_FOREVER = datetime.timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class TpGroup:
+    rank: int = 0
+    size: int = 1
+    command_group: dist.ProcessGroup | None = None
+    sync_group: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def create(cls, rank: int, size: int, init_addr: str | None, device: torch.device, sync_timeout: float) -> TpGroup:
+        """Meet the other ranks at `init_addr` ("host:port"); blocks until all are there or `sync_timeout`."""
+        if size == 1:
+            return cls()
+        bound = datetime.timedelta(seconds=sync_timeout)
+        dist.init_process_group("gloo", init_method=f"tcp://{init_addr}", rank=rank, world_size=size, timeout=bound)
+        command = dist.new_group(backend="gloo", timeout=_FOREVER)
+        sync = dist.new_group(backend="gloo", timeout=bound)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        model = dist.new_group(backend=backend, timeout=bound)
+        return cls(rank, size, command, sync, model)
+
+    def broadcast_command(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; the others block until rank 0 has a command."""
+        return broadcast_bytes(data, 0, self.command_group) if self.size > 1 else data or b""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank: the vote of a weight update."""
+        return all_gather_bytes(data, self.sync_group) if self.size > 1 else [data]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum in place over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.device_group)
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate equal shards [..., n] of all ranks to [..., size * n]."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.device_group)
+        return torch.cat(parts, dim=-1)

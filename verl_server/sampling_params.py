@@ -1,0 +1,136 @@
+"""`SamplingParams`: how one request is sampled, with SGLang's names, defaults and limits.
+
+Decoded strictly from JSON or a dict (`SamplingParams.parse`): an unknown key, a wrong type or a value out of
+range is a `BadRequestError` that names the key; a key of SGLang's that we do not implement is an error when
+set. Crosses to the scheduler inside `TokenizedGenerateReq`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+
+TOP_K_ALL = 1 << 30
+"""`top_k` value that keeps the whole vocabulary."""
+
+_GREEDY_BELOW = 1e-6
+_UNSUPPORTED = {
+    "stop_regex": "use `stop` strings or `stop_token_ids`",
+    "beam_width": "use `n` independent samples",
+    "json_schema": "constrained decoding is not implemented",
+    "regex": "constrained decoding is not implemented",
+    "ebnf": "constrained decoding is not implemented",
+    "structural_tag": "constrained decoding is not implemented",
+    "custom_params": "custom logit processors are not implemented",
+    "watermark": "watermarks are not implemented",
+    "choice": "constrained decoding is not implemented",
+}
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling settings of one request. Source: SGLang's `sampling_params` (v0.5.23)."""
+
+    max_new_tokens: int | None = 128
+    """Most output tokens; 0 only prefills; None runs until the context is full."""
+    min_new_tokens: int = 0
+    """EOS and `stop_token_ids` cannot be sampled before this many output tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = TOP_K_ALL
+    """-1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    n: int = 1
+    ignore_eos: bool = False
+    """Ignore EOS and `stop_token_ids`."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    """Keep the matched stop string or token in `text`."""
+    stream_interval: int | None = None
+    """Tokens between two frames of a stream."""
+    logit_bias: dict[str, float] | None = None
+    """Token id (as a string) to the value added to its logit."""
+    sampling_seed: int | None = None
+    """Makes the sample a function of (seed, position, distribution), whatever the batch around it."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> SamplingParams:
+        """Build from a dict (None is {}); null values take the default. Raises BadRequestError."""
+        if isinstance(raw, cls):
+            raw.verify()
+            return raw
+        if raw is None:
+            raw = {}
+        if not isinstance(raw, dict):
+            raise BadRequestError(f"sampling_params must be an object, not {type(raw).__name__}.")
+        given = {key: value for key, value in raw.items() if value is not None}
+        for key, remedy in _UNSUPPORTED.items():
+            if given.pop(key, "") not in ("", [], {}, False):
+                raise BadRequestError(f"sampling_params.{key} is not supported: {remedy}.")
+        if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
+            given["max_new_tokens"] = None
+        try:
+            params = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            # msgspec says "Object contains unknown field `x`" or "Expected `int`, got `str` - at `$.top_k`".
+            message = str(error).replace("Object contains unknown field", "unknown field").replace("$.", "")
+            known = ", ".join(f"`{name}`" for name in cls.__struct_fields__)
+            hint = f", expected one of {known}" if "unknown field" in message else ""
+            raise BadRequestError(f"sampling_params: {message}{hint}") from None
+        params.verify()
+        return params
+
+    def verify(self) -> None:
+        """Check every value's range and normalize greedy and list-or-string fields in place."""
+        _check(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0")
+        _check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise BadRequestError(
+                f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens ({self.max_new_tokens})."
+            )
+        _check(
+            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "finite, >= 0"
+        )
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _check(self.top_k == -1 or self.top_k >= 1, "top_k", self.top_k, "-1 or >= 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
+        _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "in [-2, 2]")
+        _check(0 < self.repetition_penalty <= 2, "repetition_penalty", self.repetition_penalty, "in (0, 2]")
+        _check(self.n >= 1, "n", self.n, ">= 1")
+        _check(
+            self.stream_interval is None or self.stream_interval >= 1, "stream_interval", self.stream_interval, ">= 1"
+        )
+        if self.sampling_seed is not None:
+            _check(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed", self.sampling_seed, "a 64-bit integer")
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.stop:
+            _check(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
+            _check(all(self.stop), "stop", self.stop, "non-empty strings")
+        for token, bias in (self.logit_bias or {}).items():
+            _check(token.lstrip("-").isdigit(), "logit_bias", token, "token ids as keys")
+            _check(math.isfinite(bias), "logit_bias", bias, "finite values")
+        if self.temperature < _GREEDY_BELOW:
+            self.temperature, self.top_k = 0.0, 1
+        if self.top_k == -1:
+            self.top_k = TOP_K_ALL
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.top_k == 1
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise BadRequestError(f"sampling_params.{name} must be {rule}, not {value!r}.")

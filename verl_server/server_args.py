@@ -1,0 +1,196 @@
+"""`ServerArgs`: every setting of a server, in one frozen dataclass.
+
+Built by the CLI (generated from this class: each docstring below is that flag's help), by `Engine(**kwargs)`
+and by `VerlEngine`. Field names are SGLang's where SGLang has the field. A server process receives it as
+JSON (`to_json` / `from_json`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_server.errors import BadRequestError
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """Settings of one rollout server."""
+
+    model_path: str
+    """Local folder or hub id of the policy (Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 dense)."""
+
+    # -- model ---------------------------------------------------------------------------------------------
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; default: the model's."""
+    skip_tokenizer_init: bool = False
+    """Serve token ids only: no tokenizer is loaded, `text` and chat are refused."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """Where weights come from: `auto`/`safetensors` reads the folder, `dummy` draws random weights."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute dtype; `auto` takes the checkpoint's on CUDA and float32 on CPU."""
+    context_length: int | None = None
+    """Longest prompt + completion in tokens; default: the model's `max_position_embeddings`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    trust_remote_code: bool = False
+    """Allow tokenizer code from the model folder to run."""
+    served_model_name: str | None = None
+    """Name in `/v1/models`; default: `model_path`."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template that replaces the tokenizer's."""
+    weight_version: str = "default"
+    """Version label of the weights loaded at start."""
+
+    # -- runtime -------------------------------------------------------------------------------------------
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; `auto` takes CUDA when there is one."""
+    tp_size: int = 1
+    """Tensor-parallel processes."""
+    base_gpu_id: int = 0
+    """First CUDA ordinal (as this process sees devices); rank i takes `base_gpu_id + i`."""
+    gpu_uuids: tuple[str, ...] = ()
+    """CUDA device UUIDs, one for each rank of this node; wins over `base_gpu_id`."""
+    mem_fraction_static: float = 0.85
+    """Share of GPU memory for weights + KV cache (CUDA)."""
+    kv_cache_gib: float = 2.0
+    """Size of the KV cache on CPU in GiB, an upper bound (CUDA uses `mem_fraction_static`)."""
+    max_total_tokens: int | None = None
+    """KV cache capacity in tokens; default: computed from the memory settings."""
+    max_running_requests: int = 256
+    """Most requests in one batch."""
+    max_queued_requests: int | None = None
+    """Most requests waiting; beyond it `/generate` answers 503. Default: no bound."""
+    chunked_prefill_size: int = 2048
+    """Most prompt tokens in one step; longer prompts are prefilled in chunks."""
+    page_size: int = 16
+    """Tokens in a KV page, the grain of prefix sharing."""
+    disable_radix_cache: bool = False
+    """Turn the prefix cache off."""
+    random_seed: int = 0
+    """Seed of dummy weights and of requests that bring none."""
+    cpu_threads: int | None = None
+    """Intra-op threads of each rank on CPU; default: cores of this process / `tp_size`."""
+    check_invariants: bool = False
+    """Check the scheduler's page accounting after every step (tests; it always runs when idle)."""
+
+    # -- processes -----------------------------------------------------------------------------------------
+    nnodes: int = 1
+    """Hosts that share one tensor-parallel engine."""
+    node_rank: int = 0
+    """Which of them this is."""
+    dist_init_addr: str | None = None
+    """`host:port` at which the ranks meet; needed with `nnodes > 1`, default: a free local port."""
+    startup_timeout: float = 600.0
+    """Seconds until the server must be ready."""
+    control_timeout: float = 300.0
+    """Seconds that a control call (weights, memory, cache) may take."""
+    sync_timeout: float = 60.0
+    """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
+
+    # -- HTTP ----------------------------------------------------------------------------------------------
+    host: str = "127.0.0.1"
+    """Bind address. A non-loopback address needs `api_key` or `allow_unauthenticated`."""
+    port: int = 30000
+    """TCP port; 0 picks a free one."""
+    api_key: str | None = None
+    """Key that clients send as `Authorization: Bearer KEY`."""
+    admin_api_key: str | None = None
+    """Separate key for control routes (weights, memory, abort, pause, flush)."""
+    allow_unauthenticated: bool = False
+    """Permit a non-loopback bind without a key."""
+    max_request_bytes: int = 64 * 2**20
+    """Largest request body; beyond it 413."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Log level."""
+    log_level_http: Literal["debug", "info", "warning", "error"] | None = None
+    """Log level of the HTTP access log; default: warning."""
+    enable_metrics: bool = True
+    """Serve Prometheus metrics at `/metrics`."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot work, naming the field and the remedy."""
+        positive = ("tp_size", "nnodes", "max_running_requests", "chunked_prefill_size", "page_size")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("context_length", "max_total_tokens", "max_queued_requests", "cpu_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
+        for name in ("startup_timeout", "control_timeout", "sync_timeout", "kv_cache_gib"):
+            if getattr(self, name) <= 0:
+                raise BadRequestError(f"ServerArgs.{name} must be positive, not {getattr(self, name)}.")
+        if not 0.0 < self.mem_fraction_static <= 1.0:
+            raise BadRequestError(f"ServerArgs.mem_fraction_static must be in (0, 1], not {self.mem_fraction_static}.")
+        if not 0 <= self.port <= 65535:
+            raise BadRequestError(f"ServerArgs.port must be in 0..65535, not {self.port}.")
+        if self.tp_size % self.nnodes:
+            raise BadRequestError(f"tp_size={self.tp_size} does not divide over nnodes={self.nnodes}.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise BadRequestError(f"node_rank={self.node_rank} is outside 0..{self.nnodes - 1}.")
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise BadRequestError("nnodes > 1 needs dist_init_addr='host:port' of node 0.")
+        if self.gpu_uuids and len(self.gpu_uuids) != self.ranks_per_node:
+            raise BadRequestError(
+                f"gpu_uuids names {len(self.gpu_uuids)} devices, but a node has {self.ranks_per_node} ranks."
+            )
+        if not (self.is_loopback or self.api_key or self.allow_unauthenticated):
+            raise BadRequestError(
+                f"Refusing to bind {self.host} without a key: anyone who reaches it could replace the weights. "
+                "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if the network is trusted."
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tp_size // self.nnodes
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def url(self) -> str:
+        """Base URL at which a client on this host reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
+
+    def replace(self, **changes: Any) -> ServerArgs:
+        return dataclasses.replace(self, **changes)
+
+    def public_dict(self) -> dict[str, Any]:
+        """All fields but the keys, for `/server_info` and logs."""
+        fields = dataclasses.asdict(self)
+        fields["api_key"] = None
+        fields["admin_api_key"] = None
+        return fields
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServerArgs:
+        fields = json.loads(text)
+        fields["gpu_uuids"] = tuple(fields["gpu_uuids"])
+        return cls(**fields)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
+        """Build from keyword arguments, naming unknown ones instead of Python's bare TypeError."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            raise BadRequestError(f"Unknown server argument(s) {unknown}; known: {', '.join(known)}.")
+        if "model_path" not in kwargs:
+            raise BadRequestError("ServerArgs needs model_path (a local folder or a hub id).")
+        return cls(**kwargs)

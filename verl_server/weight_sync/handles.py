@@ -1,0 +1,62 @@
+"""What travels when weights travel: descriptions of memory, never the bytes.
+
+`sender` makes these in a trainer process, they cross HTTP as JSON and ZMQ as msgpack, `receiver` opens them
+in each scheduler process. Nothing here can run code, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One region of shareable memory, described once by its owner.
+
+    `shm`: file descriptor `fd` of process `pid` (opened through /proc/PID/fd/FD, same host and user).
+    `cuda`: a CUDA IPC handle of a caching-allocator segment on the GPU with UUID `device_uuid`.
+    """
+
+    id: str
+    """Unique over owners and time: the receiver caches the opened region under it."""
+    kind: Literal["shm", "cuda"]
+    nbytes: int
+    """Size of the shared storage in bytes."""
+    pid: int = 0
+    """Owner process."""
+    fd: int = -1
+    device_uuid: str = ""
+    handle: bytes = b""
+    """cudaIpcMemHandle as torch exports it."""
+    storage_offset_bytes: int = 0
+    """Where the storage starts inside the exported segment."""
+    ref_counter_handle: bytes = b""
+    ref_counter_offset: int = 0
+    event_handle: bytes = b""
+    event_sync_required: bool = False
+
+
+class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """A strided view into an `Allocation`."""
+
+    allocation: Allocation
+    dtype: str
+    """torch's name without the prefix, e.g. "bfloat16"."""
+    shape: list[int]
+    stride: list[int]
+    """In elements."""
+    storage_offset: int = 0
+    """In elements from the start of the allocation's storage."""
+
+
+class LocalSerializedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """One named tensor as each trainer rank holds it: server rank i reads `values[i]`.
+
+    A single value is read by every server rank. (SGLang's class of the same name held pickles.)
+    """
+
+    values: list[TensorHandle]
+
+    def get(self, rank: int) -> TensorHandle:
+        return self.values[rank if len(self.values) > 1 else 0]
