@@ -1,0 +1,45 @@
+# Each target sets up what it needs. PYTHON picks the interpreter that .venv is made from (3.11 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+ARGS ?=
+
+.PHONY: help setup demo test test-cuda lint format bench soak clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create .venv and install the package with its development tools
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verl-server needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,games]'
+	touch $@
+
+demo: $(STAMP)  ## train a tiny policy against HTTP environments; leaves runs/demo/report.html
+	$(BIN)/verl-server demo $(ARGS)
+
+test: $(STAMP)  ## the test suite: CPU only, no network, no downloads
+	$(BIN)/python -m pytest $(ARGS)
+
+test-cuda: $(STAMP)  ## only the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m cuda $(ARGS)
+
+lint: $(STAMP)  ## ruff (lint and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## CPU benchmarks, one JSON line a figure
+	$(BIN)/python -m benchmarks.offline --device cpu --shape tiny $(ARGS)
+
+soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed, in each mode
+	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
+
+clean:
+	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
