@@ -1,7 +1,8 @@
 """Bytes between ranks, and the environment that launched ranks leave behind.
 
 `VerlEngine` (trainer ranks) and the scheduler's ranks gather and broadcast msgspec bytes through these
-instead of torch's `*_object` collectives, which unpickle what they receive.
+instead of torch's `*_object` collectives, which unpickle what they receive. torch is imported only where
+ranks talk: a server's front process needs the rest of this module before it pays for that import.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _LAUNCHER_NAMES = (
@@ -48,6 +50,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | None = None) -> bytes:
     """Send `data` of global rank `src` to every rank of a CPU group (two collectives: length, payload)."""
+    import torch
+    import torch.distributed as dist
+
     mine = dist.get_rank() == src
     if mine and data is None:
         raise ValueError("The source rank of broadcast_bytes must bring data.")
@@ -63,6 +68,9 @@ def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | Non
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's `data` in rank order, on every rank of a CPU group (lengths, then padded payloads)."""
+    import torch
+    import torch.distributed as dist
+
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64), group=group)
