@@ -1,0 +1,131 @@
+"""Shared memory on CPU: regions that a trainer process owns and schedulers map.
+
+`sender` moves tensor storages into an `Arena` (one memfd for all storages registered together, so a model
+costs two file descriptors, not two for each tensor), `receiver` maps it read-only through /proc/PID/fd/FD.
+A memfd is sealed against shrinking, for reading a truncated mapping is SIGBUS, and its pages are reserved
+before they are written, for running out of memory in a mapping is SIGBUS too. It has no name in /dev/shm, so
+nothing is left behind when its processes die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import uuid
+import warnings
+import weakref
+
+import torch
+
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.handles import Allocation
+
+_REMEDIES = {
+    errno.ENOSPC: "No shared memory is left on this host or in this container: free some, or raise its memory limit.",
+    errno.ENOMEM: "No memory is left on this host or in this container: free some, or raise its memory limit.",
+    errno.EFBIG: "This process may not create a file that large: raise its limit (`ulimit -f unlimited`).",
+    errno.EMFILE: "This process has too many open files: raise its limit (`ulimit -n 65536`).",
+    errno.ENFILE: "This host has too many open files: raise fs.file-max.",
+}
+
+
+def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
+    """The error for a failed reservation, with the bytes wanted and the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return WeightUpdateError(
+        f"Could not place {nbytes:,} bytes of weights into shared memory ({error.strerror}). {remedy} "
+        "The tensors are unchanged."
+    )
+
+
+class Arena:
+    """One memfd of a fixed size from which regions are cut in order.
+
+    Each region is a storage that keeps the mapping alive; the memory goes back to the system, and the file
+    descriptor is closed, when the last of them is freed. Nobody needs to hold the arena itself.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = uuid.uuid4().hex
+        self.nbytes = nbytes
+        self.fd = -1
+        self._end = 0
+        try:
+            self.fd = os.memfd_create(f"verl-{self.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, nbytes)
+        except OSError as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise out_of_memory(error, nbytes) from None
+        weakref.finalize(self._map, os.close, self.fd).atexit = False
+
+    def reserve(self, nbytes: int) -> tuple[int, torch.UntypedStorage]:
+        """(offset, storage) of the next `nbytes`, page-aligned, backed by memory that is really there."""
+        offset = self._end
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            raise out_of_memory(error, nbytes) from None
+        self._end = offset + page_aligned(nbytes)
+        # The storage owns this view, wherever its memory may be swapped to: it dies exactly when the memory does.
+        view = memoryview(self._map)[offset : offset + nbytes]
+        weakref.finalize(view, _return_pages, weakref.ref(self._map), offset, nbytes).atexit = False
+        return offset, torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+    def describe(self) -> Allocation:
+        return Allocation(id=self.id, kind="shm", nbytes=self.nbytes, pid=os.getpid(), fd=self.fd)
+
+
+def page_aligned(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _return_pages(mapping: weakref.ref[mmap.mmap], offset: int, nbytes: int) -> None:
+    """Give the pages of a freed region back while other regions of the arena live on."""
+    alive = mapping()
+    if alive is not None:
+        with contextlib.suppress(OSError):
+            alive.madvise(mmap.MADV_REMOVE, offset, page_aligned(nbytes))
+
+
+def open_shared(allocation: Allocation) -> torch.Tensor:
+    """Map an owner's region read-only, as bytes. Raises WeightUpdateError if it is not what was described."""
+    path = f"/proc/{allocation.pid}/fd/{allocation.fd}"
+    try:
+        # O_NONBLOCK: the number may name a pipe by now, and opening one would wait for its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"Cannot open the trainer's shared memory {path}: {error.strerror}. Is the trainer process "
+            f"{allocation.pid} alive, on this host, run by the same user, and in the same PID namespace (container) "
+            "as the server?"
+        ) from None
+    try:
+        _check(fd, path, allocation)
+        mapping = mmap.mmap(fd, allocation.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    except (OSError, OverflowError, ValueError) as error:
+        raise WeightUpdateError(f"Cannot map {allocation.nbytes:,} bytes of {path}: {error}.") from None
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "the given buffer is not writable": it is only read
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _check(fd: int, path: str, allocation: Allocation) -> None:
+    """A pid or descriptor may have been reused, or mean something else in another PID namespace."""
+    status = os.fstat(fd)
+    target = os.readlink(f"/proc/self/fd/{fd}")
+    if not stat.S_ISREG(status.st_mode) or (target.startswith("/memfd:") and allocation.id not in target):
+        raise WeightUpdateError(
+            f"{path} is {target}, not the memory that was described. The trainer freed it before the update was "
+            "answered, or it runs in another PID namespace (container) than the server."
+        )
+    if status.st_size < allocation.nbytes:
+        raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")
