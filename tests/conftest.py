@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a test that reaches for the network fails at once
+
 import pytest
 import torch
 
 from verl_server.models.tiny import make_model_folder
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network should fail at once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,13 @@
-"""A child that says when it is ready, why it failed, and never outlives its parent.
+"""A child that says when it is ready, why it failed, and does not outlive its parent.
 
 `ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. Owned by whoever launches schedulers
 (`server/launch.py`) or a whole server (`engine.HttpServerEngineAdapter`). A fresh interpreter rather than
 `multiprocessing`: the user's `__main__` is not imported again, so no `if __name__ == "__main__"` guard is
 needed, and neither CUDA state nor locks are inherited.
 
-In the child, `child_main` runs the target, reports `ready(info)` or the traceback on a pipe, and watches a
-second pipe whose other end only the parent holds: end-of-file means that the parent is gone.
+In the child, `child_main` runs the target, reports `ready(info)` or the traceback on a pipe, and watches its
+parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
+stuck in native code with the interpreter lock held notices only when it comes back.)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,45 +25,53 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from verl_server.distributed import clean_child_env
 from verl_server.errors import ServerLaunchError
 
 _LOG_TAIL_LINES = 40
+_LOG_LINE_BYTES = 4096
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
 class ChildProcess:
-    """Handle of a running child; create with `start`, then `wait_ready`.
+    """Handle of a running child: starts it; then call `wait_ready`.
 
-    Thread-safe for `poll` and `terminate`. The child's stdout and stderr are passed on to this process's
+    `poll` and `terminate` may be called from any thread. The child's output is passed on to this process's
     stderr line by line, and the last lines are kept for error messages.
     """
 
     def __init__(self, name: str, module: str, argument: dict[str, Any], env: dict[str, str] | None = None) -> None:
         self.name = name
+        self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
-        status_r, status_w = os.pipe()
+        self._status_r, status_w = os.pipe()
         alive_r, self._alive_w = os.pipe()
+        ends = (status_w, alive_r, os.getpid())
         try:
             self.popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", module, str(status_w), str(alive_r)],
+                # -P: a file in the user's folder must not shadow a module of the standard library.
+                [sys.executable, "-u", "-P", "-X", "faulthandler", "-m", module, *map(str, ends)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(status_w, alive_r),
-                env=clean_child_env() | (env or {}),
-                start_new_session=True,
+                env=_child_env(env),
+                start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in order
             )
+        except BaseException:
+            self._close_pipes()
+            raise
         finally:
             os.close(status_w)
             os.close(alive_r)
-        self._status_r = status_r
         self._drain = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)
         self._drain.start()
         assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died at once: wait_ready tells why
-            self.popen.stdin.write(json.dumps(argument).encode())
+            self.popen.stdin.write(json.dumps(argument).encode() + b"\n")
             self.popen.stdin.close()
 
     @property
@@ -74,21 +84,29 @@ class ChildProcess:
         `also` is called several times a second and may raise, e.g. because a sibling died.
         """
         deadline = time.monotonic() + timeout
+        poller = select.poll()
+        poller.register(self._status_r, select.POLLIN | select.POLLHUP)
         data = b""
         while not data.endswith(b"\n"):
             if also is not None:
                 also()
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ServerLaunchError(f"{self.name} was not ready within {timeout:.0f} s.{self.log_tail()}")
-            if select.select([self._status_r], [], [], min(left, 0.2))[0]:
+                raise ServerLaunchError(
+                    f"{self.name} was not ready within {timeout:.0f} s (raise startup_timeout if it is just slow)."
+                    + self.log_tail()
+                )
+            code = self.popen.poll()  # before reading, so that what it wrote last is still seen
+            chunk = b""
+            if poller.poll(0 if code is not None else min(left, 0.2) * 1000):
                 chunk = os.read(self._status_r, 1 << 16)
-                if not chunk:
-                    code = self.popen.wait(timeout=10)
-                    raise ServerLaunchError(
-                        f"{self.name} exited with {describe_exit(code)} while starting.{self.log_tail()}"
-                    )
                 data += chunk
+            if code is not None and not chunk:
+                raise ServerLaunchError(
+                    f"{self.name} exited with {describe_exit(code)} while starting.{self.log_tail()}"
+                )
+            if not chunk and code is None:
+                time.sleep(0.01 if poller.poll(0) else 0)  # end-of-file, and the process is about to be reaped
         status = json.loads(data)
         if "error" in status:
             raise ServerLaunchError(
@@ -120,20 +138,41 @@ class ChildProcess:
                     os.killpg(self.popen.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.popen.wait(timeout=5)
-        for attr in ("_alive_w", "_status_r"):
-            fd = getattr(self, attr)
-            if fd >= 0:
-                setattr(self, attr, -1)
-                os.close(fd)
+        self._close_pipes()
         return self.popen.poll()
 
+    def _close_pipes(self) -> None:
+        with self._lock:
+            for attr in ("_alive_w", "_status_r"):
+                fd = getattr(self, attr)
+                setattr(self, attr, -1)
+                if fd >= 0:
+                    os.close(fd)
+
     def _forward_log(self) -> None:
-        assert self.popen.stdout is not None
-        for raw in self.popen.stdout:
-            line = raw.decode(errors="replace")
+        pipe = self.popen.stdout
+        assert pipe is not None
+        rest = b""
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            # A progress bar's carriage returns end lines, too; a line without end is cut.
+            *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+            if len(rest) > _LOG_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._pass_on(lines)
+        self._pass_on([rest] if rest else [])
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        for raw in lines:
+            line = raw[:_LOG_LINE_BYTES].decode(errors="replace") + "\n"
             self._log_tail.append(line)
-            with contextlib.suppress(ValueError, OSError):  # our own stderr was closed
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # our own stderr is closed or None
                 sys.stderr.write(line)
+
+
+def _child_env(extra: dict[str, str] | None) -> dict[str, str]:
+    env = clean_child_env() | (extra or {})
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))
+    return env
 
 
 def describe_exit(code: int | None) -> str:
@@ -144,13 +183,16 @@ def describe_exit(code: int | None) -> str:
     return f"code {code}"
 
 
-def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> None:
+def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
     """Entry of a child module: `target(argument, ready)` runs until the child should exit.
 
-    `ready(info)` may be called once. An exception is reported to the parent, printed, and exits with 1.
+    `ready(info)` may be called once. Whatever ends the target is reported to the parent if it comes before
+    `ready`; threads that libraries left behind do not keep the process alive.
     """
-    status_w, alive_r = int(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_die_with_parent, args=(alive_r,), name="parent-watch", daemon=True).start()
+    status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
+    for fd in (status_w, alive_r):
+        os.set_inheritable(fd, False)  # a grandchild that held them would hide our end from the parent
+    threading.Thread(target=_die_with_parent, args=(alive_r, parent_pid), name="parent-watch", daemon=True).start()
 
     def report(message: dict[str, Any]) -> None:
         nonlocal status_w
@@ -160,20 +202,28 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
             os.close(status_w)
             status_w = -1
 
+    code = 0
     try:
-        argument = json.loads(sys.stdin.buffer.read())
+        argument = json.loads(sys.stdin.buffer.readline())
         target(argument, lambda info: report({"ready": info}))
-    except Exception as error:
-        traceback.print_exc()
+        report({"error": "", "summary": "it returned before it was ready"})
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            traceback.print_exc()
+            code = 1
         report({"error": traceback.format_exc(), "summary": f"{type(error).__name__}: {error}"})
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # threads of libraries must not keep a failed child alive
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
-def _die_with_parent(alive_r: int) -> None:
-    while os.read(alive_r, 1):
+def _die_with_parent(alive_r: int, parent_pid: int) -> None:
+    poller = select.poll()
+    poller.register(alive_r, select.POLLIN | select.POLLHUP)
+    # The pid is asked as well: a process that the parent forked keeps the pipe open beyond the parent's end.
+    while not poller.poll(1000) and os.getppid() == parent_pid:
         pass
-    # The parent is gone, and with it everyone who could wait for a graceful end. Children of this process
-    # (a server's schedulers) see the same end-of-file as soon as this process is dead.
+    # With the parent, everyone who could wait for a graceful end is gone. Children of this process (a
+    # server's schedulers) notice the same way as soon as this process is dead.
     os.kill(os.getpid(), signal.SIGKILL)

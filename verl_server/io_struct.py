@@ -162,7 +162,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     abort_all_requests: bool = False
     mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
     weight_version: str | None = None
-    keep_pause: bool = True
+    keep_pause: bool = False
 
 
 class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):

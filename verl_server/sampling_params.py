@@ -18,6 +18,8 @@ TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary."""
 
 _GREEDY_BELOW = 1e-6
+_MOST_SAMPLES = 4096
+_INT_BOUND = 1 << 31
 _UNSUPPORTED = {
     "stop_regex": "use `stop` strings or `stop_token_ids`",
     "beam_width": "use `n` independent samples",
@@ -92,6 +94,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     def verify(self) -> None:
         """Check every value's range and normalize greedy and list-or-string fields in place."""
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "stream_interval"):
+            _check((getattr(self, name) or 0) < _INT_BOUND, name, getattr(self, name), f"below {_INT_BOUND}")
         _check(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0")
         _check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -107,7 +111,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
         _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "in [-2, 2]")
         _check(0 < self.repetition_penalty <= 2, "repetition_penalty", self.repetition_penalty, "in (0, 2]")
-        _check(self.n >= 1, "n", self.n, ">= 1")
+        _check(1 <= self.n <= _MOST_SAMPLES, "n", self.n, f"in 1..{_MOST_SAMPLES}")
         _check(
             self.stream_interval is None or self.stream_interval >= 1, "stream_interval", self.stream_interval, ">= 1"
         )
@@ -118,17 +122,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.stop:
             _check(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
             _check(all(self.stop), "stop", self.stop, "non-empty strings")
+            _check(all(_is_utf8(text) for text in self.stop), "stop", "a lone surrogate", "valid Unicode")
         for token, bias in (self.logit_bias or {}).items():
-            _check(token.lstrip("-").isdigit(), "logit_bias", token, "token ids as keys")
+            _check(token.isascii() and token.isdigit(), "logit_bias", token, "token ids as keys")
             _check(math.isfinite(bias), "logit_bias", bias, "finite values")
         if self.temperature < _GREEDY_BELOW:
             self.temperature, self.top_k = 0.0, 1
         if self.top_k == -1:
             self.top_k = TOP_K_ALL
 
+    def verify_vocab(self, vocab_size: int) -> None:
+        """Check the token ids in here against the model: one out of range would be an invalid index on device."""
+        for token in self.stop_token_ids or []:
+            _check(0 <= token < vocab_size, "stop_token_ids", token, f"a token id in 0..{vocab_size - 1}")
+        for key in self.logit_bias or {}:
+            _check(int(key) < vocab_size, "logit_bias", key, f"a token id in 0..{vocab_size - 1}")
+
     @property
     def is_greedy(self) -> bool:
         return self.top_k == 1
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check(ok: bool, name: str, value: object, rule: str) -> None:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
 
 from verl_server.errors import BadRequestError
 
@@ -96,9 +100,9 @@ class ServerArgs:
     """Bind address. A non-loopback address needs `api_key` or `allow_unauthenticated`."""
     port: int = 30000
     """TCP port; 0 picks a free one."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     """Key that clients send as `Authorization: Bearer KEY`."""
-    admin_api_key: str | None = None
+    admin_api_key: str | None = field(default=None, repr=False)
     """Separate key for control routes (weights, memory, abort, pause, flush)."""
     allow_unauthenticated: bool = False
     """Permit a non-loopback bind without a key."""
@@ -113,6 +117,14 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work, naming the field and the remedy."""
+        for path in ("model_path", "tokenizer_path", "chat_template"):
+            if isinstance(value := getattr(self, path), Path):
+                object.__setattr__(self, path, str(value))
+        for name, kind in get_type_hints(type(self)).items():
+            try:
+                msgspec.convert(getattr(self, name), kind)
+            except msgspec.ValidationError as error:
+                raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
         positive = ("tp_size", "nnodes", "max_running_requests", "chunked_prefill_size", "page_size")
         for name in positive:
             if getattr(self, name) < 1:
@@ -122,8 +134,8 @@ class ServerArgs:
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
         for name in ("startup_timeout", "control_timeout", "sync_timeout", "kv_cache_gib"):
-            if getattr(self, name) <= 0:
-                raise BadRequestError(f"ServerArgs.{name} must be positive, not {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         if not 0.0 < self.mem_fraction_static <= 1.0:
             raise BadRequestError(f"ServerArgs.mem_fraction_static must be in (0, 1], not {self.mem_fraction_static}.")
         if not 0 <= self.port <= 65535:

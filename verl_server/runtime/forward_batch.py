@@ -37,7 +37,7 @@ class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
     """(entry, first new-token offset, top_num, requested ids): log-probabilities of the prompt tokens that
     follow positions first.. of this chunk, see `ForwardOutput.prompt_logprobs`."""
     prompt_next_ids: list[int] = []
-    """For each entry of `prompt_logprobs`, the prompt token that follows its chunk's last token, -1 if none."""
+    """Parallel to `prompt_logprobs`: the prompt token that follows the entry's last new token, -1 if none."""
 
 
 @dataclass(slots=True)

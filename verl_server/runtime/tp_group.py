@@ -1,13 +1,14 @@
 """`TpGroup`: the tensor-parallel ranks of one engine and how they talk.
 
 Each scheduler process holds one. Three channels: `command` (rank 0 tells the others what to run; they wait
-on it for ever, a dead peer ends the wait), `sync` (votes; bounded by `sync_timeout`) and the device group of
-the model's collectives (Gloo on CPU, NCCL on CUDA).
+on it as long as rank 0 lives, a dead peer ends the wait), `sync` (votes on control calls, which may include
+loading a checkpoint) and the device group of the model's collectives (Gloo on CPU, NCCL on CUDA).
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +28,39 @@ class TpGroup:
     device_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, rank: int, size: int, init_addr: str | None, device: torch.device, sync_timeout: float) -> TpGroup:
-        """Meet the other ranks at `init_addr` ("host:port"); blocks until all are there or `sync_timeout`."""
+    def create(
+        cls,
+        rank: int,
+        size: int,
+        init_addr: str | None,
+        device: torch.device,
+        sync_timeout: float,
+        *,
+        startup_timeout: float = 600.0,
+        control_timeout: float = 300.0,
+    ) -> TpGroup:
+        """Meet the other ranks at `init_addr`: "host:port", or a URL of torch.distributed.
+
+        On one host that is a `file://` in a private folder (a TCP store would listen on every interface),
+        over several "host:port" of node 0. Blocks until all ranks are there, at most `startup_timeout` seconds.
+        """
         if size == 1:
             return cls()
-        bound = datetime.timedelta(seconds=sync_timeout)
-        dist.init_process_group("gloo", init_method=f"tcp://{init_addr}", rank=rank, world_size=size, timeout=bound)
+
+        def seconds(value: float) -> datetime.timedelta:
+            return datetime.timedelta(seconds=value)
+
+        assert init_addr is not None, "more than one rank, but no place to meet"
+        init_method = init_addr if "://" in init_addr else f"tcp://{init_addr}"
+        if init_method.startswith("file://"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=seconds(startup_timeout)
+        )
         command = dist.new_group(backend="gloo", timeout=_FOREVER)
-        sync = dist.new_group(backend="gloo", timeout=bound)
+        sync = dist.new_group(backend="gloo", timeout=seconds(max(startup_timeout, control_timeout)))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        model = dist.new_group(backend=backend, timeout=bound)
+        model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
         return cls(rank, size, command, sync, model)
 
     def broadcast_command(self, data: bytes | None) -> bytes:

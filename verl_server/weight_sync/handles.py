@@ -26,6 +26,8 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int = 0
     """Owner process."""
     fd: int = -1
+    inode: int = 0
+    """st_ino of the memfd: pids and descriptors are reused, and namespaces give them other meanings."""
     device_uuid: str = ""
     handle: bytes = b""
     """cudaIpcMemHandle as torch exports it."""
