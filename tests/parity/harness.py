@@ -1,0 +1,149 @@
+"""A scheduler of a few lines over `ModelRunner`, and the transformers reference it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl_server.io_struct import TokenLogprobs
+from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.model_runner import ModelRunner
+from verl_server.runtime.tp_group import TpGroup
+from verl_server.sampling_params import SamplingParams
+from verl_server.server_args import ServerArgs
+
+GREEDY = {"temperature": 0.0}
+
+
+def make_runner(folder: Path, tp: TpGroup | None = None, **changes: Any) -> ModelRunner:
+    settings: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 32, "cpu_threads": 1} | changes
+    args = ServerArgs(model_path=str(folder), device="cpu", tp_size=tp.size if tp else 1, **settings)
+    return ModelRunner(args, tp or TpGroup(), torch.device("cpu"))
+
+
+@dataclass
+class Sequence:
+    """One request: its row, pages, and what came out."""
+
+    row: int
+    spec: SampleSpec
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.spec.prompt_ids + self.spec.output_ids
+
+
+def spec_of(prompt: list[int], seed: int | None = None, top: int = 0, **params: Any) -> SampleSpec:
+    return SampleSpec(
+        params=SamplingParams.parse(params),
+        seed=seed,
+        prompt_ids=prompt,
+        output_ids=[],
+        stop_ids=[],
+        return_logprob=True,
+        top_logprobs_num=top,
+    )
+
+
+class Driver:
+    """Gives out rows and pages (never reused pages, so sharing is explicit) and runs steps."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._free_pages = list(range(runner.num_pages - 1, -1, -1))  # not in order, as in a long-lived server
+        self._rows = 0
+
+    def add(self, prompt: list[int], shared: Sequence | None = None, **params: Any) -> Sequence:
+        """A new request; with `shared`, its first full pages are those of an earlier request's prompt."""
+        sequence = Sequence(self._rows, spec_of(prompt, **({} | GREEDY | params)))
+        self._rows += 1
+        if shared is not None:
+            common = min(shared.cached, len(prompt) - 1) // self.runner.page_size
+            assert shared.tokens[: common * self.runner.page_size] == prompt[: common * self.runner.page_size]
+            sequence.pages = shared.pages[:common]
+            sequence.cached = common * self.runner.page_size
+        return sequence
+
+    def batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
+        """Extend each sequence by so many tokens; it is sampled if that reaches its end."""
+        batch = ForwardBatch(
+            rows=[], cached_lens=[], extend_lens=[], input_ids=[], page_updates=[], sample=[], prompt_logprobs=[]
+        )
+        for entry, (sequence, extend) in enumerate(work):
+            end = sequence.cached + extend
+            needed = -(-end // self.runner.page_size)
+            while len(sequence.pages) < needed:
+                sequence.pages.append(self._free_pages.pop())
+            batch.rows.append(sequence.row)
+            batch.cached_lens.append(sequence.cached)
+            batch.extend_lens.append(extend)
+            batch.input_ids += sequence.tokens[sequence.cached : end]
+            batch.page_updates.append((sequence.row, 0, list(sequence.pages)))
+            if end == len(sequence.tokens):
+                batch.sample.append(entry)
+        return batch
+
+    def step(self, work: list[tuple[Sequence, int]]) -> ForwardOutput:
+        batch = self.batch(work)
+        output = self.runner.forward(batch, [work[i][0].spec for i in batch.sample])
+        assert output is not None
+        self.accept(work, batch, output)
+        return output
+
+    @staticmethod
+    def accept(work: list[tuple[Sequence, int]], batch: ForwardBatch, output: ForwardOutput) -> None:
+        for sequence, extend in work:
+            sequence.cached += extend
+        for i, entry in enumerate(batch.sample):
+            sequence = work[entry][0]
+            sequence.spec.output_ids.append(output.next_ids[i])
+            sequence.logprobs.append(output.logprobs[i])
+            sequence.top.append(output.top_logprobs[i])
+
+    def finish(self, sequences: list[Sequence], new_tokens: int, chunk: int = 1 << 30) -> None:
+        """Run all sequences until each has `new_tokens` outputs, prefilling in chunks of at most `chunk`."""
+        while True:
+            work = [(s, min(chunk, len(s.tokens) - s.cached)) for s in sequences if len(s.spec.output_ids) < new_tokens]
+            if not work:
+                return
+            self.step(work)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Drop its KV; it is computed again from prompt and output tokens."""
+        sequence.pages, sequence.cached = [], 0
+
+
+class Reference:
+    """transformers, fp32, CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def check(self, sequence: Sequence, tolerance: float = 1e-4) -> None:
+        """Greedy ids and log-probabilities of every output token, given those before it."""
+        logprobs = self.logprobs(sequence.tokens)[len(sequence.spec.prompt_ids) - 1 : -1]
+        assert len(logprobs) == len(sequence.spec.output_ids)
+        for i, (row, token) in enumerate(zip(logprobs, sequence.spec.output_ids, strict=True)):
+            best = row.topk(2)
+            gap = float(best.values[0] - best.values[1])
+            assert token == int(best.indices[0]) or gap < 1e-4, (i, token, best)
+            assert abs(sequence.logprobs[i] - float(row[token])) < tolerance, (i, sequence.logprobs[i], row[token])
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab] of the token that follows each position."""
+        logits = self.model(torch.tensor([tokens])).logits[0].float()
+        return logits - logits.logsumexp(-1, keepdim=True)
+
+
+def random_prompt(length: int, seed: int, vocab_size: int = 320) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,139 @@
+"""`ModelRunner` against transformers (fp32, CPU): greedy ids identical, log-probabilities within 1e-4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.harness import Driver, Reference, make_runner, random_prompt
+from verl_server.models.tiny import make_model_folder
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+
+
+class Model:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reference = Reference(folder)
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    arch, shape = CASES[request.param]
+    return Model(make_model_folder(tmp_path_factory.mktemp(request.param), arch, **shape))
+
+
+@pytest.fixture
+def driver(model: Model) -> Driver:
+    return Driver(make_runner(model.folder))
+
+
+def test_alone(model: Model, driver: Driver) -> None:
+    for length in (1, 2, 16, 17, 100):
+        sequence = driver.add(random_prompt(length, seed=length))
+        driver.finish([sequence], 20)
+        model.reference.check(sequence)
+
+
+def test_mixed_batch(model: Model, driver: Driver) -> None:
+    """Different lengths; later requests join while the earlier decode."""
+    sequences = [driver.add(random_prompt(length, seed=length)) for length in (3, 40, 40, 90, 150, 1)]
+    driver.finish(sequences, 5)
+    sequences += [driver.add(random_prompt(length, seed=1000 + length)) for length in (60, 7, 200)]
+    driver.finish(sequences, 30)
+    for sequence in sequences:
+        model.reference.check(sequence)
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 33])
+def test_chunked_prefill(model: Model, driver: Driver, chunk: int) -> None:
+    sequences = [driver.add(random_prompt(length, seed=length)) for length in (80, 31, 120)]
+    driver.finish(sequences, 8, chunk=chunk)
+    for sequence in sequences:
+        model.reference.check(sequence)
+
+
+def test_cached_prefix(model: Model, driver: Driver) -> None:
+    """A second turn: the history's pages are shared, also by two requests in one step."""
+    first = driver.add(random_prompt(50, seed=1))
+    driver.finish([first], 14)
+    turns = [driver.add(first.tokens + random_prompt(n, seed=n), shared=first) for n in (9, 30)]
+    assert all(turn.cached == 48 for turn in turns)
+    fresh = driver.add(random_prompt(25, seed=7))
+    driver.finish([*turns, fresh], 10)
+    for sequence in (first, *turns, fresh):
+        model.reference.check(sequence)
+
+
+def test_retract(model: Model, driver: Driver) -> None:
+    kept, retracted = driver.add(random_prompt(30, seed=1)), driver.add(random_prompt(45, seed=2))
+    driver.finish([kept, retracted], 10)
+    driver.retract(retracted)
+    driver.finish([kept, retracted], 20)
+    for sequence in (kept, retracted):
+        model.reference.check(sequence)
+
+
+def test_after_in_place_update(model: Model, driver: Driver, tmp_path: Path) -> None:
+    """New weights through the weight map give the new model, and no parameter has moved."""
+    new = Reference(model.folder)
+    generator = torch.Generator().manual_seed(5)
+    weight_map = driver.runner.weight_map
+    addresses = [p.data_ptr() for p in driver.runner.model.parameters()]
+    with torch.no_grad():
+        for name, parameter in new.model.named_parameters():
+            parameter.mul_(1.0 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            weight_map.slots[name].copy_from(parameter)
+    assert [p.data_ptr() for p in driver.runner.model.parameters()] == addresses
+    sequence = driver.add(random_prompt(40, seed=3))
+    driver.finish([sequence], 20)
+    new.check(sequence)
+    with pytest.raises(AssertionError):
+        model.reference.check(sequence)
+
+
+def test_prompt_and_top_logprobs(model: Model, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt log-probabilities over chunks, from `first` on, with top-k and requested ids; bounded memory."""
+    monkeypatch.setattr("verl_server.runtime.model_runner._PROMPT_LOGIT_BYTES", 4 * 320 * 7)  # 7 positions at a time
+    prompt = random_prompt(60, seed=4)
+    sequence = driver.add(prompt, top=3)
+    batch = driver.batch([(sequence, 40)])
+    batch.prompt_logprobs, batch.prompt_next_ids = [(0, 10, 3, [5, 6])], [prompt[40]]
+    first = driver.runner.forward(batch, [])
+    assert first is not None
+    sequence.cached = 40
+    batch = driver.batch([(sequence, 20)])
+    batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 3, [5, 6])], [-1]
+    second = driver.runner.forward(batch, [sequence.spec])
+    assert second is not None
+    a, b = first.prompt_logprobs[0], second.prompt_logprobs[0]
+    expected = model.reference.logprobs(prompt)[10:-1]
+    assert a.token_ids + b.token_ids == prompt[11:]
+    got = torch.tensor(a.logprobs + b.logprobs)
+    torch.testing.assert_close(got, expected.gather(1, torch.tensor([prompt[11:]]).T)[:, 0], atol=1e-4, rtol=0)
+    assert a.top and b.top and a.requested and b.requested
+    for row, top, requested in zip(expected, a.top + b.top, a.requested + b.requested, strict=True):
+        assert top is not None and requested is not None
+        torch.testing.assert_close(torch.tensor(top.logprobs), row.topk(3).values, atol=1e-4, rtol=0)
+        assert requested.token_ids == [5, 6]
+        torch.testing.assert_close(torch.tensor(requested.logprobs), row[5:7], atol=1e-4, rtol=0)
+    chosen = second.top_logprobs[0]
+    assert chosen is not None and chosen.token_ids[0] == second.next_ids[0]

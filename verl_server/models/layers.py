@@ -1,0 +1,169 @@
+"""The decoder's building blocks: norm, rotary embedding, tensor-parallel linear and embedding layers.
+
+Each layer that holds weights names them as Hugging Face does (`slots`), as pieces of its own fused and
+sharded storage; `transformer.Decoder` collects them into the `WeightMap`. A layer's parameters never move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl_server.models.loader import WeightSlot
+from verl_server.runtime.tp_group import TpGroup
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    """Storage only; dtype and device are the defaults that `ModelRunner` builds the model under."""
+    return nn.Parameter(torch.zeros(*shape), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Statistics in fp32, rounded to the compute dtype before the weight is applied, as transformers does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _weight(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True).add_(self.eps))
+        return (x32 * scale).to(x.dtype).mul_(self.weight)
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield WeightSlot.whole(f"{prefix}.weight", self.weight)
+
+
+class RotaryEmbedding:
+    """cos/sin of every position, in fp32; `sin` carries the sign of rotate_half, so rotating is a roll."""
+
+    def __init__(self, head_dim: int, max_positions: int, rope: dict[str, Any], device: torch.device) -> None:
+        # On the CPU whatever the device: transformers computes the frequencies there too.
+        with torch.device("cpu"):
+            inv_freq = _inverse_frequencies(head_dim, rope)
+            angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
+        sin = angles.sin()
+        # [max_positions, 1, head_dim]: the middle dimension broadcasts over heads.
+        self._cos = torch.cat([angles.cos(), angles.cos()], dim=-1).unsqueeze(1).to(device)
+        self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to x [tokens, heads, head_dim], in fp32 whatever x is."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+
+
+def _inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq: Tensor = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    if rope["rope_type"] == "linear":
+        return inv_freq / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        # Long wavelengths are stretched by `factor`, short ones kept, those between are interpolated.
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        context = float(rope["original_max_position_embeddings"])
+        wavelength = 2 * math.pi / inv_freq
+        smooth = ((context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - smooth) * inv_freq / float(rope["factor"]) + smooth * inv_freq
+    return inv_freq
+
+
+class FusedColumnLinear(nn.Module):
+    """Several Hugging Face linears over one input, output rows sharded over the ranks, in one product.
+
+    `parts`: name -> (full output rows, how many equal shards they fall into). With fewer shards than ranks
+    (KV heads under a larger `tp_size`) neighbouring ranks hold copies of the same shard.
+    """
+
+    def __init__(self, tp: TpGroup, in_size: int, parts: dict[str, tuple[int, int]], bias: bool) -> None:
+        super().__init__()
+        self._tp, self._in_size, self._parts = tp, in_size, parts
+        rows = sum(full // shards for full, shards in parts.values())
+        self.weight = _weight(rows, in_size)
+        self.bias = _weight(rows) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        start = 0
+        for name, (full, shards) in self._parts.items():
+            rows = full // shards
+            first = self._tp.rank * shards // self._tp.size * rows
+            source = slice(first, first + rows)
+            kept = slice(start, start + rows)
+            yield WeightSlot(
+                f"{prefix}.{name}.weight",
+                (full, self._in_size),
+                self.weight.dtype,
+                [(self.weight[kept], (source, slice(None)))],
+            )
+            if self.bias is not None:
+                yield WeightSlot(f"{prefix}.{name}.bias", (full,), self.bias.dtype, [(self.bias[kept], (source,))])
+            start += rows
+
+
+class RowLinear(nn.Module):
+    """A linear whose input columns are sharded over the ranks; the partial products are summed."""
+
+    def __init__(self, tp: TpGroup, in_size: int, out_size: int, bias: bool) -> None:
+        super().__init__()
+        self._tp, self._in_size = tp, in_size
+        self.weight = _weight(out_size, in_size // tp.size)
+        self.bias = _weight(out_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        out = self._tp.all_reduce(F.linear(x, self.weight))
+        return out if self.bias is None else out.add_(self.bias)
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        out_size, columns = self.weight.shape
+        source = slice(self._tp.rank * columns, (self._tp.rank + 1) * columns)
+        yield WeightSlot(
+            f"{prefix}.weight", (out_size, self._in_size), self.weight.dtype, [(self.weight, (slice(None), source))]
+        )
+        if self.bias is not None:
+            yield WeightSlot.whole(f"{prefix}.bias", self.bias)
+
+
+class VocabParallel(nn.Module):
+    """An embedding table or output head, rows sharded over the ranks; the last shard is padded."""
+
+    def __init__(self, tp: TpGroup, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self._tp, self._vocab_size = tp, vocab_size
+        self._rows = -(-vocab_size // tp.size)
+        self.weight = _weight(self._rows, hidden_size)
+        self._first = tp.rank * self._rows
+        self._real = max(0, min(vocab_size - self._first, self._rows))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self._first
+        foreign = (local < 0) | (local >= self._real)
+        out = F.embedding(local.masked_fill_(foreign, 0), self.weight)
+        return self._tp.all_reduce(out.masked_fill_(foreign.unsqueeze(-1), 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Full-vocabulary logits in fp32, on every rank."""
+        out = self._tp.all_gather_last_dim(F.linear(hidden, self.weight))
+        return out[..., : self._vocab_size].float()
+
+    def slots(self, name: str) -> Iterator[WeightSlot]:
+        # Padding rows are in no piece: they keep their zeros, and `logits` cuts them off.
+        shape = (self._vocab_size, self.weight.shape[1])
+        source = slice(self._first, self._first + self._real)
+        pieces = [(self.weight[: self._real], (source, slice(None)))] if self._real else []
+        yield WeightSlot(name, shape, self.weight.dtype, list(pieces))

@@ -1,0 +1,163 @@
+"""From (name, tensor) streams to parameters: the `WeightMap` and checkpoint reading.
+
+The map says, for every tensor of a Hugging Face checkpoint, where its parts live in this rank's fused and
+sharded parameters. Loading a checkpoint, random initialization and every later weight update are the same
+copies through it, into storage that never moves.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from verl_server.errors import BadRequestError
+
+Index = tuple[slice, ...]
+
+
+@dataclass
+class WeightSlot:
+    """One checkpoint tensor. `dst.copy_(source[index])` for all pieces installs it on this rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the full tensor, as Hugging Face stores it."""
+    dtype: torch.dtype
+    """Of this rank's parameter; a copy converts."""
+    pieces: list[tuple[Tensor, Index]]
+    """(view into this rank's parameter, index into the full source); empty if this rank holds only padding."""
+
+    @classmethod
+    def whole(cls, name: str, parameter: Tensor) -> WeightSlot:
+        """A tensor that every rank holds in full."""
+        return cls(name, tuple(parameter.shape), parameter.dtype, [(parameter.data, (slice(None),) * parameter.dim())])
+
+    def copy_from(self, source: Tensor) -> None:
+        """Install the full tensor `source`; its shape is the caller's to check."""
+        for destination, index in self.pieces:
+            destination.copy_(source[index])
+
+
+@dataclass
+class WeightMap:
+    slots: dict[str, WeightSlot] = field(default_factory=dict)
+    """Every parameter once, in model order."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names a checkpoint may carry besides: tied `lm_head.weight` -> the embedding's name."""
+
+    def add(self, slots: Iterable[WeightSlot]) -> None:
+        for slot in slots:
+            assert slot.name not in self.slots, slot.name
+            self.slots[slot.name] = slot
+
+    def canonical(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+    def read(self, name: str) -> Tensor:
+        """This rank's part of a tensor (all of it where replicated), float32 on the CPU."""
+        slot = self.slots[self.canonical(name)]
+        if not slot.pieces:
+            return torch.empty((0, *slot.shape[1:]))
+        parts = [destination.float().cpu() for destination, _ in slot.pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are no parameter (buffers that old checkpoints carry do not count)."""
+        return [n for n in names if self.canonical(n) not in self.slots and not n.endswith("rotary_emb.inv_freq")]
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Parameters that `names` does not cover."""
+        given = {self.canonical(n) for n in names}
+        return [n for n in self.slots if n not in given]
+
+
+def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder's safetensors checkpoint, memory-mapped, shard by shard."""
+    for file in _checkpoint_files(Path(folder)):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, shard.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise BadRequestError(f"Cannot read {file}: {error}. Is the file complete?") from error
+
+
+def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a checkpoint, read from the headers only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _checkpoint_files(Path(folder)):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                    shapes[name] = tuple(shard.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise BadRequestError(f"Cannot read {file}: {error}. Is the file complete?") from error
+    return shapes
+
+
+def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
+    """Install a whole checkpoint. Names and shapes are checked before the first byte is written."""
+    check_covers(weight_map, checkpoint_shapes(folder), str(folder))
+    for name, tensor in iter_checkpoint(folder):
+        # A tied head that the checkpoint stores besides the embedding is the same tensor: nothing to do.
+        slot = weight_map.slots.get(name)
+        if slot is not None:
+            slot.copy_from(tensor)
+
+
+def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raise BadRequestError listing what `shapes` lacks, has besides, or has in another shape."""
+    # Only the head is stored of a tied pair: refuse, the embedding's own name is the contract.
+    missing = [n for n in weight_map.slots if n not in shapes]
+    unknown = weight_map.unknown(shapes)
+    wrong = [
+        f"{n}: {list(shapes[n])} instead of {list(slot.shape)}"
+        for n, slot in weight_map.slots.items()
+        if n in shapes and shapes[n] != slot.shape
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        for what, names in (("missing", missing), ("not in the model", unknown), ("wrong shape", wrong))
+        if names
+    ]
+    if problems:
+        raise BadRequestError(f"The weights in {where} do not fit the model. {'; '.join(problems)}.")
+
+
+def fill_dummy(weight_map: WeightMap, seed: int, device: torch.device) -> None:
+    """Random weights. Each full tensor has a seed of its own, so the model is the same whatever `tp_size`."""
+    for name, slot in weight_map.slots.items():
+        generator = torch.Generator(device).manual_seed(((seed & 0x7FFFFFFF) << 32) ^ zlib.crc32(name.encode()))
+        full = torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        if "norm" in name:
+            full.add_(1.0)
+        slot.copy_from(full)
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """The index's shards, else model.safetensors, else all safetensors (an index or model.safetensors wins
+
+    because some repositories also hold a consolidated copy under other names).
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        absent = [n for n in names if not (folder / n).is_file()]
+        if absent:
+            raise BadRequestError(f"{index} names shards that are not there: {', '.join(absent)}.")
+        return [folder / n for n in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadRequestError(
+            f"{folder} has no *.safetensors. Convert the checkpoint with "
+            "`save_pretrained(..., safe_serialization=True)`, or use load_format='dummy' for random weights."
+        )
+    return files

@@ -1,0 +1,134 @@
+"""`Penalties`: what is added to logits before temperature, for those rows of a batch that ask for it.
+
+Owned by the `Sampler`. Repetition, frequency and presence penalties read token counts that are kept on the
+device and grow by the new output tokens of each step; `logit_bias` and `min_new_tokens` are sparse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_server.models.attention import to_device
+from verl_server.runtime.forward_batch import SampleSpec
+
+
+@dataclass
+class _Counted:
+    """A row whose penalties read token counts."""
+
+    row: int
+    spec: SampleSpec
+    seen_outputs: int
+
+
+@dataclass
+class _Counts:
+    """Counted rows, their factors ([n, 1] each) and token counts ([n, vocab])."""
+
+    members: list[_Counted]
+    rows: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    outputs: Tensor
+    """fp32 counts of output tokens."""
+    prompts: Tensor
+    """bool, whether a token is in the prompt."""
+
+
+class Penalties:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._counts: _Counts | None = None
+        self._bias: tuple[Tensor, Tensor, Tensor] | None = None
+        self._min_new: list[tuple[int, SampleSpec]] = []
+
+    def set_batch(self, specs: list[SampleSpec]) -> None:
+        """A new batch composition. Counts of rows that stay are carried over."""
+        counted = [
+            _Counted(i, s, 0)
+            for i, s in enumerate(specs)
+            if s.params.repetition_penalty != 1.0 or s.params.frequency_penalty or s.params.presence_penalty
+        ]
+        self._counts = self._build_counts(counted, self._counts) if counted else None
+        self._bias = self._build_bias(specs)
+        self._min_new = [(i, s) for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
+
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits` [n, vocab] in place."""
+        if self._counts is not None:
+            self._apply_counts(self._counts, logits)
+        if self._bias is not None:
+            rows, columns, values = self._bias
+            logits.index_put_((rows, columns), values, accumulate=True)
+        if self._min_new:
+            waiting = [(i, s) for i, s in self._min_new if len(s.output_ids) < s.params.min_new_tokens]
+            rows_and_columns = [(i, stop) for i, s in waiting for stop in s.stop_ids if stop < self._vocab_size]
+            if rows_and_columns:
+                index = to_device(np.array(rows_and_columns, dtype=np.int64).T.copy(), self._device)
+                logits[index[0], index[1]] = -torch.inf
+
+    def _apply_counts(self, counts: _Counts, logits: Tensor) -> None:
+        self._count_new_outputs(counts)
+        part = logits[counts.rows]
+        present = counts.outputs > 0
+        factor = torch.where(present | counts.prompts, counts.repetition, 1.0)
+        part = torch.where(part > 0, part / factor, part * factor)
+        part -= counts.frequency * counts.outputs + counts.presence * present
+        logits[counts.rows] = part
+
+    def _count_new_outputs(self, counts: _Counts) -> None:
+        pairs = []
+        for i, member in enumerate(counts.members):
+            pairs += [(i, token) for token in member.spec.output_ids[member.seen_outputs :]]
+            member.seen_outputs = len(member.spec.output_ids)
+        if pairs:
+            index = to_device(np.array(pairs, dtype=np.int64).T.copy(), self._device)
+            ones = torch.ones(len(pairs), device=self._device)
+            counts.outputs.index_put_((index[0], index[1]), ones, accumulate=True)
+
+    def _build_counts(self, members: list[_Counted], old: _Counts | None) -> _Counts:
+        n = len(members)
+        outputs = torch.zeros(n, self._vocab_size, device=self._device)
+        prompts = torch.zeros(n, self._vocab_size, dtype=torch.bool, device=self._device)
+        known = {id(m.spec): (i, m.seen_outputs) for i, m in enumerate(old.members)} if old is not None else {}
+        for i, member in enumerate(members):
+            if old is not None and id(member.spec) in known:
+                old_row, member.seen_outputs = known[id(member.spec)]
+                outputs[i], prompts[i] = old.outputs[old_row], old.prompts[old_row]
+            else:
+                prompts[i, to_device(np.unique(member.spec.prompt_ids), self._device)] = True
+
+        def column(name: str) -> Tensor:
+            values = [getattr(m.spec.params, name) for m in members]
+            return to_device(np.array(values, dtype=np.float32), self._device).unsqueeze(1)
+
+        return _Counts(
+            members=members,
+            rows=to_device(np.array([m.row for m in members], dtype=np.int64), self._device),
+            repetition=column("repetition_penalty"),
+            frequency=column("frequency_penalty"),
+            presence=column("presence_penalty"),
+            outputs=outputs,
+            prompts=prompts,
+        )
+
+    def _build_bias(self, specs: list[SampleSpec]) -> tuple[Tensor, Tensor, Tensor] | None:
+        entries = [
+            (i, int(token), bias)
+            for i, s in enumerate(specs)
+            for token, bias in (s.params.logit_bias or {}).items()
+            if 0 <= int(token) < self._vocab_size  # the front end refuses others
+        ]
+        if not entries:
+            return None
+        rows, columns, values = zip(*entries, strict=True)
+        return (
+            to_device(np.array(rows, dtype=np.int64), self._device),
+            to_device(np.array(columns, dtype=np.int64), self._device),
+            to_device(np.array(values, dtype=np.float32), self._device),
+        )
