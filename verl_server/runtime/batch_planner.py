@@ -1,0 +1,348 @@
+"""`BatchPlanner`: which requests run in the next step, and on which pages.
+
+Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache; pure Python, no
+tensors, no I/O. The `Scheduler` adds requests, asks for a `ScheduleBatch`, reports it done and removes requests.
+
+Policy: every running request decodes in every step; what is left of the step goes to prefills, at most
+`chunked_prefill_size` prompt tokens, oldest first. Admission is first come, first served and optimistic: only a
+fraction of the tokens that requests may still sample is reserved. When pages run out after all, the newest
+request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest one always
+fits (checked at arrival), so there is always progress.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from verl_server.runtime.memory_pool import PagePool, ReqToTokenPool
+from verl_server.runtime.radix_cache import PageNode, RadixCache
+from verl_server.runtime.schedule_batch import Req, ScheduleBatch
+
+_RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
+_RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
+_MAX_SKIPPED = 256  # waiting requests looked at beyond those that cannot start yet
+
+
+class BatchPlanner:
+    """State and policy of continuous batching; see the module docstring."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        chunked_prefill_size: int,
+        disable_radix_cache: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.chunked_prefill_size = chunked_prefill_size
+        self.pages = PagePool(num_pages)
+        self.rows = ReqToTokenPool(max_rows)
+        self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
+        self.waiting: list[Req] = []
+        """In order of arrival, retracted requests among them."""
+        self.running: list[Req] = []
+        self.num_retractions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._reserve_ratio = _RESERVE_START
+
+    # -- requests in and out ---------------------------------------------------------------------------------
+
+    def max_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.pages.num_pages * self.page_size
+
+    def add(self, req: Req) -> None:
+        """Queue a request, in the order of arrival."""
+        bisect.insort(self.waiting, req, key=_arrival)
+
+    def remove(self, req: Req, *, cache: bool = True) -> None:
+        """Forget a request. `cache=False` keeps its newest pages out of the prefix cache."""
+        if req.row < 0:
+            self.waiting.remove(req)
+            return
+        self.running.remove(req)
+        self._free(req, cache)
+
+    def remove_finished(self, finished: list[tuple[Req, bool]]) -> None:
+        """`remove` many running requests, each with its `cache` flag, in one pass over the running list."""
+        for req, cache in finished:
+            self._free(req, cache)
+        if finished:
+            self.running = [req for req in self.running if req.row >= 0]
+
+    def retract(self, req: Req) -> None:
+        """Put a running request back into the queue without KV; it keeps its tokens and log-probabilities."""
+        self.running.remove(req)
+        self._free(req, cache=True)
+        req.private = False
+        if req.prompt_logprobs is not None:
+            req.prompt_logprobs.clear()
+        req.num_retractions += 1
+        self.num_retractions += 1
+        self.add(req)
+
+    def retract_all(self) -> None:
+        for req in list(self.running):
+            self.retract(req)
+
+    def has_started(self) -> bool:
+        """Whether any request was started and is not finished, retracted ones included."""
+        return bool(self.running) or any(req.started for req in self.waiting)
+
+    def start_version(self) -> None:
+        """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`."""
+        self.cache.start_version()
+        for req in self.running:
+            req.private = True
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def plan(self, only_started: bool = False) -> ScheduleBatch | None:
+        """The next step, None if there is nothing to run. `only_started` admits nobody new (a drain)."""
+        while True:
+            reqs = self._plan_once(only_started)
+            if reqs:
+                return ScheduleBatch.build(reqs)
+            if not self.running:
+                return None
+            # Prefills hold all pages and none can go on: the newest makes room for the others.
+            self._retract_newest()
+
+    def complete(self, batch: ScheduleBatch) -> None:
+        """The step was computed: move the lengths and share the prompt pages that are full now."""
+        for req in batch.reqs:
+            req.cached_len = req.device_len
+            if req.prefilling:
+                req.prefilling = req.device_len < len(req.token_ids)
+                self._share(req)
+
+    def _plan_once(self, only_started: bool) -> list[Req]:
+        retracted = self._make_room_for_decodes()
+        size = self.page_size
+        decodes, prefills = [], []
+        for req in self.running:
+            cached_len = req.cached_len
+            if len(req.token_ids) - cached_len == 1:
+                if cached_len == len(req.pages) * size:
+                    self._grow(req, 1)
+                req.device_len = cached_len + 1
+                decodes.append(req)
+            else:
+                prefills.append(req)
+        budget = self.chunked_prefill_size
+        prefills.sort(key=_arrival)
+        chunks = []
+        for req in prefills:
+            if took := self._take_chunk(req, budget):
+                budget -= took
+                chunks.append(req)
+        if retracted:
+            self._reserve_ratio = min(1.0, self._reserve_ratio + _RESERVE_RISE)
+        else:
+            self._reserve_ratio = max(_RESERVE_MIN, self._reserve_ratio - _RESERVE_DECAY)
+            if self.waiting:
+                chunks += self._admit(budget, only_started)
+        return decodes + chunks
+
+    def _make_room_for_decodes(self) -> bool:
+        """Retract the newest requests until every other running one can decode; returns whether any was."""
+        retracted = False
+        while True:
+            size = self.page_size
+            need = 0
+            for req in self.running:
+                if len(req.token_ids) - req.cached_len == 1 and req.cached_len == len(req.pages) * size:
+                    need += 1
+            if need <= self.available_pages():
+                return retracted
+            self._retract_newest()
+            retracted = True
+
+    def _retract_newest(self) -> None:
+        self.retract(max(self.running, key=_arrival))
+
+    def _take_chunk(self, req: Req, budget: int) -> int:
+        """Plan the next part of a prefill as far as budget and pages allow; returns its length."""
+        room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
+        chunk = min(budget, len(req.token_ids) - req.cached_len, room)
+        if chunk <= 0:
+            return 0
+        req.device_len = req.cached_len + chunk
+        self._grow(req, self._num_pages(req.device_len) - len(req.pages))
+        return chunk
+
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int, only_started: bool) -> list[Req]:
+        """Start waiting requests in order while budget, rows and pages last."""
+        admitted: list[Req] = []
+        skipped: list[Req] = []
+        seen = 0
+        reserved = sum(self._expected_pages(req) for req in self.running)
+        for req in self.waiting:
+            if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
+                break
+            if (only_started and not req.started) or self._is_blocked(req):
+                skipped.append(req)
+                seen += 1
+                continue
+            took = self._try_start(req, budget, reserved)
+            if took == 0:
+                break
+            if took > 0:
+                reserved += self._expected_pages(req)
+                budget -= took
+                admitted.append(req)
+            else:
+                skipped.append(req)
+            seen += 1
+        self.waiting[:seen] = skipped
+        return admitted
+
+    def _try_start(self, req: Req, budget: int, reserved: int) -> int:
+        """Start one request: the length of its first chunk, 0 if memory is short, -1 if it should wait for
+        pages that a running request is computing."""
+        cache = self.cache
+        node = cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
+        if not cache.disabled and self._find_blocker(req, node):
+            return -1
+        cache.lock(node)
+        need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
+        if self.running and need + reserved > self.available_pages():
+            cache.unlock(node)
+            return 0
+        req.row = self.rows.alloc()
+        req.node = node
+        req.pages = cache.path_pages(node)
+        req.cached_len = node.depth * self.page_size
+        if req.pages:
+            req.page_updates = [(0, list(req.pages))]
+        req.prefilling = True
+        if not req.started:
+            req.started = True
+            req.cached_tokens = min(req.cached_len, len(req.prompt_ids))
+            self.num_prompt_tokens += len(req.prompt_ids)
+            self.num_cached_tokens += req.cached_tokens
+        self.running.append(req)
+        took = self._take_chunk(req, budget)
+        assert took > 0, "a request was admitted without room for a single token"
+        return took
+
+    def _find_blocker(self, req: Req, node: PageNode) -> bool:
+        """Whether a running prefill is about to compute the very page that `req` needs next.
+
+        Requests of one group arrive together; waiting some steps for the first of them is cheaper than
+        computing the prompt once for each.
+        """
+        start, size = node.depth * self.page_size, self.page_size
+        if start + size > req.reuse_limit():
+            return False
+        key = req.token_ids[start : start + size]
+        for other in self.running:
+            if not other.prefilling or other.private or other.node is not node:
+                continue
+            if other.token_ids[start : start + size] == key and len(other.token_ids) >= start + size:
+                req.blocker = other
+                req.blocked_pages = self._common_pages(req, other)
+                return True
+        return False
+
+    def _is_blocked(self, req: Req) -> bool:
+        other = req.blocker
+        if other is None:
+            return False
+        if other.prefilling and not other.private and other.num_shared < req.blocked_pages:
+            return True
+        req.blocker = None
+        return False
+
+    def _common_pages(self, req: Req, other: Req) -> int:
+        size = self.page_size
+        most = min(req.reuse_limit(), len(other.token_ids)) // size
+        page = 0
+        while page < most and (
+            req.token_ids[page * size : (page + 1) * size] == other.token_ids[page * size : (page + 1) * size]
+        ):
+            page += 1
+        return page
+
+    def _reserve_pages(self, req: Req) -> int:
+        return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
+
+    def _expected_pages(self, req: Req) -> int:
+        """Pages that a running request will probably still ask for."""
+        return max(0, self._num_pages(len(req.token_ids)) + self._reserve_pages(req) - len(req.pages))
+
+    # -- pages -----------------------------------------------------------------------------------------------
+
+    def available_pages(self) -> int:
+        """Pages that can be had without taking them from a request."""
+        return self.pages.available + self.cache.evictable
+
+    def num_used_tokens(self) -> int:
+        """Tokens of capacity that running requests hold."""
+        return (self.pages.num_pages - self.available_pages()) * self.page_size
+
+    def _num_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _grow(self, req: Req, count: int) -> None:
+        if count <= 0:
+            return
+        short = count - self.pages.available
+        if short > 0:
+            self.cache.evict(short)
+        taken = self.pages.alloc(count)
+        req.page_updates.append((len(req.pages), taken))
+        req.pages += taken
+
+    def _share(self, req: Req) -> None:
+        """Give the full pages of a request to the prefix cache; it goes on holding them."""
+        count = req.cached_len // self.page_size
+        node = req.node
+        if self.cache.disabled or req.private or node is None or count <= node.depth:
+            return
+        req.node, swapped = self.cache.extend(node, req.token_ids, req.pages, count)
+        for index, page in swapped:
+            req.pages[index] = page
+            req.page_updates.append((index, [page]))
+
+    def _free(self, req: Req, cache: bool) -> None:
+        assert req.node is not None
+        if cache:
+            self._share(req)
+        self.pages.free(req.pages[req.num_shared :])
+        self.cache.unlock(req.node)
+        self.rows.free(req.row)
+        req.row, req.node, req.pages, req.page_updates = -1, None, [], []
+        req.cached_len = req.device_len = 0
+        req.prefilling = False
+
+    def check_invariants(self, deep: bool = True) -> None:
+        """free + cached + used == total, and with `deep` also whose every page, lock and row is."""
+        used = sum(len(req.pages) - req.num_shared for req in self.running)
+        free, cached = self.pages.available, self.cache.num_pages
+        assert free + cached + used == self.pages.num_pages, f"{free=} + {cached=} + {used=} != {self.pages.num_pages}"
+        assert self.rows.available + len(self.running) == self.rows.max_rows, "a page-table row was lost"
+        if not self.running:
+            assert self.cache.protected == self.cache.detached == 0, "pages are locked, but nothing runs"
+        if not deep:
+            return
+        holders = [req.node for req in self.running if req.node is not None]
+        assert len(holders) == len(self.running)
+        self.cache.check_invariants(holders)
+        owned = self.pages.free_pages() + [node.page for node in self.cache.nodes()]
+        for req in self.running:
+            assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
+            assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not the tree's"
+            owned += req.pages[req.num_shared :]
+        assert len(set(owned)) == len(owned), "a KV page has two owners"
+        assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
+        for req in self.waiting:
+            assert req.row < 0 and not req.pages and req.node is None, "a waiting request holds KV"
+
+
+def _arrival(req: Req) -> int:
+    return req.arrival

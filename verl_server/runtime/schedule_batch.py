@@ -1,0 +1,267 @@
+"""`Req`, one request's life in the scheduler, and `ScheduleBatch`, the requests of one step.
+
+Four lengths say where a request stands:
+
+    token_ids    |<------ cached_len ------>|<- extend_len ->|            |<--- remain_len --->|
+                 KV is in the pool           this step        later steps  may still be sampled
+                                                              ^ device_len ends the step
+
+Decode (extend 1), a chunk of a prefill, and what follows a prefix-cache hit are all "extend from cached_len to
+device_len". The `BatchPlanner` moves these lengths, the `Scheduler` appends tokens and finishes requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl_server.io_struct import (
+    BatchTokenIDOut,
+    FinishReason,
+    PromptLogprobs,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+)
+from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.radix_cache import PageNode
+
+
+@dataclass(slots=True, eq=False)
+class PromptLogprobState:
+    """Log-probabilities of prompt[start:], gathered chunk by chunk; dropped and redone after a retraction."""
+
+    start: int
+    top_num: int
+    requested_ids: list[int] | None
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[TokenLogprobs | None] = field(default_factory=list)
+    requested: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.logprobs, self.top, self.requested = [], [], []
+
+    def add(self, part: PromptLogprobs) -> None:
+        self.logprobs.extend(part.logprobs)
+        self.top.extend(part.top or ())
+        self.requested.extend(part.requested or ())
+
+    def result(self, prompt_ids: list[int]) -> PromptLogprobs:
+        """The whole answer; nothing comes before prompt[start], so the lists open with null."""
+        return PromptLogprobs(
+            token_ids=prompt_ids[self.start :],
+            logprobs=[None, *self.logprobs],
+            top=[None, *self.top] if self.top_num else None,
+            requested=[None, *self.requested] if self.requested_ids is not None else None,
+        )
+
+
+class Req:
+    """One request from arrival to its terminal message.
+
+    Waiting: no row, no pages, `cached_len == 0`. Running: `pages` backs `token_ids[:device_len]`; the first
+    `num_shared` of them belong to the prefix cache (held through `node`), the others to this request alone.
+    """
+
+    __slots__ = (
+        "arrival",
+        "blocked_pages",
+        "blocker",
+        "cached_len",
+        "cached_tokens",
+        "device_len",
+        "max_new_tokens",
+        "node",
+        "num_retractions",
+        "output_ids",
+        "page_updates",
+        "pages",
+        "prefilling",
+        "private",
+        "prompt_ids",
+        "prompt_logprobs",
+        "rid",
+        "row",
+        "spec",
+        "started",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int) -> None:
+        self.rid = message.rid
+        self.arrival = arrival
+        """Order of arrival: the oldest request is admitted first and retracted last."""
+        self.prompt_ids = message.input_ids
+        self.output_ids: list[int] = []
+        self.token_ids = list(message.input_ids)
+        """Prompt and output."""
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = frozenset(message.stop_ids)
+        self.spec = SampleSpec(
+            params=message.sampling,
+            seed=message.sampling.sampling_seed,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            stop_ids=message.stop_ids,
+            return_logprob=message.return_logprob,
+            top_logprobs_num=message.top_logprobs_num if message.return_logprob else 0,
+            token_ids_logprob=message.token_ids_logprob if message.return_logprob else None,
+        )
+        self.prompt_logprobs: PromptLogprobState | None = None
+        """Set until they were sent."""
+        if message.return_logprob and message.logprob_start_len >= 0:
+            start = min(message.logprob_start_len, len(self.prompt_ids) - 1)
+            self.prompt_logprobs = PromptLogprobState(start, self.spec.top_logprobs_num, self.spec.token_ids_logprob)
+
+        self.row = -1
+        self.pages: list[int] = []
+        self.node: PageNode | None = None
+        self.cached_len = 0
+        self.device_len = 0
+        self.page_updates: list[tuple[int, list[int]]] = []
+        """(first column, pages) to write into the page table with the next step."""
+        self.prefilling = False
+        self.private = False
+        """KV mixes weight versions: never shared through the prefix cache."""
+        self.started = False
+        """Was admitted once; a weight update that waits, waits for it."""
+        self.blocker: Req | None = None
+        """A running request that is computing pages which this one will share ..."""
+        self.blocked_pages = 0
+        """... up to this many of them."""
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache when first admitted."""
+        self.num_retractions = 0
+
+    @property
+    def extend_len(self) -> int:
+        return self.device_len - self.cached_len
+
+    @property
+    def remain_len(self) -> int:
+        return self.max_new_tokens - len(self.output_ids)
+
+    @property
+    def num_shared(self) -> int:
+        return 0 if self.node is None else self.node.depth
+
+    def reuse_limit(self) -> int:
+        """Most leading tokens that may come from the prefix cache: one at least is computed, and all from
+        `logprob_start_len` on whose log-probabilities are still wanted."""
+        limit = len(self.token_ids) - 1
+        return limit if self.prompt_logprobs is None else min(limit, self.prompt_logprobs.start)
+
+    def append(self, token: int) -> None:
+        self.output_ids.append(token)
+        self.token_ids.append(token)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request is over after its newest token, None if it goes on."""
+        output = self.output_ids
+        if output and output[-1] in self.stop_ids:
+            return FinishReason(type="stop", matched=output[-1])
+        if len(output) >= self.max_new_tokens:
+            return FinishReason(type="length", length=len(output))
+        return None
+
+
+@dataclass(slots=True)
+class ScheduleBatch:
+    """The requests of one step, the message for the model runners, and rank 0's sampling settings."""
+
+    reqs: list[Req]
+    forward: ForwardBatch
+    specs: list[SampleSpec]
+
+    @classmethod
+    def build(cls, reqs: list[Req]) -> ScheduleBatch:
+        """Turn planned lengths into one `ForwardBatch`. Consumes the requests' page updates."""
+        forward = ForwardBatch(rows=[], cached_lens=[], extend_lens=[], input_ids=[], page_updates=[], sample=[])
+        specs = []
+        for entry, req in enumerate(reqs):
+            cached_len, device_len = req.cached_len, req.device_len
+            forward.rows.append(req.row)
+            forward.cached_lens.append(cached_len)
+            forward.extend_lens.append(device_len - cached_len)
+            if device_len - cached_len == 1:
+                forward.input_ids.append(req.token_ids[cached_len])
+            else:
+                forward.input_ids.extend(req.token_ids[cached_len:device_len])
+            if req.page_updates:
+                forward.page_updates.extend((req.row, column, pages) for column, pages in req.page_updates)
+                req.page_updates = []
+            if device_len == len(req.token_ids) and req.remain_len > 0:
+                forward.sample.append(entry)
+                specs.append(req.spec)
+            if req.prompt_logprobs is not None:
+                _ask_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
+        return cls(reqs, forward, specs)
+
+
+def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:
+    first = max(req.cached_len, state.start)
+    if first < min(req.device_len, len(req.prompt_ids) - 1):
+        forward.prompt_logprobs.append((entry, first - req.cached_len, state.top_num, state.requested_ids))
+        more = req.device_len < len(req.prompt_ids)
+        forward.prompt_next_ids.append(req.prompt_ids[req.device_len] if more else -1)
+
+
+class BatchOutput:
+    """Collects what one step has to say to the TokenizerManager, as one `BatchTokenIDOut`."""
+
+    def __init__(self) -> None:
+        self._out = self._empty()
+
+    @staticmethod
+    def _empty() -> BatchTokenIDOut:
+        return BatchTokenIDOut(
+            rids=[],
+            output_ids=[],
+            output_logprobs=[],
+            finish_reasons=[],
+            weight_version="",
+            cached_tokens=[],
+            num_retractions=[],
+        )
+
+    def add(self, req: Req, finish_reason: FinishReason | None, tokens: list[int], logprobs: list[float]) -> int:
+        """Append one entry; returns its index."""
+        out = self._out
+        out.rids.append(req.rid)
+        out.output_ids.append(tokens)
+        out.output_logprobs.append(logprobs if req.spec.return_logprob else [])
+        out.finish_reasons.append(finish_reason)
+        out.cached_tokens.append(req.cached_tokens)
+        out.num_retractions.append(req.num_retractions)
+        return len(out.rids) - 1
+
+    def add_refusal(self, rid: str, finish_reason: FinishReason) -> None:
+        """A terminal entry for a request that never became a `Req`."""
+        out = self._out
+        out.rids.append(rid)
+        out.output_ids.append([])
+        out.output_logprobs.append([])
+        out.finish_reasons.append(finish_reason)
+        out.cached_tokens.append(0)
+        out.num_retractions.append(0)
+
+    def add_candidates(self, index: int, req: Req, output: ForwardOutput, sampled: int) -> None:
+        """Top and requested log-probabilities of the one new token of entry `index`."""
+        top, requested = output.top_logprobs, output.token_ids_logprobs
+        if req.spec.top_logprobs_num and (found := top[sampled]) is not None:
+            self._out.top_logprobs[index] = [found]
+        if req.spec.token_ids_logprob is not None and (found := requested[sampled]) is not None:
+            self._out.token_ids_logprobs[index] = [found]
+
+    def add_prompt_logprobs(self, index: int, req: Req) -> None:
+        """The prompt's part, once, with the first message."""
+        if req.prompt_logprobs is not None:
+            self._out.prompt_logprobs[index] = req.prompt_logprobs.result(req.prompt_ids)
+            req.prompt_logprobs = None
+
+    def take(self, weight_version: str) -> BatchTokenIDOut | None:
+        """The message, if there is anything to say; starts an empty one."""
+        if not self._out.rids:
+            return None
+        out, self._out = self._out, self._empty()
+        out.weight_version = weight_version
+        return out

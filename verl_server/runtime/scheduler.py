@@ -1,0 +1,240 @@
+"""`Scheduler`: receive, admit, run, emit. One per engine, in rank 0's process.
+
+Gets decoded messages from `scheduler_process` (`handle`) and is driven by it (`advance`, one turn). Decides
+between two steps only: messages and control requests are acted on, then the `BatchPlanner` gives the next
+`ScheduleBatch`, the `TpWorker` runs it on every rank, and what it gave leaves as one `BatchTokenIDOut`. Every
+accepted request gets exactly one terminal entry; docs/scheduler-states.md says which, in which state.
+
+A turn is split into plan, run and `_process`, which touch the requests at separate moments, so that planning
+step n+1 while step n runs (overlap) needs a change in `advance` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from verl_server.io_struct import (
+    AbortReq,
+    FinishReason,
+    FinishReq,
+    SchedulerInput,
+    SchedulerOutput,
+    TokenizedGenerateReq,
+)
+from verl_server.runtime.batch_planner import BatchPlanner
+from verl_server.runtime.control_queue import ControlQueue
+from verl_server.runtime.forward_batch import ForwardOutput
+from verl_server.runtime.schedule_batch import BatchOutput, Req, ScheduleBatch
+from verl_server.runtime.scheduler_stats import SchedulerStats
+from verl_server.runtime.tp_worker import TpWorker
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """The state of all live requests and one turn of the loop over them."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        worker: TpWorker,
+        send: Callable[[SchedulerOutput], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.server_args = server_args
+        self.worker = worker
+        self.send = send
+        self.clock = clock
+        runner = worker.runner
+        self.planner = BatchPlanner(
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            max_rows=min(runner.max_rows, server_args.max_running_requests),
+            chunked_prefill_size=server_args.chunked_prefill_size,
+            disable_radix_cache=server_args.disable_radix_cache,
+        )
+        self.requests: dict[str, Req] = {}
+        """Every accepted request that has not had its terminal entry."""
+        self.control = ControlQueue(self, server_args.control_timeout)
+        self.stats = SchedulerStats(clock)
+        self._output = BatchOutput()
+        self._arrivals = 0
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def handle(self, message: SchedulerInput) -> None:
+        """Act on one message, or queue it for its moment."""
+        match message:
+            case TokenizedGenerateReq():
+                self._receive_request(message)
+            case AbortReq():
+                self._receive_abort(message)
+            case FinishReq():
+                if (req := self.requests.pop(message.rid, None)) is not None:
+                    self.planner.remove(req)
+            case _:
+                self.control.receive(message)
+
+    def advance(self) -> None:
+        """One turn: control requests whose moment has come, then one step, then what there is to say."""
+        self.control.run_ready()
+        self.emit()  # an abort is answered before the next step, not after it
+        if not self.control.paused and self.requests:
+            refusal = self.worker.weights.refusal()
+            if refusal is not None:
+                self.abort_all(refusal, status_code=503)
+            else:
+                self._step()
+        self.emit()
+        if self.server_args.check_invariants or not self.planner.running:
+            self.check_invariants(deep=self.server_args.check_invariants)
+
+    def has_runnable(self) -> bool:
+        """Whether the next turn has a step to take; if not, the loop may sleep until a message comes."""
+        return bool(self.requests) and not self.control.paused
+
+    def emit(self) -> None:
+        """Send what was collected since the last message, if anything."""
+        message = self._output.take(self.worker.weights.version)
+        if message is not None:
+            self.send(message)
+
+    # -- requests in -----------------------------------------------------------------------------------------
+
+    def _receive_request(self, message: TokenizedGenerateReq) -> None:
+        if message.rid in self.requests:
+            logger.error("Dropped a second request with the rid %r of a live one.", message.rid)
+            return
+        refused = self._check_request(message)
+        if refused is not None:
+            self._output.add_refusal(message.rid, refused)
+            self.stats.num_aborted += 1
+            return
+        max_new_tokens = message.sampling.max_new_tokens
+        if max_new_tokens is None:
+            room = min(self.worker.runner.context_length, self.planner.max_tokens() + 1)
+            max_new_tokens = room - len(message.input_ids)
+        self._arrivals += 1
+        self.stats.num_requests += 1
+        req = Req(message, self._arrivals, max_new_tokens)
+        self.requests[req.rid] = req
+        self.planner.add(req)
+
+    def _check_request(self, message: TokenizedGenerateReq) -> FinishReason | None:
+        """Why a request cannot be accepted, None if it can."""
+        ids, runner = message.input_ids, self.worker.runner
+        prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
+        if prompt_len == 0:
+            return _refused(400, "The prompt is empty; it needs at least one token.")
+        if min(ids) < 0 or max(ids) >= runner.vocab_size:
+            return _refused(400, f"input_ids must be in 0..{runner.vocab_size - 1}, the model's vocabulary.")
+        if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
+            return _refused(
+                400,
+                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) exceed the context length of "
+                f"{runner.context_length} tokens.",
+            )
+        # The last sampled token is never computed, so it needs no place in the pool.
+        needed, capacity = prompt_len + max(new_len - 1, 0), self.planner.max_tokens()
+        if needed > capacity:
+            return _refused(
+                400,
+                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) can never fit the KV cache of "
+                f"{capacity} tokens. Ask for less, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
+            )
+        refusal = self.worker.weights.refusal()
+        if refusal is not None and not self.control.paused:
+            return _refused(503, refusal)
+        bound = self.server_args.max_queued_requests
+        if bound is not None and len(self.planner.waiting) >= bound:
+            return _refused(503, "The request queue is full.")
+        return None
+
+    def _receive_abort(self, message: AbortReq) -> None:
+        if message.abort_all:
+            self.abort_all("Aborted")
+        elif (req := self.requests.get(message.rid)) is not None:
+            self._abort(req, "Aborted", None)
+
+    # -- requests out ----------------------------------------------------------------------------------------
+
+    def abort_all(self, message: str, status_code: int | None = None) -> None:
+        """End every live request with what it has so far."""
+        for req in list(self.requests.values()):
+            self._abort(req, message, status_code)
+
+    def _abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
+        if status_code is None and not req.started:
+            message = "Abort in waiting queue"
+        del self.requests[req.rid]
+        self.planner.remove(req, cache=cache)
+        self.stats.num_aborted += 1
+        self._output.add(req, FinishReason(type="abort", message=message, status_code=status_code), [], [])
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        batch = self.planner.plan(only_started=self.control.draining)
+        self.control.step_taken()
+        if batch is None:
+            return
+        try:
+            output = self.worker.forward(batch.forward, batch.specs)
+        except Exception as error:
+            if not self.worker.is_recoverable(error):
+                raise
+            logger.exception("A step of %d requests failed; they are aborted.", len(batch.reqs))
+            for req in batch.reqs:
+                self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
+            return
+        self.planner.complete(batch)
+        self._process(batch, output)
+
+    def _process(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
+        """Append the new tokens, finish what is over, and collect what the step has to say."""
+        reqs = batch.reqs
+        for entry, part in output.prompt_logprobs.items():
+            state = reqs[entry].prompt_logprobs
+            if state is not None:
+                state.add(part)
+        vocab_size = self.worker.runner.vocab_size
+        finished: list[tuple[Req, bool]] = []
+        for sampled, entry in enumerate(batch.forward.sample):
+            req = reqs[entry]
+            token, logprob = output.next_ids[sampled], output.logprobs[sampled]
+            if logprob != logprob or not 0 <= token < vocab_size:  # NaN: the distribution was none
+                reason: FinishReason | None = FinishReason(type="stop", matched="NaN happened")
+                self._output.add(req, reason, [], [])
+                finished.append((req, False))
+                continue
+            req.append(token)
+            reason = req.finish_reason()
+            index = self._output.add(req, reason, [token], [logprob])
+            self._output.add_candidates(index, req, output, sampled)
+            self._output.add_prompt_logprobs(index, req)
+            if reason is not None:
+                finished.append((req, True))
+        for req in reqs:  # max_new_tokens=0: over as soon as the prompt is computed
+            if req.max_new_tokens == 0 and not req.prefilling:
+                index = self._output.add(req, FinishReason(type="length", length=0), [], [])
+                self._output.add_prompt_logprobs(index, req)
+                finished.append((req, True))
+        for req, _ in finished:
+            del self.requests[req.rid]
+        self.planner.remove_finished(finished)
+        self.stats.count_step(len(batch.forward.sample))
+
+    def check_invariants(self, *, deep: bool) -> None:
+        """Page accounting, and that every live request is either waiting or running."""
+        self.planner.check_invariants(deep)
+        assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running)
+        if deep:
+            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running)
+            assert listed == sorted(self.requests), "a live request is neither waiting nor running"
+
+
+def _refused(status_code: int, message: str) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=status_code)

@@ -1,0 +1,184 @@
+"""One scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.runtime.scheduler_process")`.
+
+Builds this rank's `ModelRunner` and `WeightUpdater`, reports ready, then rank 0 runs the `Scheduler` between two
+ZMQ sockets that the TokenizerManager bound, and every other rank follows it. Ends on SIGTERM (rank 0 between
+two steps), when the parent is gone (`child_main` watches that), or with a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from verl_server.child_process import child_main
+from verl_server.io_struct import SchedulerInput, SchedulerOutput
+from verl_server.runtime.model_runner import ModelRunner, device_of
+from verl_server.runtime.scheduler import Scheduler
+from verl_server.runtime.tp_group import TpGroup
+from verl_server.runtime.tp_worker import TpWorker
+from verl_server.runtime.weight_updater import WeightUpdater
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerSockets:
+    """Rank 0's ends of the two message queues, and a doorbell that signals ring."""
+
+    def __init__(self, in_addr: str, out_addr: str) -> None:
+        self._context = zmq.Context(1)
+        self._input = self._context.socket(zmq.PULL)
+        self._output = self._context.socket(zmq.PUSH)
+        for sock, address in ((self._input, in_addr), (self._output, out_addr)):
+            sock.set_hwm(0)  # nothing is dropped and `send` never blocks
+            sock.setsockopt(zmq.LINGER, 1000)
+            sock.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._doorbell, self._button = socket.socketpair()
+        self._button.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._input, zmq.POLLIN)
+        self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until a message or a signal comes, or until `seconds` passed."""
+        self._poller.poll(None if seconds is None else math.ceil(seconds * 1000.0))
+
+    def ring(self) -> None:
+        """End a `wait`, from a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            self._button.send(b"!")
+
+    def receive(self) -> list[SchedulerInput]:
+        """All messages that are there. What does not decode is logged and dropped."""
+        messages: list[SchedulerInput] = []
+        while True:
+            try:
+                data = self._input.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(self._decoder.decode(data))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)
+
+    def send(self, message: SchedulerOutput) -> None:
+        self._output.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+        self._doorbell.close()
+        self._button.close()
+
+
+class SchedulerLoop:
+    """Drives a `Scheduler`: messages while there is work, a blocking wait while there is none."""
+
+    def __init__(self, scheduler: Scheduler, sockets: SchedulerSockets) -> None:
+        self._scheduler = scheduler
+        self._sockets = sockets
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Leave after the current step. Safe in a signal handler."""
+        self.stopping = True
+        self._sockets.ring()
+
+    def run(self) -> None:
+        scheduler, sockets = self._scheduler, self._sockets
+        while not self.stopping:
+            if not scheduler.has_runnable():
+                sockets.wait(scheduler.control.wait_seconds())
+            for message in sockets.receive():
+                scheduler.handle(message)
+            scheduler.advance()
+
+
+def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    """Target of `child_main`: one rank from start to end."""
+    server_args = ServerArgs.from_json(argument["server_args"])
+    rank: int = argument["tp_rank"]
+    _set_up_process(server_args, rank)
+    device = device_of(server_args, rank)
+    tp = TpGroup.create(rank, server_args.tp_size, argument["init_addr"], device, server_args.sync_timeout)
+    runner = ModelRunner(server_args, tp, device)
+    worker = TpWorker(runner, WeightUpdater(runner, tp, server_args), tp)
+    gc.collect()
+    gc.freeze()  # the model and the imports live as long as the process: keep them out of every collection
+    info = scheduler_info(server_args, worker, runner, rank)
+    if rank > 0:
+        ready(info)
+        worker.follow()
+        return
+    sockets = SchedulerSockets(argument["in_addr"], argument["out_addr"])
+    loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    ready(info)
+    try:
+        loop.run()
+    except Exception:
+        if not loop.stopping:
+            raise
+        logger.info("A step failed while stopping; another rank had left already.")
+    else:
+        worker.stop()
+    finally:
+        sockets.close()
+    logger.info("stopped")
+
+
+def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int) -> dict[str, Any]:
+    """What the parent learns about this rank."""
+    capacity = runner.num_pages * runner.page_size
+    return {
+        "max_total_num_tokens": capacity,
+        "max_req_input_len": min(runner.context_length - 1, capacity),
+        "context_length": runner.context_length,
+        "page_size": runner.page_size,
+        "max_running_requests": runner.max_rows,
+        "chunked_prefill_size": server_args.chunked_prefill_size,
+        "vocab_size": runner.vocab_size,
+        "device": str(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "weight_version": worker.weights.version,
+        "pid": os.getpid(),
+        "tp_rank": rank,
+        "device_uuid": device_uuid(runner.device),
+    }
+
+
+def device_uuid(device: torch.device) -> str:
+    """UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+
+
+def _set_up_process(server_args: ServerArgs, rank: int) -> None:
+    """Name, log prefix and seeds (threads are the ModelRunner's)."""
+    prefix = "scheduler" if server_args.tp_size == 1 else f"scheduler tp{rank}"
+    logging.basicConfig(
+        level=server_args.log_level.upper(), format=f"[%(asctime)s {prefix}] %(levelname)s %(message)s", force=True
+    )
+    with contextlib.suppress(OSError):  # what `ps` and `top` show; Linux keeps 15 characters
+        Path("/proc/self/comm").write_text(f"verl-sched-tp{rank}"[:15])
+    random.seed(server_args.random_seed)
+    torch.manual_seed(server_args.random_seed)
+
+
+if __name__ == "__main__":
+    child_main(run_scheduler)
