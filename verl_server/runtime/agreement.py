@@ -1,0 +1,56 @@
+"""Doing one thing on every tensor-parallel rank, or knowing on every rank that it failed.
+
+Used by `WeightUpdater` and `WeightInspector`, whose methods run on all ranks at the same point of the command
+order: after `agree` all ranks continue, or all raise the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from verl_server.errors import BadRequestError, ServerUnavailableError, VerlServerError, WeightUpdateError
+from verl_server.runtime.tp_group import TpGroup
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _Vote(msgspec.Struct, array_like=True):
+    error: str = ""
+    status: int = 200
+
+
+def agree(tp: TpGroup, step: Callable[[], T]) -> T:
+    """Run `step` on this rank. If it failed on any, raise WeightUpdateError (or a 500) on all of them."""
+    mine, result = _Vote(), None
+    try:
+        result = step()
+    except (BadRequestError, WeightUpdateError, ServerUnavailableError) as error:
+        mine = _Vote(str(error), error.status_code)
+    except Exception as error:
+        logger.exception("A weight or memory operation failed on rank %d", tp.rank)
+        mine = _Vote(f"{type(error).__name__}: {error}", 500)
+    votes = [msgspec.msgpack.decode(vote, type=_Vote) for vote in tp.gather(msgspec.msgpack.encode(mine))]
+    failed = {rank: vote for rank, vote in enumerate(votes) if vote.status != 200}
+    if failed:
+        raise _common_error(failed, tp.size)
+    return result  # type: ignore[return-value]
+
+
+def _common_error(failed: dict[int, _Vote], size: int) -> VerlServerError:
+    errors = list(dict.fromkeys(vote.error for vote in failed.values()))
+    text = errors[0]
+    if len(failed) < size or len(errors) > 1:
+        text = "; ".join(f"tensor-parallel rank {rank}: {vote.error}" for rank, vote in failed.items())
+    status = max(vote.status for vote in failed.values())
+    return WeightUpdateError(text) if status == 400 else _status_error(text, status)
+
+
+def _status_error(text: str, status: int) -> VerlServerError:
+    error = VerlServerError(text)
+    error.status_code = status
+    return error
