@@ -44,7 +44,8 @@ class WeightInspector:
             ranges = [part.indices(n)[:2] for part, n in zip(index, slot.shape, strict=True)]
             first, last = ranges[0]
             if first < rows:
-                part = destination[: min(last, rows) - first].detach().float().cpu().contiguous()
+                # A copy: .numpy() would pin the parameter's own storage to its size for ever.
+                part = destination[: min(last, rows) - first].detach().to("cpu", torch.float32, copy=True).contiguous()
                 mine.append(_Rows([(first, min(last, rows)), *ranges[1:]], part.numpy().tobytes()))
         full = torch.zeros(rows, *slot.shape[1:])
         for encoded in self._tp.gather(msgspec.msgpack.encode(mine)):

@@ -5,9 +5,9 @@ remembered by storage, so the next push of the same parameters costs a compariso
 on (`LocalSerializedTensor`) refers to memory that this process owns: whoever pushes keeps the tensors alive,
 and does not write to them, until the update was answered.
 
-On CPU a storage is moved into shared memory, in place: parameters, views and optimizer keep working on it.
-Memory that others may refer to by address (NumPy arrays, mapped files) and CUDA memory that the driver will
-not export are copied into shared memory at every push instead.
+On CPU a storage is moved into shared memory, in place: parameters, views and optimizer keep working on it
+(it can no longer be resized). Memory that a NumPy array or another library may refer to by address, and CUDA
+memory that the driver will not export, are copied into shared memory at every push instead.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class WeightSender:
 
     def _register(self, storages: list[torch.UntypedStorage]) -> None:
         movable = []
+        foreign = _foreign_memory([s for s in storages if s.device.type == "cpu" and not s.resizable()])
         for storage in storages:
             if storage.device.type == "cuda":
                 self._export_cuda(storage)
@@ -102,13 +103,13 @@ class WeightSender:
                 )
             elif storage.is_shared():
                 self._remember(storage, _describe_shared_by_torch(storage))
-            elif storage.resizable() and can_swap_storages():
+            elif storage._cdata in foreign:
+                self._stage(storage)
+            elif can_swap_storages():
                 movable.append(storage)
-            elif storage.resizable():
+            else:
                 _check_dev_shm(storage.nbytes())
                 self._remember(storage, _describe_shared_by_torch(storage))
-            else:
-                self._stage(storage)
         self._move(movable)
 
     def _remember(self, storage: torch.UntypedStorage, allocation: Allocation, offset: int = 0) -> _Region:
@@ -165,6 +166,22 @@ def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
         handle=handle,
         storage_offset_bytes=offset,
     )
+
+
+def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
+    """Those whose memory is not torch's own, but not the private mapping of a checkpoint file either.
+
+    A model fresh from `from_pretrained` lies in such mappings, to which nobody else holds the address.
+    """
+    if not storages:
+        return set()
+    private = []
+    with open("/proc/self/maps") as maps:
+        for span, mode, _, _, inode, *_ in (line.split() for line in maps):
+            if mode.endswith("p") and inode != "0":
+                start, end = (int(part, 16) for part in span.split("-"))
+                private.append((start, end))
+    return {s._cdata for s in storages if not any(start <= s.data_ptr() < end for start, end in private)}
 
 
 def can_swap_storages() -> bool:
