@@ -184,7 +184,7 @@ class BatchPlanner:
         for req in self.waiting:
             if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
                 break
-            if (only_started and not req.started) or self._is_blocked(req):
+            if only_started and not req.started:
                 skipped.append(req)
                 seen += 1
                 continue
@@ -206,7 +206,7 @@ class BatchPlanner:
         pages that a running request is computing."""
         cache = self.cache
         node = cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
-        if not cache.disabled and self._find_blocker(req, node):
+        if not cache.disabled and self._is_being_computed(req, node):
             return -1
         cache.lock(node)
         need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
@@ -230,43 +230,21 @@ class BatchPlanner:
         assert took > 0, "a request was admitted without room for a single token"
         return took
 
-    def _find_blocker(self, req: Req, node: PageNode) -> bool:
-        """Whether a running prefill is about to compute the very page that `req` needs next.
+    def _is_being_computed(self, req: Req, node: PageNode) -> bool:
+        """Whether a running prefill computes the very page that `req` needs next, below `node`.
 
-        Requests of one group arrive together; waiting some steps for the first of them is cheaper than
-        computing the prompt once for each.
+        Requests of one group arrive together: waiting a step for the first of them is cheaper than computing
+        the prompt once for each. Prefills go oldest first, so whoever is waited for is done when there is
+        budget to spare.
         """
         start, size = node.depth * self.page_size, self.page_size
         if start + size > req.reuse_limit():
             return False
         key = req.token_ids[start : start + size]
         for other in self.running:
-            if not other.prefilling or other.private or other.node is not node:
-                continue
-            if other.token_ids[start : start + size] == key and len(other.token_ids) >= start + size:
-                req.blocker = other
-                req.blocked_pages = self._common_pages(req, other)
+            if other.prefilling and other.node is node and other.token_ids[start : start + size] == key:
                 return True
         return False
-
-    def _is_blocked(self, req: Req) -> bool:
-        other = req.blocker
-        if other is None:
-            return False
-        if other.prefilling and not other.private and other.num_shared < req.blocked_pages:
-            return True
-        req.blocker = None
-        return False
-
-    def _common_pages(self, req: Req, other: Req) -> int:
-        size = self.page_size
-        most = min(req.reuse_limit(), len(other.token_ids)) // size
-        page = 0
-        while page < most and (
-            req.token_ids[page * size : (page + 1) * size] == other.token_ids[page * size : (page + 1) * size]
-        ):
-            page += 1
-        return page
 
     def _reserve_pages(self, req: Req) -> int:
         return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))

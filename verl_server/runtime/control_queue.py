@@ -154,8 +154,6 @@ class ControlQueue:
         changed = reply.success and (updates or isinstance(req, ReleaseMemoryOccupationReq))
         if changed or scheduler.worker.weights.refusal() is not None:
             planner.start_version()
-        if reply.success and isinstance(req, UpdateWeightsFromDiskReq) and not req.keep_pause:
-            self.paused = False
         self._reply(reply)
 
     def _pause(self, req: PauseGenerationReq) -> None:

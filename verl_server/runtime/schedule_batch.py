@@ -63,8 +63,6 @@ class Req:
 
     __slots__ = (
         "arrival",
-        "blocked_pages",
-        "blocker",
         "cached_len",
         "cached_tokens",
         "device_len",
@@ -124,10 +122,6 @@ class Req:
         """KV mixes weight versions: never shared through the prefix cache."""
         self.started = False
         """Was admitted once; a weight update that waits, waits for it."""
-        self.blocker: Req | None = None
-        """A running request that is computing pages which this one will share ..."""
-        self.blocked_pages = 0
-        """... up to this many of them."""
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache when first admitted."""
         self.num_retractions = 0

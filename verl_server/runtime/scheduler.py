@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from verl_server.io_struct import (
     AbortReq,
@@ -129,8 +129,8 @@ class Scheduler:
         prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
         if prompt_len == 0:
             return _refused(400, "The prompt is empty; it needs at least one token.")
-        if min(ids) < 0 or max(ids) >= runner.vocab_size:
-            return _refused(400, f"input_ids must be in 0..{runner.vocab_size - 1}, the model's vocabulary.")
+        if (name := _outside_vocab(message, runner.vocab_size)) is not None:
+            return _refused(400, f"{name} must be token ids in 0..{runner.vocab_size - 1}, the model's vocabulary.")
         if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
             return _refused(
                 400,
@@ -238,3 +238,17 @@ class Scheduler:
 
 def _refused(status_code: int, message: str) -> FinishReason:
     return FinishReason(type="abort", message=message, status_code=status_code)
+
+
+def _outside_vocab(message: TokenizedGenerateReq, vocab_size: int) -> str | None:
+    """The first field with a token id that the model does not have: on device it would be an invalid index."""
+    params = message.sampling
+    fields: tuple[tuple[str, Collection[int]], ...] = (
+        ("input_ids", message.input_ids),
+        ("token_ids_logprob", message.token_ids_logprob or ()),
+        ("logit_bias", [int(key) for key in params.logit_bias or ()]),
+    )
+    for name, ids in fields:
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            return name
+    return None

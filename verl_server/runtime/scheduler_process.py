@@ -114,7 +114,15 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
     rank: int = argument["tp_rank"]
     _set_up_process(server_args, rank)
     device = device_of(server_args, rank)
-    tp = TpGroup.create(rank, server_args.tp_size, argument["init_addr"], device, server_args.sync_timeout)
+    tp = TpGroup.create(
+        rank,
+        server_args.tp_size,
+        argument["init_addr"],
+        device,
+        server_args.sync_timeout,
+        startup_timeout=server_args.startup_timeout,
+        control_timeout=server_args.control_timeout,
+    )
     runner = ModelRunner(server_args, tp, device)
     worker = TpWorker(runner, WeightUpdater(runner, tp, server_args), tp)
     gc.collect()

@@ -1,0 +1,275 @@
+"""A model runner and a weight updater of integers, and a harness around a `Scheduler`.
+
+The fake keeps real "KV": one integer for each page slot, made of the token, its position, the weights and the
+KV of the position before, written and read through a page table as the real runner does. The next token is a
+hash of everything it reads through the table, so a stale, aliased or unwritten page changes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from verl_server.io_struct import (
+    AbortReq,
+    BatchTokenIDOut,
+    ControlReply,
+    FinishReason,
+    PromptLogprobs,
+    SchedulerOutput,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+)
+from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.scheduler import Scheduler
+from verl_server.runtime.tp_group import TpGroup
+from verl_server.runtime.tp_worker import TpWorker, WeightCommand
+from verl_server.sampling_params import SamplingParams
+from verl_server.server_args import ServerArgs
+
+VOCAB = 1009
+_MASK = (1 << 61) - 1
+_GARBAGE = -7
+
+
+def kv_entry(before: int, token: int, position: int, salt: int) -> int:
+    return (before * 1_000_003 + token * 8191 + position * 131 + salt * 7_919 + 12345) & _MASK
+
+
+def chain(tokens: Sequence[int], salt: int) -> list[int]:
+    """KV of `tokens`, all computed under one version of the weights."""
+    out: list[int] = []
+    for position, token in enumerate(tokens):
+        out.append(kv_entry(out[-1] if out else 1, token, position, salt))
+    return out
+
+
+def next_token(kv: Sequence[int], salt: int) -> int:
+    """Hash of all KV of a context and the weights of this step; ids 0..8 never come up by chance."""
+    mixed = salt
+    for value in kv:
+        mixed = (mixed * 31 + value) & _MASK
+    return 9 + (mixed ^ (mixed >> 29)) % (VOCAB - 9)
+
+
+def logprob_of(token: int, position: int, salt: int) -> float:
+    return -((token * 7 + position * 3 + salt) % 1000) / 100.0
+
+
+def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
+    """What `count` tokens after `prompt` must be when everything is computed under one version."""
+    tokens, kv = list(prompt), chain(prompt, salt)
+    for _ in range(count):
+        token = next_token(kv, salt)
+        kv.append(kv_entry(kv[-1], token, len(tokens), salt))
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class FakeModelRunner:
+    """Same interface as `ModelRunner`; `salt` is the weights."""
+
+    def __init__(self, num_pages: int, page_size: int, max_rows: int = 8, context_length: int = 512) -> None:
+        self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
+        self.context_length, self.vocab_size = context_length, VOCAB
+        self.device = torch.device("cpu")
+        self.salt = 0
+        self.kv = [_GARBAGE] * (num_pages * page_size)
+        self.table = [[0] * (context_length // page_size + 1) for _ in range(max_rows)]
+        self.batches: list[ForwardBatch] = []
+        self.before_step: Callable[[ForwardBatch], None] | None = None
+        self.after_entry: Callable[[ForwardBatch, int, list[int]], None] | None = None
+        self.fail_with: Exception | None = None
+        self.nan_at: Callable[[list[int]], bool] | None = None
+        self.computed_tokens = 0
+
+    def forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput | None:
+        self._check_shape(batch, specs)
+        if self.before_step is not None:
+            self.before_step(batch)
+        for row, column, pages in batch.page_updates:
+            self.table[row][column : column + len(pages)] = pages
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+        contexts = self._write_all(batch)
+        self.batches.append(batch)
+        out = ForwardOutput([], [], [], [])
+        for spec, entry in zip(specs or [], batch.sample, strict=True):
+            kv = contexts[entry]
+            token, position = next_token(kv, self.salt), len(kv)
+            out.next_ids.append(token)
+            bad = self.nan_at is not None and self.nan_at(spec.prompt_ids)
+            out.logprobs.append(float("nan") if bad else logprob_of(token, position, self.salt))
+            out.top_logprobs.append(self._candidates(spec.top_logprobs_num, token))
+            asked = spec.token_ids_logprob
+            out.token_ids_logprobs.append(None if asked is None else TokenLogprobs([-1.0] * len(asked), asked))
+        self._prompt_logprobs(batch, out)
+        return out
+
+    def memory_figures(self) -> dict[str, Any]:
+        return {"kv_bytes": len(self.kv) * 8}
+
+    def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> None:
+        assert len(batch.rows) == len(batch.cached_lens) == len(batch.extend_lens) > 0
+        assert len(set(batch.rows)) == len(batch.rows), "one row twice in a batch"
+        assert sum(batch.extend_lens) == len(batch.input_ids) and min(batch.extend_lens) >= 1
+        assert specs is not None and len(specs) == len(batch.sample)
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.table[row][position // self.page_size] * self.page_size + position % self.page_size
+
+    def _write_all(self, batch: ForwardBatch) -> list[list[int]]:
+        """Write the new tokens of all entries, then read each whole context back."""
+        start = 0
+        for row, cached, extend in zip(batch.rows, batch.cached_lens, batch.extend_lens, strict=True):
+            before = self.kv[self._slot(row, cached - 1)] if cached else 1
+            for offset in range(extend):
+                position = cached + offset
+                before = kv_entry(before, batch.input_ids[start + offset], position, self.salt)
+                self.kv[self._slot(row, position)] = before
+            start += extend
+        self.computed_tokens += start
+        contexts = []
+        for entry, row in enumerate(batch.rows):
+            length = batch.cached_lens[entry] + batch.extend_lens[entry]
+            contexts.append([self.kv[self._slot(row, position)] for position in range(length)])
+            if self.after_entry is not None:
+                self.after_entry(batch, entry, contexts[-1])
+        return contexts
+
+    def _candidates(self, count: int, token: int) -> TokenLogprobs | None:
+        return TokenLogprobs([-0.5] * count, [token] * count) if count else None
+
+    def _prompt_logprobs(self, batch: ForwardBatch, out: ForwardOutput) -> None:
+        starts = [sum(batch.extend_lens[:entry]) for entry in range(len(batch.rows))]
+        asked = zip(batch.prompt_logprobs, batch.prompt_next_ids, strict=True)
+        for (entry, first, top_num, requested), next_id in asked:
+            start, extend = starts[entry], batch.extend_lens[entry]
+            tokens = batch.input_ids[start + first + 1 : start + extend] + ([next_id] if next_id >= 0 else [])
+            position = batch.cached_lens[entry] + first + 1
+            out.prompt_logprobs[entry] = PromptLogprobs(
+                token_ids=tokens,
+                logprobs=[logprob_of(token, position + i, self.salt) for i, token in enumerate(tokens)],
+                top=[self._candidates(top_num, token) for token in tokens] if top_num else None,
+                requested=[TokenLogprobs([-2.0], [requested[0]]) for _ in tokens] if requested else None,
+            )
+
+
+class FakeWeights:
+    """Same interface as `WeightUpdater`: every update counts the salt up."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        self.runner = runner
+        self.version, self.state = "0", "serving"
+        self.reason: str | None = None
+        self.next_outcome = "ok"  # or "refused", "torn"
+        self.handled: list[WeightCommand] = []
+
+    def refusal(self) -> str | None:
+        return self.reason
+
+    def handle(self, req: WeightCommand) -> ControlReply:
+        self.handled.append(req)
+        name = type(req).__name__
+        if isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)):
+            outcome, self.next_outcome = self.next_outcome, "ok"
+            if outcome == "refused":
+                return ControlReply(id=req.id, success=False, message="shape mismatch", status_code=400)
+            self.runner.salt += 1
+            if outcome == "torn":
+                self.state, self.reason = "torn", "The weights are torn."
+                return ControlReply(id=req.id, success=False, message="torn", status_code=500)
+            self.version = req.weight_version or str(self.runner.salt)
+            self.state, self.reason = "serving", None
+        elif isinstance(req, UpdateWeightVersionReq):
+            self.version = req.new_version
+        elif name == "ReleaseMemoryOccupationReq":
+            self.state, self.reason = "asleep", "The KV cache is released."
+            self.runner.kv = [_GARBAGE] * len(self.runner.kv)
+        elif name == "ResumeMemoryOccupationReq":
+            self.state, self.reason = "serving", None
+        return ControlReply(id=req.id, success=True, message=name)
+
+
+class Clock:
+    """Time that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Harness:
+    """A scheduler over the fakes that records what it sends and checks the stream's rules."""
+
+    def __init__(self, num_pages: int = 64, page_size: int = 4, max_rows: int = 8, **settings: Any) -> None:
+        context_length = settings.pop("context_length", 512)
+        settings = {"chunked_prefill_size": 16, "check_invariants": True} | settings
+        self.args = ServerArgs(model_path="fake", page_size=page_size, max_running_requests=max_rows, **settings)
+        self.runner = FakeModelRunner(num_pages, page_size, max_rows, context_length)
+        self.weights = FakeWeights(self.runner)
+        self.clock = Clock()
+        self.worker = TpWorker(self.runner, self.weights, TpGroup())
+        self.scheduler = Scheduler(self.args, self.worker, self.receive, self.clock)
+        self.sent: list[SchedulerOutput] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.versions: dict[str, list[str]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.last: dict[str, tuple[BatchTokenIDOut, int]] = {}
+        self.replies: dict[int, ControlReply] = {}
+
+    def receive(self, message: SchedulerOutput) -> None:
+        self.sent.append(message)
+        if isinstance(message, ControlReply):
+            assert message.id not in self.replies, "two replies to one control request"
+            self.replies[message.id] = message
+            return
+        for index, rid in enumerate(message.rids):
+            assert rid not in self.finished, f"{rid} was mentioned after its terminal entry"
+            tokens = message.output_ids[index]
+            assert len(message.output_logprobs[index]) in (0, len(tokens))
+            self.tokens.setdefault(rid, []).extend(tokens)
+            self.logprobs.setdefault(rid, []).extend(message.output_logprobs[index])
+            self.versions.setdefault(rid, []).extend([message.weight_version] * len(tokens))
+            self.last[rid] = (message, index)
+            if (reason := message.finish_reasons[index]) is not None:
+                self.finished[rid] = reason
+
+    def add(self, rid: str, prompt: Sequence[int], new: int | None = 8, **fields: Any) -> None:
+        sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
+        self.scheduler.handle(TokenizedGenerateReq(rid=rid, input_ids=list(prompt), sampling=sampling, **fields))
+
+    def abort(self, rid: str) -> None:
+        self.scheduler.handle(AbortReq(rid=rid))
+
+    def steps(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.scheduler.advance()
+
+    def control(self, message: Any) -> ControlReply | None:
+        """Send a control request, take one turn, and give the reply if it came."""
+        self.scheduler.handle(message)
+        self.scheduler.advance()
+        return self.replies.get(message.id)
+
+    def run(self, limit: int = 2000) -> None:
+        """Turn until nothing is left to run."""
+        for _ in range(limit):
+            if not self.scheduler.has_runnable():
+                return
+            self.scheduler.advance()
+        raise AssertionError(f"still running after {limit} turns: {list(self.scheduler.requests)}")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """A deterministic prompt of its own for every seed."""
+    return [10 + (seed * 7919 + i * i * 31 + i) % (VOCAB - 10) for i in range(length)]
