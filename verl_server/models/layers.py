@@ -17,10 +17,24 @@ from torch import Tensor, nn
 from verl_server.models.loader import WeightSlot
 from verl_server.runtime.tp_group import TpGroup
 
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 def _weight(*shape: int) -> nn.Parameter:
     """Storage only; dtype and device are the defaults that `ModelRunner` builds the model under."""
     return nn.Parameter(torch.zeros(*shape), requires_grad=False)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias for x [tokens, in].
+
+    On the CPU in fp32 torch calls MKL, which leaves AVX-512 unused on AMD; oneDNN's product, on the same plain
+    weights, is more than twice as fast there (and no slower on Intel).
+    """
+    if _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu":
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
 
 
 class RMSNorm(nn.Module):
@@ -92,7 +106,7 @@ class FusedColumnLinear(nn.Module):
         self.bias = _weight(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         start = 0
@@ -123,8 +137,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = self._tp.all_reduce(F.linear(x, self.weight))
+            return linear(x, self.weight, self.bias)
+        out = self._tp.all_reduce(linear(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -158,7 +172,7 @@ class VocabParallel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Full-vocabulary logits in fp32, on every rank."""
-        out = self._tp.all_gather_last_dim(F.linear(hidden, self.weight))
+        out = self._tp.all_gather_last_dim(linear(hidden, self.weight))
         return out[..., : self._vocab_size].float()
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
