@@ -264,7 +264,7 @@ class Harness:
     def run(self, limit: int = 2000) -> None:
         """Turn until nothing is left to run."""
         for _ in range(limit):
-            if not self.scheduler.has_runnable():
+            if not self.scheduler.has_work():
                 return
             self.scheduler.advance()
         raise AssertionError(f"still running after {limit} turns: {list(self.scheduler.requests)}")

@@ -93,6 +93,11 @@ class ControlQueue:
     def step_taken(self) -> None:
         self._step_owed = False
 
+    def is_ready(self) -> bool:
+        """With nothing runnable: whether `run_ready` has something to do. Then nobody is waited for but, by a
+        flush, requests that a pause froze."""
+        return bool(self._queue) or (bool(self._flushes) and not self._is_busy())
+
     def wait_seconds(self) -> float | None:
         """How long the idle loop may sleep: until the next deadline, None without one."""
         deadlines = [item.deadline for item in self._queue] + [item.deadline for item in self._flushes]

@@ -93,8 +93,12 @@ class Scheduler:
             self.check_invariants(deep=self.server_args.check_invariants)
 
     def has_runnable(self) -> bool:
-        """Whether the next turn has a step to take; if not, the loop may sleep until a message comes."""
+        """Whether the next turn has a step to take."""
         return bool(self.requests) and not self.control.paused
+
+    def has_work(self) -> bool:
+        """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
+        return self.has_runnable() or self.control.is_ready()
 
     def emit(self) -> None:
         """Send what was collected since the last message, if anything."""

@@ -101,7 +101,7 @@ class SchedulerLoop:
     def run(self) -> None:
         scheduler, sockets = self._scheduler, self._sockets
         while not self.stopping:
-            if not scheduler.has_runnable():
+            if not scheduler.has_work():
                 sockets.wait(scheduler.control.wait_seconds())
             for message in sockets.receive():
                 scheduler.handle(message)

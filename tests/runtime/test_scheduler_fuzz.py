@@ -1,0 +1,208 @@
+"""Hundreds of requests with random aborts, pauses, updates and tiny pools, checked after every step.
+
+Two checks that know nothing of each other: a shadow that says what every context read through the page table
+must be (computed under which weights, by whom), and the streams seen from outside.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from verl_server.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    FinishReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    GetWeightsByNameReq,
+    PauseGenerationReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateWeightsFromTensorReq,
+)
+from verl_server.runtime.forward_batch import ForwardBatch
+from verl_server.runtime.schedule_batch import Req
+
+from .fakes import Harness, chain, generate, kv_entry, prompt
+
+
+class Shadow:
+    """What each running request's KV must be, kept beside the page table."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._h = harness
+        self._kv: dict[str, list[int]] = {}
+        self._reqs: dict[int, Req] = {}
+        harness.runner.before_step = self.before_step
+        harness.runner.after_entry = self.after_entry
+
+    def before_step(self, batch: ForwardBatch) -> None:
+        self._reqs = {req.row: req for req in self._h.scheduler.planner.running}
+        salt = self._h.runner.salt
+        newcomers = {row for row, column, _ in batch.page_updates if column == 0}
+        for row, cached in zip(batch.rows, batch.cached_lens, strict=True):
+            req = self._reqs[row]
+            if row in newcomers and not self._is_swap(batch, row, cached, req):
+                # What comes out of the prefix cache was computed under one version, today's.
+                self._kv[req.rid] = chain(req.token_ids[:cached], salt)
+            assert len(self._kv[req.rid]) == cached
+
+    def _is_swap(self, batch: ForwardBatch, row: int, cached: int, req: Req) -> bool:
+        """Page 0 was swapped for the tree's equal page; the request is not new."""
+        known = self._kv.get(req.rid)
+        updates = [pages for r, column, pages in batch.page_updates if r == row and column == 0]
+        return known is not None and len(known) == cached and len(updates[0]) == 1 and cached > 0
+
+    def after_entry(self, batch: ForwardBatch, entry: int, context: list[int]) -> None:
+        req = self._reqs[batch.rows[entry]]
+        kv = self._kv[req.rid]
+        for position in range(len(kv), len(context)):
+            kv.append(kv_entry(kv[-1] if kv else 1, req.token_ids[position], position, self._h.runner.salt))
+        assert context == kv, f"{req.rid} read wrong KV at {next(i for i, v in enumerate(kv) if context[i] != v)}"
+
+
+class Monkey:
+    """Random messages between steps."""
+
+    def __init__(self, seed: int, modes: list[str], pause_modes: list[str], memory: bool, **settings: Any) -> None:
+        self.rng = random.Random(seed)
+        self.h = Harness(**settings)
+        self.shadow = Shadow(self.h)
+        self.modes, self.pause_modes, self.memory = modes, pause_modes, memory
+        self.prompts: dict[str, list[int]] = {}
+        self.news: dict[str, int] = {}
+        self.silent: list[str] = []
+        self.controls = 0
+
+    def add_requests(self) -> None:
+        rng, capacity = self.rng, self.h.scheduler.planner.max_tokens()
+        length = rng.choice([1, 3, 4, 7, 12, 13, 20, 33])
+        ids = prompt(rng.randrange(6), length)
+        if rng.random() < 0.3 and (done := [rid for rid in self.h.finished if self.h.tokens.get(rid)]):
+            before = rng.choice(done)  # the next turn of a conversation
+            ids = (self.prompts[before] + self.h.tokens[before] + ids)[: capacity // 2]
+        new = rng.choice([0, 1, 2, 5, 16, 30])
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            rid = f"r{len(self.prompts)}"
+            self.prompts[rid], self.news[rid] = ids, new
+            start = rng.choice([-1, -1, 0, len(ids) // 2])
+            self.h.add(rid, ids, new, return_logprob=rng.random() < 0.5, logprob_start_len=start)
+
+    def disturb(self) -> None:
+        rng, h = self.rng, self.h
+        alive = list(h.scheduler.requests)
+        dice = rng.random()
+        if dice < 0.06 and alive:
+            h.abort(rng.choice(alive))
+        elif dice < 0.09 and alive:
+            rid = rng.choice(alive)
+            self.silent.append(rid)
+            h.scheduler.handle(FinishReq(rid=rid))
+        elif dice < 0.095:
+            h.scheduler.handle(AbortReq(abort_all=True))
+        elif dice < 0.16:
+            self.send(UpdateWeightsFromTensorReq(named_tensors=[], mode=rng.choice(self.modes)))
+        elif dice < 0.18:
+            self.send(PauseGenerationReq(mode=rng.choice(self.pause_modes)))
+        elif dice < 0.24:
+            self.send(ContinueGenerationReq())
+        elif dice < 0.26:
+            self.send(FlushCacheReq(timeout=rng.choice([0.0, 20.0])))
+        elif dice < 0.28:
+            self.send(GetInternalStateReq())
+        elif dice < 0.29:
+            self.send(GetWeightsByNameReq(name="w"))
+        elif dice < 0.31 and self.memory:
+            if h.weights.reason is None:
+                self.send(ReleaseMemoryOccupationReq())
+            else:
+                self.send(ResumeMemoryOccupationReq())
+                self.send(UpdateWeightsFromTensorReq(named_tensors=[]))
+
+    def send(self, message: Any) -> None:
+        self.controls += 1
+        message.id = self.controls
+        self.h.scheduler.handle(message)
+
+    def play(self, requests: int) -> None:
+        while len(self.prompts) < requests:
+            if len(self.h.scheduler.requests) < 12 and self.rng.random() < 0.5:
+                self.add_requests()
+            self.disturb()
+            self.h.clock.now += 1.0
+            self.h.steps()
+        self.send(ResumeMemoryOccupationReq())
+        self.send(UpdateWeightsFromTensorReq(named_tensors=[]))
+        self.send(ContinueGenerationReq())
+        for _ in range(5000):
+            if not self.h.scheduler.has_work():
+                break
+            self.h.clock.now += 1.0
+            self.h.steps()
+
+    def check_ends(self) -> None:
+        h = self.h
+        assert not h.scheduler.requests and sorted(h.replies) == list(range(1, self.controls + 1))
+        ended = set(h.finished) | set(self.silent)
+        assert ended == set(self.prompts) and not set(h.finished) & set(self.silent)
+        for rid, reason in h.finished.items():
+            if reason.type == "length":
+                assert len(h.tokens[rid]) == self.news[rid]
+            else:
+                assert reason.type == "abort" and reason.status_code in (None, 503)
+            if h.logprobs[rid]:
+                assert len(h.logprobs[rid]) == len(h.tokens[rid])
+        planner = h.scheduler.planner
+        planner.cache.start_version()
+        assert planner.pages.available == planner.pages.num_pages
+
+
+TINY = {"num_pages": 20, "page_size": 4, "max_rows": 6, "chunked_prefill_size": 10}
+LARGE = {"num_pages": 200, "page_size": 4, "max_rows": 8, "chunked_prefill_size": 64}
+ODD = {"num_pages": 70, "page_size": 1, "max_rows": 5, "chunked_prefill_size": 7}
+
+
+@pytest.mark.parametrize("settings", [TINY, LARGE, ODD], ids=["tiny", "large", "page1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once(seed: int, settings: dict[str, Any]) -> None:
+    monkey = Monkey(
+        seed,
+        modes=["wait", "in_place", "retract", "abort"],
+        pause_modes=["abort", "retract", "in_place"],
+        memory=True,
+        **settings,
+    )
+    monkey.play(300)
+    monkey.check_ends()
+    planner = monkey.h.scheduler.planner
+    assert planner.num_cached_tokens > 0 and (settings is LARGE or planner.num_retractions > 0)
+
+
+@pytest.mark.parametrize("settings", [TINY, ODD], ids=["tiny", "page1"])
+@pytest.mark.parametrize("seed", range(2))
+def test_wait_mode_computes_every_request_under_one_version(seed: int, settings: dict[str, Any]) -> None:
+    """Only updates that wait, and a pause only to freeze while no update is asked for: seen from outside, every
+    stream equals the reference of the one version that it names."""
+    monkey = Monkey(100 + seed, modes=["wait"], pause_modes=["abort"], memory=False, **settings)
+    monkey.play(300)
+    monkey.check_ends()
+    seen = set()
+    for rid, tokens in monkey.h.tokens.items():
+        versions = set(monkey.h.versions[rid])
+        assert len(versions) <= 1, f"{rid} was computed under {versions}"
+        if tokens:
+            (version,) = versions
+            seen.add(version)
+            assert tokens == generate(monkey.prompts[rid], len(tokens), int(version))
+    assert len(seen) > 5
+
+
+def test_disabled_cache_under_disturbance() -> None:
+    settings = TINY | {"disable_radix_cache": True}
+    monkey = Monkey(7, ["wait", "in_place", "retract"], ["retract", "in_place"], memory=False, **settings)
+    monkey.play(200)
+    monkey.check_ends()
+    assert monkey.h.scheduler.planner.num_cached_tokens == 0
