@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle
-from verl_server.weight_sync.shared_memory import Arena, out_of_memory, page_aligned
+from verl_server.weight_sync.shared_memory import Arena, describe_fd, out_of_memory, page_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def _describe_shared_by_torch(storage: torch.UntypedStorage) -> Allocation:
         fd, nbytes = storage._share_fd_cpu_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise WeightUpdateError(f"Could not place {storage.nbytes():,} bytes into shared memory: {error}") from None
-    return Allocation(id=uuid.uuid4().hex, kind="shm", nbytes=nbytes, pid=os.getpid(), fd=fd)
+    return describe_fd(fd, nbytes, uuid.uuid4().hex)
 
 
 def _check_dev_shm(nbytes: int) -> None:
@@ -208,7 +208,7 @@ def _check_dev_shm(nbytes: int) -> None:
 def plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as memory: detached, a `DTensor` that is whole on this rank without its wrapper."""
     if isinstance(tensor, DTensor):
-        if not _is_whole(tensor):
+        if not is_whole(tensor):
             raise BadRequestError(
                 f"'{name}' is a DTensor with placements {tensor.placements}: this rank holds only a part. "
                 "Push it through VerlEngine on every rank, or pass `gather_full_tensors(named_tensors)`."
@@ -221,7 +221,8 @@ def plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _is_whole(tensor: DTensor) -> bool:
+def is_whole(tensor: DTensor) -> bool:
+    """Whether this rank holds all of it."""
     return tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements)
 
 
@@ -231,7 +232,7 @@ def gather_full_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> li
     The caller keeps the result alive until the update was answered: full tensors are temporaries.
     """
     return [
-        (name, tensor.full_tensor() if isinstance(tensor, DTensor) and not _is_whole(tensor) else tensor)
+        (name, tensor.full_tensor() if isinstance(tensor, DTensor) and not is_whole(tensor) else tensor)
         for name, tensor in named_tensors
     ]
 

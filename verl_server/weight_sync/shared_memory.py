@@ -79,7 +79,11 @@ class Arena:
         return offset, torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
     def describe(self) -> Allocation:
-        return Allocation(id=self.id, kind="shm", nbytes=self.nbytes, pid=os.getpid(), fd=self.fd)
+        return describe_fd(self.fd, self.nbytes, self.id)
+
+
+def describe_fd(fd: int, nbytes: int, id: str) -> Allocation:
+    return Allocation(id=id, kind="shm", nbytes=nbytes, pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
 
 
 def page_aligned(nbytes: int) -> int:
@@ -121,11 +125,10 @@ def open_shared(allocation: Allocation) -> torch.Tensor:
 def _check(fd: int, path: str, allocation: Allocation) -> None:
     """A pid or descriptor may have been reused, or mean something else in another PID namespace."""
     status = os.fstat(fd)
-    target = os.readlink(f"/proc/self/fd/{fd}")
-    if not stat.S_ISREG(status.st_mode) or (target.startswith("/memfd:") and allocation.id not in target):
+    if not stat.S_ISREG(status.st_mode) or status.st_ino != allocation.inode:
         raise WeightUpdateError(
-            f"{path} is {target}, not the memory that was described. The trainer freed it before the update was "
-            "answered, or it runs in another PID namespace (container) than the server."
+            f"{path} is {os.readlink(f'/proc/self/fd/{fd}')}, not the memory that was described. The trainer freed it "
+            "before the update was answered, or runs in another PID namespace (container) than the server."
         )
     if status.st_size < allocation.nbytes:
         raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")

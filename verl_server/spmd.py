@@ -1,0 +1,149 @@
+"""One rank acts, all ranks know the outcome: the collective calls under `VerlEngine`.
+
+A call has three steps. Every rank prepares; what they prepared, or the error that kept one from it, is
+gathered, which is also the barrier before the first rank acts. The first rank acts while it tells the others
+every few seconds that it still does. Its result or error is broadcast. So a call may take as long as it
+takes, and yet no rank waits for a rank that is gone: the bounds are on silence, not on work.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import datetime
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from verl_server import errors
+from verl_server.distributed import all_gather_bytes, broadcast_bytes
+from verl_server.errors import BadRequestError, VerlServerError
+
+_BEAT_SECONDS = 2.0
+_BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    """What a rank brings to a call."""
+
+    call: str
+    payload: bytes = b""
+    error: tuple[str, str] | None = None
+    """(type, message) if it could not prepare."""
+
+
+class _Outcome(msgspec.Struct, array_like=True):
+    result: Any = None
+    error: tuple[str, str] | None = None
+
+
+class RankGroup:
+    """Some ranks of the default process group, in order; the first one acts for all.
+
+    Every member constructs it, and calls the same methods in the same order. Its Gloo groups are its own:
+    `meet_timeout` bounds how far ranks may be apart when they come to a call, `silence_timeout` how long the
+    acting rank may be silent.
+    """
+
+    def __init__(self, ranks: list[int], meet_timeout: float, silence_timeout: float) -> None:
+        self._ranks = ranks
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._meeting = _new_group(ranks, meet_timeout)
+        self._outcomes = _new_group(ranks, silence_timeout)
+
+    def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
+        """Every rank's bytes, in order, on every rank; if one could not prepare, its error on every rank."""
+        mine, failure = _Entry(what), None
+        try:
+            mine.payload = prepare()
+        except Exception as error:
+            failure, mine.error = error, _describe(error)
+        with _peer_errors(what):
+            encoded = all_gather_bytes(msgspec.msgpack.encode(mine), self._meeting)
+        entries = [msgspec.msgpack.decode(data, type=_Entry) for data in encoded]
+        if failure is not None:
+            raise failure
+        for rank, entry in enumerate(entries):
+            if entry.error is not None:
+                raise _rebuild(entry.error, rank)
+        if any(entry.call != what for entry in entries):
+            raise BadRequestError(f"The ranks called different methods: {[entry.call for entry in entries]}.")
+        return [entry.payload for entry in entries]
+
+    def call(self, what: str, act: Callable[[list[bytes]], Any], prepare: Callable[[], bytes] = bytes) -> Any:
+        """The first rank's `act(what all ranks prepared)`: the same JSON-like result, or its error, on all."""
+        payloads = self.gather(what, prepare)
+        if self.rank == 0:
+            return self._act(what, lambda: act(payloads))
+        data = b""
+        with _peer_errors(what):
+            while not data:  # empty: still at it
+                data = broadcast_bytes(None, self._ranks[0], self._outcomes)
+        outcome = msgspec.msgpack.decode(data, type=_Outcome)
+        if outcome.error is not None:
+            raise _rebuild(outcome.error, 0)
+        return outcome.result
+
+    def _act(self, what: str, act: Callable[[], Any]) -> Any:
+        try:
+            future = _in_background(act)
+            while not wait([future], _BEAT_SECONDS).done:
+                self._tell(what, b"")
+            data = msgspec.msgpack.encode(_Outcome(future.result()))
+        except BaseException as error:  # also Ctrl-C: the others must not stay behind
+            self._tell(what, msgspec.msgpack.encode(_Outcome(error=_describe(error))))
+            raise
+        self._tell(what, data)
+        return msgspec.msgpack.decode(data, type=_Outcome).result  # what the other ranks get
+
+    def _tell(self, what: str, data: bytes) -> None:
+        with _peer_errors(what):
+            broadcast_bytes(data, self._ranks[0], self._outcomes)
+
+
+def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
+    bound = datetime.timedelta(seconds=timeout)
+    # Local synchronization: the ranks of another replica need not take part.
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=bound, backend="gloo", use_local_synchronization=True)
+    return group
+
+
+def _in_background(act: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="verl-engine-call", daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def _peer_errors(what: str) -> Any:
+    try:
+        yield
+    except RuntimeError as error:
+        raise VerlServerError(
+            f"{what}: another rank of this VerlEngine died, or did not come to the call in time "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _rebuild(error: tuple[str, str], rank: int) -> Exception:
+    """An exception that came from another rank: of the same type if it is ours or a common built-in one."""
+    name, message = error
+    kind = getattr(errors, name, None) or (getattr(builtins, name) if name in _BUILTIN_ERRORS else None)
+    rebuilt: Exception = kind(message) if kind is not None else VerlServerError(f"{name}: {message}")
+    rebuilt.add_note(f"Raised on rank {rank} of this VerlEngine.")
+    return rebuilt

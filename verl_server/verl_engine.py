@@ -1,0 +1,284 @@
+"""`VerlEngine`: the face of the rollout engine that every trainer rank holds.
+
+Constructed by all ranks of a mesh (under torchrun), which then call the same methods in the same order. The
+first rank of each node owns the processes of that node: an in-process `Engine`, or on the first rank, with
+`launch_server=True`, a server process that every rank knows the URL of. Rank 0 acts; results and errors are
+the same on every rank (see `spmd`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from verl_server.distributed import free_port
+from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
+from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.server_args import ServerArgs
+from verl_server.spmd import RankGroup
+from verl_server.weight_sync.handles import LocalSerializedTensor, TensorHandle
+from verl_server.weight_sync.sender import describe_tensors, gather_full_tensors, is_whole
+
+_MEET_TIMEOUT = 1800.0
+"""Seconds that trainer ranks may be apart when they come to a call: torch's own default."""
+
+_Described = list[tuple[str, TensorHandle]]
+
+
+class _Place(msgspec.Struct, array_like=True):
+    """Where a rank runs."""
+
+    host: str
+    address: str
+    gpu_uuid: str
+
+
+class VerlEngine:
+    def __init__(
+        self,
+        device_mesh_cpu: DeviceMesh,
+        nnodes: int = 1,
+        launch_server: bool = False,
+        server_args: ServerArgs | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start the engine; all ranks return when it is ready, or all raise.
+
+        `device_mesh_cpu` is 1-D, or has a dimension "tp": then each slice along it is an engine of its own.
+        Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
+        ranks, a server's port is a free one, and the GPUs are those that the ranks use.
+        """
+        settings = _given(server_args) | kwargs
+        self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
+        settings.setdefault("tp_size", self._group.size)
+        self._engine: EngineBase | None = None
+        self._launch_server = launch_server
+        self.url: str | None = None
+        """Base URL of the server, on every rank; None without `launch_server`."""
+        self._start(settings, nnodes)
+
+    @property
+    def engine(self) -> EngineBase | None:
+        """What this rank owns: on rank 0 the engine that serves, elsewhere a node's part of it or nothing."""
+        return self._engine
+
+    @property
+    def _serving(self) -> EngineBase:
+        if self._engine is None:
+            raise ServerUnavailableError("This VerlEngine has been shut down.")
+        return self._engine
+
+    # -- start -------------------------------------------------------------------------------------------------
+
+    def _start(self, settings: dict[str, Any], nnodes: int) -> None:
+        group = self._group
+        if group.size % nnodes or group.size % settings["tp_size"]:
+            raise BadRequestError(
+                f"{group.size} ranks do not divide over nnodes={nnodes} and tp_size={settings['tp_size']}."
+            )
+        places = [msgspec.msgpack.decode(p, type=_Place) for p in group.gather("VerlEngine", _place)]
+        node_rank, local_rank = divmod(group.rank, group.size // nnodes)
+        settings |= {"nnodes": nnodes, "node_rank": node_rank}
+        if nnodes > 1:
+            settings.setdefault("dist_init_addr", self._agree_on_address(places))
+        node = places[group.rank - local_rank :][: settings["tp_size"] // nnodes]
+        gpu_uuids = [place.gpu_uuid for place in node]
+        if all(gpu_uuids) and settings.get("device", "auto") != "cpu":
+            settings.setdefault("gpu_uuids", tuple(gpu_uuids))
+        try:
+            group.gather("VerlEngine", lambda: self._launch(settings) if local_rank == 0 else b"")
+            self.url = group.call("VerlEngine", lambda _: self._serving.url if self._launch_server else None)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _agree_on_address(self, places: list[_Place]) -> str:
+        """Where the engine's ranks meet: a free port of the first node."""
+        one_host = all(place.host == places[0].host for place in places)
+        address = "127.0.0.1" if one_host else places[0].address
+        port: int = self._group.call("VerlEngine", lambda _: free_port(address))
+        return f"{address}:{port}"
+
+    def _launch(self, settings: dict[str, Any]) -> bytes:
+        if self._launch_server and settings["node_rank"] == 0:
+            # Replicas share hosts, so a port that follows from the rank would collide with another one's.
+            self._engine = HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**({"port": 0} | settings)))
+        else:
+            self._engine = Engine(server_args=ServerArgs.from_kwargs(**settings))
+        return b""
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        **options: Any,
+    ) -> Any:
+        """What `Engine.generate` returns, the same on every rank; rank 0's arguments count."""
+        if options.get("stream"):
+            raise BadRequestError("VerlEngine.generate cannot stream: stream from rank 0's `engine`, or over `url`.")
+        return self._on_engine("generate", prompt, sampling_params, input_ids=input_ids, **options)
+
+    def flush_cache(self) -> Any:
+        return self._on_engine("flush_cache")
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> Any:
+        return self._on_engine("abort_request", rid, abort_all)
+
+    def pause_generation(self, mode: str = "abort") -> Any:
+        return self._on_engine("pause_generation", mode)
+
+    def continue_generation(self) -> Any:
+        return self._on_engine("continue_generation")
+
+    # -- weights and memory ------------------------------------------------------------------------------------
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor | LocalSerializedTensor]],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        **options: Any,
+    ) -> tuple[bool, str]:
+        """Push what each rank owns: server rank i reads trainer rank i's memory, in one update for all tensors.
+
+        Every rank brings the same names. When it returns on any rank, no rank's tensors are read any more.
+        `options` are those of `Engine.update_weights_from_tensor` (weight_version, mode, strict_dtype, ...).
+        """
+        alive: list[tuple[str, Any]] = []
+        sharded = self._collect(named_tensors, alive)
+
+        def describe() -> bytes:
+            if sharded:
+                alive[:] = gather_full_tensors(alive)
+            return msgspec.msgpack.encode(self._describe(alive))
+
+        # The gathering of handles is the barrier: every rank's writes are done before rank 0 posts.
+        result = self._group.call(
+            "update_weights_from_tensor",
+            lambda described: self._serving.update_weights_from_tensor(
+                self._combine(described), load_format, flush_cache, **options
+            ),
+            describe,
+        )
+        return result[0], result[1]
+
+    def update_weights_from_disk(self, model_path: str, load_format: str | None = None, **options: Any) -> Any:
+        return self._on_engine("update_weights_from_disk", model_path, load_format, **options)
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        return self._on_engine("get_weights_by_name", name, truncate_size)
+
+    def weights_checker(self, action: str = "checksum") -> Any:
+        return self._on_engine("weights_checker", action)
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        return self._on_engine("release_memory_occupation", tags)
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        return self._on_engine("resume_memory_occupation", tags)
+
+    def get_server_info(self) -> Any:
+        return self._on_engine("get_server_info")
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End what this rank owns. Waits for no other rank, so it is safe after an error. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    def __enter__(self) -> VerlEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _on_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._group.call(method, lambda _: getattr(self._serving, method)(*args, **kwargs))
+
+    def _collect(self, named_tensors: Iterable[tuple[str, Any]], into: list[tuple[str, Any]]) -> bool:
+        """Whether the ranks bring shards. They agree on which first: gathering them pairs ranks by order."""
+
+        def shards() -> bytes:
+            into.extend(named_tensors)
+            return msgspec.msgpack.encode([n for n, t in into if isinstance(t, DTensor) and not is_whole(t)])
+
+        every = [msgspec.msgpack.decode(e, type=list[str]) for e in self._group.gather("sharded parameters", shards)]
+        for rank, names in enumerate(every):
+            _check_same("sharded parameters", every[0], names, rank)
+        return bool(every[0])
+
+    def _describe(self, named_tensors: list[tuple[str, Any]]) -> _Described:
+        handles = {n: v for n, v in named_tensors if isinstance(v, LocalSerializedTensor)}
+        tensors = [(n, t) for n, t in named_tensors if n not in handles]
+        described = iter(describe_tensors(tensors))
+        rank = self._group.rank
+        return [(n, handles[n].get(rank) if n in handles else next(described)[1].get(0)) for n, _ in named_tensors]
+
+    def _combine(self, described: list[bytes]) -> list[tuple[str, LocalSerializedTensor]]:
+        """One value for each server rank, from what each trainer rank described."""
+        ranks = [msgspec.msgpack.decode(data, type=_Described) for data in described]
+        names = [name for name, _ in ranks[0]]
+        for rank, handles in enumerate(ranks):
+            _check_same("parameters", names, [name for name, _ in handles], rank)
+        readers = ranks[: self._serving.server_args.tp_size]
+        return [
+            (name, LocalSerializedTensor(values=[handles[i][1] for handles in readers])) for i, name in enumerate(names)
+        ]
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks that share this rank's engine."""
+    if mesh.ndim > 1:
+        if "tp" not in (mesh.mesh_dim_names or ()):
+            raise BadRequestError("A mesh of more than one dimension needs one that is named 'tp'.")
+        mesh = mesh["tp"]
+    return dist.get_process_group_ranks(mesh.get_group())
+
+
+def _given(server_args: ServerArgs | None) -> dict[str, Any]:
+    """The settings that differ from their defaults: the others are ours to choose."""
+    if server_args is None:
+        return {}
+    values = {
+        field.name: (getattr(server_args, field.name), field.default) for field in dataclasses.fields(server_args)
+    }
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _place() -> bytes:
+    host = socket.gethostname()
+    uuid = ""
+    if torch.cuda.is_available():
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "127.0.0.1"
+    return msgspec.msgpack.encode(_Place(host, address, uuid))
+
+
+def _check_same(what: str, first: list[str], other: list[str], rank: int) -> None:
+    """All ranks must bring the same names in the same order."""
+    if first == other:
+        return
+    only_first = [name for name in first if name not in set(other)][:4]
+    only_other = [name for name in other if name not in set(first)][:4]
+    detail = f"only rank 0 has {only_first}, only rank {rank} has {only_other}"
+    if not (only_first or only_other):
+        detail = "the order differs" if len(first) == len(other) else "some come more than once"
+    raise BadRequestError(f"Rank 0 pushes {len(first)} {what}, rank {rank} pushes {len(other)}: {detail}.")
