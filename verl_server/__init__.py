@@ -1,0 +1,68 @@
+"""The rollout server for agentic RL: serve a policy over HTTP, roll it out, train it, push the weights back.
+
+The names below are the public API. They are imported on first use, so that `import verl_server` and the
+command line's `--help` cost no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
+    from verl_server.errors import (
+        BadRequestError,
+        ControlTimeoutError,
+        ServerDiedError,
+        ServerLaunchError,
+        ServerUnavailableError,
+        VerlServerError,
+        WeightUpdateError,
+    )
+    from verl_server.sampling_params import SamplingParams
+    from verl_server.server.launch import launch_server, launch_server_from_verl_engine
+    from verl_server.server_args import ServerArgs
+    from verl_server.verl_engine import VerlEngine
+    from verl_server.weight_sync.handles import LocalSerializedTensor
+
+__all__ = [
+    "BadRequestError",
+    "ControlTimeoutError",
+    "Engine",
+    "EngineBase",
+    "HttpServerEngineAdapter",
+    "LocalSerializedTensor",
+    "SamplingParams",
+    "ServerArgs",
+    "ServerDiedError",
+    "ServerLaunchError",
+    "ServerUnavailableError",
+    "VerlEngine",
+    "VerlServerError",
+    "WeightUpdateError",
+    "launch_server",
+    "launch_server_from_verl_engine",
+]
+
+_HOMES = {
+    "Engine": "verl_server.engine",
+    "EngineBase": "verl_server.engine",
+    "HttpServerEngineAdapter": "verl_server.engine",
+    "LocalSerializedTensor": "verl_server.weight_sync.handles",
+    "SamplingParams": "verl_server.sampling_params",
+    "ServerArgs": "verl_server.server_args",
+    "VerlEngine": "verl_server.verl_engine",
+    "launch_server": "verl_server.server.launch",
+    "launch_server_from_verl_engine": "verl_server.server.launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'verl_server' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "verl_server.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -43,3 +43,14 @@ class ServerDiedError(VerlServerError, ConnectionError):
 
 class ControlTimeoutError(VerlServerError, TimeoutError):
     status_code = 504
+
+
+def error_for_status(
+    status_code: int, message: str, bad_request: type[VerlServerError] = BadRequestError
+) -> VerlServerError:
+    """The error that an HTTP status stands for; `bad_request` is the class of 4xx."""
+    kinds: dict[int, type[VerlServerError]] = {503: ServerUnavailableError, 504: ControlTimeoutError}
+    kind = bad_request if 400 <= status_code < 500 else kinds.get(status_code, VerlServerError)
+    error = kind(message)
+    error.status_code = status_code if status_code >= 400 else kind.status_code
+    return error

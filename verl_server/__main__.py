@@ -1,0 +1,9 @@
+"""`python -m verl_server`: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from verl_server.cli import main
+
+sys.exit(main())

@@ -1,0 +1,107 @@
+"""The command line: `verl-server serve | rollout | demo | bench`.
+
+Dispatch is by hand and imports are late, so that `--help` answers at once; `serve` is generated from
+`ServerArgs`, whose field docstrings are its help.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+
+_USAGE = """\
+usage: verl-server [--help] [--version] COMMAND [OPTIONS]
+
+The rollout server for agentic RL: serve a policy over HTTP, roll it out, train it, push the weights back.
+
+commands:
+  serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
+  rollout   drive agents against environments through a server
+  demo      train a tiny policy on a multi-turn game, all processes on this machine
+  bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
+
+`verl-server COMMAND --help` lists a command's options.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. Faults of the user are one clear message, not a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": _serve,
+        "rollout": _rollout,
+        "demo": _demo,
+        "bench": _bench,
+    }
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        print(f"verl-server {importlib.metadata.version('verl-server')}")
+        return 0
+    if args[0] not in commands:
+        print(f"verl-server: unknown command {args[0]!r}; commands: {', '.join(commands)}", file=sys.stderr)
+        return 2
+    from verl_server.errors import VerlServerError
+
+    try:
+        return commands[args[0]](args[1:])
+    except VerlServerError as error:
+        print(f"verl-server {args[0]}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(args: list[str]) -> int:
+    import tyro
+
+    from verl_server.server_args import ServerArgs
+
+    server_args = tyro.cli(ServerArgs, prog="verl-server serve", args=args, description=_SERVE_HELP)
+    from verl_server.server.launch import configure_logging, run_server
+
+    configure_logging(server_args)
+    run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
+    return 0
+
+
+_SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are SGLang's and OpenAI's."
+
+
+def _rollout(args: list[str]) -> int:
+    return _delegate("rollout", "verl_server.rollout.cli", args)
+
+
+def _demo(args: list[str]) -> int:
+    return _delegate("demo", "verl_server.train.demo", args)
+
+
+def _delegate(command: str, module: str, args: list[str]) -> int:
+    """Run `main(args)` of a part that may be left out of an installation."""
+    if importlib.util.find_spec(module) is None:
+        print(f"verl-server {command}: {module} is not part of this installation.", file=sys.stderr)
+        return 2
+    status = importlib.import_module(module).main(args)
+    return int(status or 0)
+
+
+def _bench(args: list[str]) -> int:
+    """`bench NAME OPTIONS` runs `benchmarks.NAME`, which lives beside the package in a checkout."""
+    name = args[0] if args and not args[0].startswith("-") else ""
+    sys.path.insert(0, "")
+    if importlib.util.find_spec("benchmarks") is None:
+        print("verl-server bench: run it in a checkout; benchmarks are not installed.", file=sys.stderr)
+        return 2
+    if not name or importlib.util.find_spec(f"benchmarks.{name}") is None:
+        print(
+            "usage: verl-server bench NAME [OPTIONS]   (NAME: a module of benchmarks/, e.g. offline)", file=sys.stderr
+        )
+        return 0 if "--help" in args or "-h" in args else 2
+    sys.argv = [f"verl-server bench {name}", *args[1:]]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    return 0

@@ -1,0 +1,322 @@
+"""`HttpServerEngineAdapter`: the engine interface over HTTP, to a server it launched or one it attaches to.
+
+Made for rollouts: generation has no read timeout unless asked, connections are not capped and kept alive, and
+nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same
+as in process; when the server process is gone, its exit cause and the end of its log are in the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import socket
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import orjson
+
+from verl_server import errors
+from verl_server.child_process import ChildProcess, describe_exit
+from verl_server.engine_base import EngineBase, Result
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    VerlServerError,
+    error_for_status,
+)
+from verl_server.io_struct import (
+    ContinueGenerationReq,
+    ControlReply,
+    ControlReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    GetWeightsByNameReq,
+    PauseGenerationReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightsCheckerReq,
+)
+from verl_server.server_args import ServerArgs
+
+_PATHS: dict[type[msgspec.Struct], str] = {
+    FlushCacheReq: "/flush_cache",
+    PauseGenerationReq: "/pause_generation",
+    ContinueGenerationReq: "/continue_generation",
+    UpdateWeightsFromTensorReq: "/update_weights_from_tensor",
+    UpdateWeightsFromDiskReq: "/update_weights_from_disk",
+    UpdateWeightVersionReq: "/update_weight_version",
+    GetWeightsByNameReq: "/get_weights_by_name",
+    WeightsCheckerReq: "/weights_checker",
+    ReleaseMemoryOccupationReq: "/release_memory_occupation",
+    ResumeMemoryOccupationReq: "/resume_memory_occupation",
+    GetInternalStateReq: "/server_info",
+}
+_CONNECT_TIMEOUT = 30.0
+_INFO_TIMEOUT = 30.0
+_CONTROL_GRACE = 30.0
+"""Over the server's own bound, so that its error, which knows more, arrives first."""
+_DEATH_WAIT = 5.0
+"""How long a broken connection is given to turn out as the end of our child."""
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+_KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after about two minutes
+    _KEEP_ALIVE_OPTIONS += [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    ]
+
+
+class HttpServerEngineAdapter(EngineBase):
+    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not."""
+
+    def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        if server_args is not None and kwargs:
+            raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
+        args = server_args or ServerArgs.from_kwargs(**kwargs)
+        child = ChildProcess("server", "verl_server.server.launch", {"server_args": args.to_json()})
+        self._finalizer = weakref.finalize(self, _terminate, child)
+        try:
+            info = child.wait_ready(args.startup_timeout + 30)
+            self._connect(info["url"], args.api_key, args.admin_api_key, child)
+            self.server_args = args.replace(port=info["port"])
+            self.scheduler_info = self.get_server_info()["scheduler_info"] if args.node_rank == 0 else {}
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @classmethod
+    def attach(cls, url: str, api_key: str | None = None, admin_api_key: str | None = None) -> HttpServerEngineAdapter:
+        """An adapter for a server that runs already. `shutdown` closes connections only."""
+        adapter = cls.__new__(cls)
+        adapter._finalizer = weakref.finalize(adapter, _terminate, None)
+        adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
+        info = adapter.get_server_info()
+        known = {field.name for field in dataclasses.fields(ServerArgs)}
+        fields = {key: value for key, value in info.items() if key in known and value is not None}
+        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(info.get("gpu_uuids") or ())}
+        adapter.server_args = ServerArgs(**fields | {"allow_unauthenticated": True})
+        adapter.scheduler_info = info.get("scheduler_info") or {}
+        return adapter
+
+    def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
+        self.url = url
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key or api_key
+        self._child = child
+        self._closed = False
+        self._client = httpx.Client(
+            base_url=url,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
+            transport=httpx.HTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
+        )
+        self._async_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of a launched server."""
+        return self._child.pid if self._child is not None else None
+
+    # -- generation -----------------------------------------------------------------------------------------
+
+    def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        result: Result = self._call("POST", "/generate", body, timeout).json()
+        return result
+
+    async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        with self._translated(timeout):
+            response = await self._async_client().post("/generate", **self._request("/generate", body, timeout))
+        _raise_for(response)
+        result: Result = orjson.loads(response.content)
+        return result
+
+    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]:
+        request = self._request("/generate", body, timeout)
+        with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
+            if response.status_code != 200:
+                response.read()
+                _raise_for(response)
+            for line in response.iter_lines():
+                if (frame := _frame(line)) is not None:
+                    yield frame
+
+    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        request = self._request("/generate", body, timeout)
+        with self._translated(timeout):
+            async with self._async_client().stream("POST", "/generate", **request) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    _raise_for(response)
+                async for line in response.aiter_lines():
+                    if (frame := _frame(line)) is not None:
+                        yield frame
+
+    def _async_client(self) -> httpx.AsyncClient:
+        """This loop's client: connections belong to the loop that opened them."""
+        loop = asyncio.get_running_loop()
+        client = self._async_clients.get(loop)
+        if client is None:
+            client = self._async_clients[loop] = httpx.AsyncClient(
+                base_url=self._client.base_url,
+                timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
+                transport=httpx.AsyncHTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
+            )
+        return client
+
+    # -- control and info -----------------------------------------------------------------------------------
+
+    def _control(self, req: ControlReq) -> ControlReply:
+        path = _PATHS[type(req)]
+        waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
+        if isinstance(req, GetInternalStateReq):
+            return ControlReply(id=0, success=True, payload=self.get_server_info()["internal_states"][0])
+        if isinstance(req, FlushCacheReq):
+            path += f"?timeout={req.timeout}"
+        timeout = self.server_args.control_timeout + waits + _CONTROL_GRACE
+        with self._translated(timeout):
+            response = self._client.post(path, **self._request(path, msgspec.to_builtins(req), timeout))
+        return _reply(response)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self._call("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT)
+
+    def get_server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._call("GET", "/server_info", None, _INFO_TIMEOUT).json()
+        return info
+
+    def get_model_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._call("GET", "/model_info", None, _INFO_TIMEOUT).json()
+        return info
+
+    def get_internal_state(self) -> dict[str, Any]:
+        """The scheduler's load and memory figures."""
+        payload = self._ask(GetInternalStateReq())
+        return payload if isinstance(payload, dict) else {}
+
+    def shutdown(self) -> None:
+        self._closed = True
+        self._client.close()
+        self._finalizer()
+
+    # -- shared ---------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> httpx.Response:
+        with self._translated(timeout):
+            response = self._client.request(method, path, **self._request(path, body, timeout))
+        _raise_for(response)
+        return response
+
+    def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+        control = path.split("?")[0] in (*_PATHS.values(), "/abort_request") and path != "/server_info"
+        key = self._admin_api_key if control else self._api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            request["content"] = _encode(body)
+        return request
+
+    @contextlib.contextmanager
+    def _translated(self, timeout: float | None) -> Iterator[None]:
+        """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
+        if self._closed:
+            raise ServerUnavailableError("The adapter has been shut down.")
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            if isinstance(error, httpx.ConnectTimeout):
+                raise ServerDiedError(f"No connection to {self.url} within {_CONNECT_TIMEOUT:.0f} s.") from error
+            raise ControlTimeoutError(f"{self.url} did not answer within {timeout} s.") from error
+        except (httpx.TransportError, httpx.StreamError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> VerlServerError:
+        if self._closed:
+            return ServerUnavailableError("The adapter was shut down during the call.")
+        if self._child is None:
+            return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
+        deadline = time.monotonic() + _DEATH_WAIT
+        while (code := self._child.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if code is None:
+            return ServerDiedError(f"The connection to {self.url} broke: {error!r}; its process {self.pid} still runs.")
+        return ServerDiedError(
+            f"The server at {self.url} (process {self.pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
+        )
+
+
+def _terminate(child: ChildProcess | None) -> None:
+    """End a launched server; one that was attached to is not ours to end."""
+    if child is not None:
+        child.terminate(grace=20.0)
+
+
+def _encode(body: Any) -> bytes:
+    try:
+        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError as error:
+        raise BadRequestError(f"The request cannot be written as JSON: {error}") from None
+
+
+def _frame(line: str) -> dict[str, Any] | None:
+    """A result of an event-stream line, None for other lines; raises for an error frame."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return None
+    frame: dict[str, Any] = orjson.loads(line[6:])
+    if "error" in frame:
+        raise error_for_status(int(frame["error"].get("code") or 500), str(frame["error"].get("message")))
+    return frame
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code < 400:
+        return
+    message = _message(response)
+    if response.status_code in (401, 403):
+        message = f"{message}: the server wants an api_key (or, for control calls, an admin_api_key)."
+    kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
+    if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:
+        raise kind(message)
+    raise error_for_status(response.status_code, message)
+
+
+def _message(response: httpx.Response) -> str:
+    """The human part of any of the error bodies."""
+    try:
+        body = orjson.loads(response.content)
+    except orjson.JSONDecodeError:
+        return response.text.strip() or f"HTTP {response.status_code}"
+    if not isinstance(body, dict):
+        return str(body)
+    error = body.get("error", body)
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _reply(response: httpx.Response) -> ControlReply:
+    """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
+    if response.status_code != 200:
+        kind = response.headers.get("X-Verl-Error", "")
+        if kind in ("ServerDiedError", "ControlTimeoutError", "ServerUnavailableError") or not kind:
+            if response.headers.get("content-type", "").startswith("text/plain") and response.status_code == 400:
+                return ControlReply(id=0, success=False, message=response.text.strip(), status_code=400)
+            _raise_for(response)
+        return ControlReply(id=0, success=False, message=_message(response), status_code=response.status_code)
+    if not response.headers.get("content-type", "").startswith("application/json"):
+        return ControlReply(id=0, success=True, message=response.text.strip())
+    body = orjson.loads(response.content)
+    message = str(body.get("message", "")) if isinstance(body, dict) else ""
+    return ControlReply(id=0, success=True, message=message, payload=body)

@@ -1,0 +1,190 @@
+"""Routes that act on the server: weights, memory, cache, abort, pause. The admin key guards them.
+
+Each body is a control struct of `io_struct`, decoded leniently ("29500" is an int, unknown keys are ignored
+and counted, no body is {}), sent to the scheduler, and answered in SGLang's shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
+from verl_server.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    ControlReply,
+    ControlReq,
+    FlushCacheReq,
+    GetWeightsByNameReq,
+    PauseGenerationReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightsCheckerReq,
+)
+from verl_server.server.responses import error_a, error_c, error_headers, json_response, read_json
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+_BASE_FIELDS = ("rid", "http_worker_ipc", "selector", "torch_empty_cache", "is_async", "recapture_cuda_graph")
+"""Keys of SGLang's control bodies without effect here; accepted, not counted as unknown."""
+
+ADMIN_PATHS = {
+    "/flush_cache",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/get_weights_by_name",
+    "/weights_checker",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+}
+
+
+class ControlApi:
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+        self._manager = manager
+        self._args = server_args
+
+    def routes(self) -> list[Route]:
+        both = ["GET", "POST"]
+        return [
+            Route("/flush_cache", self.flush_cache, methods=both),
+            Route("/abort_request", self.abort_request, methods=["POST"]),
+            Route("/pause_generation", self.pause_generation, methods=["POST"]),
+            Route("/continue_generation", self.continue_generation, methods=["POST"]),
+            Route("/update_weights_from_tensor", self.update_weights_from_tensor, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights_from_disk, methods=["POST"]),
+            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+            Route("/get_weights_by_name", self.get_weights_by_name, methods=both),
+            Route("/weights_checker", self.weights_checker, methods=both),
+            Route("/release_memory_occupation", self.release_memory_occupation, methods=both),
+            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=both),
+        ]
+
+    # -- cache, abort, pause --------------------------------------------------------------------------------
+
+    async def flush_cache(self, request: Request) -> Response:
+        """text/plain, as SGLang answers; `?timeout=` waits so long for the scheduler to become idle."""
+        given = request.query_params.get("timeout", "0")
+        try:
+            timeout = float(given)
+        except ValueError:
+            timeout = -1.0
+        if not 0 <= timeout < float("inf"):
+            return error_c(BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}."))
+        reply = await self._manager.control(FlushCacheReq(timeout=timeout))
+        if reply.success:
+            return PlainTextResponse(_FLUSHED)
+        return PlainTextResponse(reply.message or "Flush cache failed.\n", reply.status_code)
+
+    async def abort_request(self, request: Request) -> Response:
+        """Always 200 with an empty body: an unknown rid, or none without `abort_all`, is no fault."""
+        req = await self._parse(request, AbortReq)
+        self._manager.check_serving()
+        self._manager.abort_request(req.rid, req.abort_all)
+        return Response()
+
+    async def pause_generation(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, PauseGenerationReq))
+        return _message_or_error(reply, "Generation paused successfully.")
+
+    async def continue_generation(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, ContinueGenerationReq))
+        return _message_or_error(reply, "Generation continued successfully.")
+
+    # -- weights --------------------------------------------------------------------------------------------
+
+    async def update_weights_from_tensor(self, request: Request) -> Response:
+        body = await read_json(request, self._args.max_request_bytes)
+        if isinstance(body, dict) and "serialized_named_tensors" in body:
+            message = (
+                "`serialized_named_tensors` holds pickles, which this server does not accept yet. Send `named_tensors` "
+                "(handles, no pickle) with verl_server's HttpServerEngineAdapter or VerlEngine, or write a checkpoint "
+                "and use /update_weights_from_disk."
+            )
+            return _success(ControlReply(id=0, success=False, message=message, status_code=400))
+        return _success(await self._control(self._convert(request, body, UpdateWeightsFromTensorReq)))
+
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, UpdateWeightsFromDiskReq))
+        return _success(reply, num_paused_requests=0)
+
+    async def update_weight_version(self, request: Request) -> Response:
+        req = await self._parse(request, UpdateWeightVersionReq)
+        return _success(await self._control(req), new_version=req.new_version)
+
+    async def get_weights_by_name(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, GetWeightsByNameReq))
+        return json_response(reply.payload) if reply.success else _error_a(reply)
+
+    async def weights_checker(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, WeightsCheckerReq))
+        extra = reply.payload if isinstance(reply.payload, dict) else {}
+        return _success(reply, **extra)
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    async def release_memory_occupation(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, ReleaseMemoryOccupationReq))
+        return json_response(None) if reply.success else _error_a(reply)
+
+    async def resume_memory_occupation(self, request: Request) -> Response:
+        reply = await self._control(await self._parse(request, ResumeMemoryOccupationReq))
+        return json_response(None) if reply.success else _error_a(reply)
+
+    # -- shared ---------------------------------------------------------------------------------------------
+
+    async def _control(self, req: ControlReq) -> ControlReply:
+        """Control calls are not cancelled when their client leaves: half an update would help nobody."""
+        return await self._manager.control(req)
+
+    async def _parse(self, request: Request, kind: type[S]) -> S:
+        return self._convert(request, await read_json(request, self._args.max_request_bytes), kind)
+
+    def _convert(self, request: Request, body: Any, kind: type[S]) -> S:
+        if body is None:
+            body = {}
+        if not isinstance(body, dict):
+            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+        known = [name for name in kind.__struct_fields__ if name != "id"]
+        ignored = [key for key in body if key not in known and key not in _BASE_FIELDS]
+        self._manager.metrics.fields_ignored(request.url.path, len(ignored))
+        try:
+            given = {key: body[key] for key in known if body.get(key) is not None}
+            return msgspec.convert(given, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+
+
+def _success(reply: ControlReply, **extra: Any) -> Response:
+    """The {"success", "message", ...} body of weight routes."""
+    content = {"success": reply.success, "message": reply.message} | extra
+    if reply.success:
+        return json_response(content)
+    error = error_for_status(reply.status_code, reply.message, WeightUpdateError)
+    return json_response(content, error.status_code, error_headers(error))
+
+
+def _message_or_error(reply: ControlReply, message: str) -> Response:
+    return json_response({"message": message, "status": "ok"}) if reply.success else _error_a(reply)
+
+
+def _error_a(reply: ControlReply) -> Response:
+    return error_a(error_for_status(reply.status_code, reply.message))

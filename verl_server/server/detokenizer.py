@@ -1,0 +1,96 @@
+"""Tokens to text, one at a time: `IncrementalDetokenizer` and, with stop strings, `OutputText`.
+
+Owned by one request's state in the TokenizerManager. Everything here is a function of the token sequence
+alone: how the scheduler grouped tokens into messages changes no result.
+"""
+
+from __future__ import annotations
+
+from verl_server.server.tokenizer import Decoder
+
+_REPLACEMENT = "�"
+_MAX_HELD_TOKENS = 256
+"""Text that stays undecodable for so many tokens is noise: it is released to bound the work per token."""
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token sequence, without decoding the past again.
+
+    A token's text depends on its left neighbours (spaces, bytes of one character), so each step decodes a
+    window that starts one already-emitted piece earlier and emits the difference. Trailing replacement
+    characters may be an unfinished character and are held back.
+    """
+
+    def __init__(self, decode: Decoder) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._read = 0  # window[:read] has been emitted in full
+        self._emitted = 0  # characters of the window's text that are out
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token, possibly ""."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        held = len(self._window) - self._read
+        whole = (len(text) > self._emitted and not text.endswith(_REPLACEMENT)) or held > _MAX_HELD_TOKENS
+        certain = text if whole else text.rstrip(_REPLACEMENT)
+        piece = certain[self._emitted :]
+        if whole:
+            self._window = self._window[self._read :]
+            self._read = len(self._window)
+            self._emitted = len(self._decode(self._window))
+        else:
+            self._emitted = max(self._emitted, len(certain))
+        return piece
+
+    def flush(self) -> str:
+        """The text held back, now that no token follows."""
+        piece = self._decode(self._window)[self._emitted :]
+        self._emitted += len(piece)
+        return piece
+
+
+class OutputText:
+    """The text of one completion, watched for stop strings."""
+
+    def __init__(self, decode: Decoder, stop: list[str], no_stop_trim: bool) -> None:
+        self._detokenizer = IncrementalDetokenizer(decode)
+        self._stop = stop
+        self._no_stop_trim = no_stop_trim
+        self._longest = max((len(s) for s in stop), default=0)
+        self._text = ""
+        self.matched: str | None = None
+
+    def push(self, token: int) -> str | None:
+        """Add a token; returns the stop string it completed, after which no token may follow."""
+        return self._add(self._detokenizer.push(token))
+
+    def finish(self) -> str | None:
+        """Release held-back text at the end; it may complete a stop string too."""
+        return self._add(self._detokenizer.flush()) if self.matched is None else self.matched
+
+    def _add(self, piece: str) -> str | None:
+        if not piece:
+            return None
+        start = max(0, len(self._text) - self._longest + 1)
+        self._text += piece
+        found = [(at, s) for s in self._stop if (at := self._text.find(s, start)) >= 0]
+        if found:
+            at, self.matched = min(found, key=lambda hit: hit[0])
+            self._text = self._text[: at + len(self.matched) if self._no_stop_trim else at]
+        return self.matched
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @property
+    def safe_text(self) -> str:
+        """Without a tail that may turn out to be the start of a stop string: what a stream may show now."""
+        if self.matched is not None or self._no_stop_trim or not self._stop:
+            return self._text
+        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
+            tail = self._text[-length:]
+            if any(s.startswith(tail) for s in self._stop):
+                return self._text[:-length]
+        return self._text

@@ -1,0 +1,225 @@
+"""`GenerateReqInput`: what a caller of `/generate` or `Engine.generate` asks for, and how it becomes samples.
+
+`parse` decodes strictly (a boolean is no integer, null is the default, a field of SGLang's that we do not
+implement is refused when set); `expand` turns batches and `n` into one `Sample` each, in SGLang's order.
+Called by the TokenizerManager; knows nothing of tokenizers or sockets.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.sampling_params import SamplingParams
+
+_NO_MULTIMODAL = "only text and token ids are served"
+_NO_INTERNALS = "this server returns tokens and log-probabilities only"
+_NO_ROUTING = "this server has one data-parallel rank and no priority classes"
+UNSUPPORTED_FIELDS = {
+    "input_embeds": "send input_ids or text",
+    "image_data": _NO_MULTIMODAL,
+    "video_data": _NO_MULTIMODAL,
+    "audio_data": _NO_MULTIMODAL,
+    "modalities": _NO_MULTIMODAL,
+    "mm_hashes": _NO_MULTIMODAL,
+    "mm_content_hashes": _NO_MULTIMODAL,
+    "lora_path": "LoRA adapters are not served; push merged weights",
+    "session_params": "send the whole history in input_ids; the prefix cache makes that cheap",
+    "custom_logit_processor": "use logit_bias, penalties or stop_token_ids",
+    "return_hidden_states": _NO_INTERNALS,
+    "return_routed_experts": _NO_INTERNALS,
+    "routed_experts_start_len": _NO_INTERNALS,
+    "return_sampling_mask": _NO_INTERNALS,
+    "return_entropy": _NO_INTERNALS,
+    "return_indexer_topk": _NO_INTERNALS,
+    "return_bytes": _NO_INTERNALS,
+    "return_flat_raw_top_logprobs": "use top_logprobs_num",
+    "return_flat_raw_output_top_logprobs": "use top_logprobs_num",
+    "return_flat_raw_top_logprobs_b64": "use top_logprobs_num",
+    "max_thinking_tokens": "use max_new_tokens",
+    "require_reasoning": "constrained decoding is not implemented",
+    "priority": _NO_ROUTING,
+    "routed_dp_rank": _NO_ROUTING,
+    "data_parallel_rank": _NO_ROUTING,
+    "extra_key": "the prefix cache has one namespace",
+    "cache_salt": "the prefix cache has one namespace",
+    "kv_hints": "the prefix cache takes no hints",
+    "bootstrap_host": "prefill and decode are not disaggregated",
+    "bootstrap_port": "prefill and decode are not disaggregated",
+    "bootstrap_room": "prefill and decode are not disaggregated",
+}
+"""SGLang's request fields that we refuse when set, with what to do instead."""
+
+ACCEPTED_HINTS = ("session_id", "routing_key", "no_logs", "log_metrics", "custom_labels", "background")
+"""SGLang's request fields that change no result; accepted and without effect here."""
+
+_UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True):
+    """Body of `POST /generate`, with SGLang's names and defaults. Lists are per prompt."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: Any = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+
+    @classmethod
+    def parse(cls, body: Any) -> GenerateReqInput:
+        """Decode a JSON-like object; unknown keys are left to the caller (`unknown_fields`)."""
+        if not isinstance(body, dict):
+            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+        given = {key: value for key, value in body.items() if value is not None}
+        for name, remedy in UNSUPPORTED_FIELDS.items():
+            if name in given and not _is_unset(given[name]):
+                raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(str(error).replace("`$.", "`")) from None
+
+    @property
+    def is_single(self) -> bool:
+        """One prompt, not a list of them."""
+        if self.text is not None:
+            return isinstance(self.text, str)
+        return not (self.input_ids and isinstance(self.input_ids[0], list))
+
+    def expand(self) -> list[Sample]:
+        """One `Sample` per completion: prompt 0 n times, prompt 1 n times, and so on."""
+        prompts = self._prompts()
+        count = len(prompts)
+        params = self._sampling_params(count)
+        n = params[0].n
+        if any(p.n != n for p in params):
+            raise BadRequestError("sampling_params.n must be the same for all prompts of a batch.")
+        flags = _per_prompt("return_logprob", self.return_logprob, count, n)
+        starts = _per_prompt("logprob_start_len", self.logprob_start_len, count, n)
+        tops = _per_prompt("top_logprobs_num", self.top_logprobs_num, count, n)
+        wanted = self._token_ids_logprob(count, n)
+        rids = self._rids(count, n)
+        samples = []
+        for i, prompt in enumerate(prompts):
+            for k in range(n):
+                samples.append(
+                    Sample(
+                        rid=rids[i * n + k],
+                        text=prompt if isinstance(prompt, str) else None,
+                        input_ids=None if isinstance(prompt, str) else prompt,
+                        sampling=_nth_sample(params[i], k),
+                        return_logprob=flags[i],
+                        logprob_start_len=starts[i],
+                        top_logprobs_num=tops[i],
+                        token_ids_logprob=wanted[i],
+                    )
+                )
+        return samples
+
+    def _prompts(self) -> list[str | list[int]]:
+        if (self.text is None) == (self.input_ids is None):
+            given = "Both were given" if self.text is not None else "Neither was given"
+            raise BadRequestError(f"Either text, input_ids or input_embeds should be provided. {given}.")
+        if self.text is not None:
+            texts: list[str | list[int]] = [self.text] if isinstance(self.text, str) else list(self.text)
+            if not texts:
+                raise BadRequestError("text cannot be an empty list.")
+            return texts
+        ids = self.input_ids
+        if not ids or ids == [[]]:
+            raise BadRequestError("input_ids cannot be empty.")
+        nested = [x for x in ids if isinstance(x, list)]
+        if not nested:
+            return [ids]  # type: ignore[list-item]
+        if len(nested) != len(ids):
+            raise BadRequestError("input_ids mixes token ids and lists: give one list of ids, or a list of such lists.")
+        for i, prompt in enumerate(nested):
+            if not prompt:
+                raise BadRequestError(f"input_ids cannot be empty (prompt {i} of the batch is).")
+        return list(nested)
+
+    def _sampling_params(self, count: int) -> list[SamplingParams]:
+        raw = self.sampling_params
+        if not isinstance(raw, list):
+            return [SamplingParams.parse(raw)] * count
+        if len(raw) != count:
+            raise BadRequestError(f"sampling_params has {len(raw)} entries for {count} prompt(s).")
+        return [SamplingParams.parse(one) for one in raw]
+
+    def _token_ids_logprob(self, count: int, n: int) -> list[list[int] | None]:
+        raw = self.token_ids_logprob
+        if raw is None:
+            return [None] * count
+        if all(isinstance(x, int) for x in raw):
+            return [raw] * count  # type: ignore[list-item]
+        if any(isinstance(x, int) for x in raw):
+            raise BadRequestError("token_ids_logprob mixes token ids and lists.")
+        return _per_prompt("token_ids_logprob", raw, count, n)  # type: ignore[arg-type]
+
+    def _rids(self, count: int, n: int) -> list[str]:
+        rid = self.rid
+        total = count * n
+        if rid is None or rid == "":
+            return [uuid.uuid4().hex for _ in range(total)]
+        if isinstance(rid, str):
+            rids = [rid] if self.is_single and n == 1 else [f"{rid}_{i}" for i in range(total)]
+        else:
+            if len(rid) != count:
+                raise BadRequestError(f"rid has {len(rid)} entries for {count} prompt(s).")
+            rids = list(rid) if n == 1 else [f"{one}_{k}" for one in rid for k in range(n)]
+        if len(set(rids)) != len(rids):
+            twice = list(dict.fromkeys(r for r in rids if rids.count(r) > 1))
+            raise BadRequestError(f"Duplicate request IDs detected within the request: {twice}")
+        return rids
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion to generate, before tokenizing."""
+
+    rid: str
+    text: str | None
+    input_ids: list[int] | None
+    sampling: SamplingParams
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: list[int] | None
+
+
+def unknown_fields(body: dict[str, Any]) -> list[str]:
+    """Keys of a `/generate` body that mean nothing to us: ignored as SGLang does, but counted."""
+    known = GenerateReqInput.__struct_fields__
+    return [k for k in body if k not in known and k not in UNSUPPORTED_FIELDS and k not in ACCEPTED_HINTS]
+
+
+def _is_unset(value: Any) -> bool:
+    return value in _UNSET or (isinstance(value, list) and all(x is None for x in value))
+
+
+def _per_prompt(name: str, value: Any, count: int, n: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if n > 1:
+        raise BadRequestError(f"{name} must not be a list when sampling_params.n > 1.")
+    if len(value) != count:
+        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompt(s).")
+    return value
+
+
+def _nth_sample(params: SamplingParams, k: int) -> SamplingParams:
+    """A copy for sample k of n: its seed is `sampling_seed + k`, so n seeded samples differ and repeat."""
+    copy = msgspec.structs.replace(params, n=1)
+    if copy.sampling_seed is not None and k:
+        copy.sampling_seed = (copy.sampling_seed + k + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
+    return copy

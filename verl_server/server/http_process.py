@@ -1,0 +1,100 @@
+"""uvicorn on the TokenizerManager's loop, over a socket that was bound before anything expensive began."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+
+import uvicorn
+
+from verl_server.errors import ServerLaunchError
+from verl_server.server.http_server import create_app
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+_KEEP_ALIVE = 600
+"""Longer than any client keeps an idle connection (ours: 60 s), so that no request meets a closing one."""
+_GRACEFUL = 5
+_BACKLOG = 4096
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening socket (port 0: a free one); raises ServerLaunchError naming the address and the remedy."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # Listening at once: on Linux two sockets may share an address until the first one listens.
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        reason = "it is in use by another process" if error.errno == errno.EADDRINUSE else str(error)
+        raise ServerLaunchError(
+            f"Cannot listen on {host}:{port}: {reason}. Choose another port, or port=0 for a free one."
+        ) from error
+    sock.set_inheritable(False)
+    return sock
+
+
+class HttpServer:
+    """One uvicorn server on a manager's loop. `start`, `join` from other threads; `stop` on the loop."""
+
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, sock: socket.socket) -> None:
+        self._manager = manager
+        self._sock = sock
+        self._done = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        level = server_args.log_level_http or "warning"
+        config = uvicorn.Config(
+            create_app(manager, server_args),
+            log_config=None,
+            log_level=level,
+            access_log=level in ("debug", "info"),
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_GRACEFUL,
+            backlog=_BACKLOG,
+            server_header=False,
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    def start(self) -> None:
+        """Begin to serve; returns when connections are answered."""
+        self._manager.run_sync(self._start(), timeout=30)
+
+    async def _start(self) -> None:
+        self._manager.add_stop_hook(self.stop)
+        self._task = asyncio.ensure_future(self._serve())
+        while not self._uvicorn.started:
+            if self._task.done():
+                raise ServerLaunchError("The HTTP server ended while starting.")
+            await asyncio.sleep(0.01)
+
+    async def _serve(self) -> None:
+        try:
+            await self._uvicorn.serve(sockets=[self._sock])
+        except (Exception, SystemExit):
+            logging.getLogger(__name__).exception("The HTTP server failed.")
+        finally:
+            self._done.set()
+
+    def request_stop(self) -> None:
+        """Ask for the end from any thread."""
+        self._uvicorn.should_exit = True
+
+    async def stop(self) -> None:
+        """Stop accepting, let answers in progress finish for a few seconds, close."""
+        self._uvicorn.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait_for(self._task, _GRACEFUL + 3)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Block until the server has ended."""
+        self._done.wait(timeout)

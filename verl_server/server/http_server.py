@@ -1,0 +1,308 @@
+"""The HTTP application over one TokenizerManager: `/generate`, health, info, and the other route groups.
+
+Handlers run on the manager's own loop and talk to it directly. `create_app` assembles native routes (here),
+control routes (`control_api`), OpenAI and tokenizer routes (`openai_api`), behind `AuthMiddleware`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
+from verl_server.io_struct import GetInternalStateReq
+from verl_server.server.auth import AuthMiddleware
+from verl_server.server.control_api import ADMIN_PATHS, ControlApi
+from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+from verl_server.server.metrics import CONTENT_TYPE
+from verl_server.server.openai_api import OpenAIApi
+from verl_server.server.responses import (
+    SSE_DONE,
+    ClientDisconnectedError,
+    EventStream,
+    error_a,
+    error_b,
+    error_c,
+    error_object,
+    json_response,
+    read_json,
+    sse,
+    unless_disconnected,
+)
+from verl_server.server.tokenizer_manager import Generation, TokenizerManager
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_LIVE_SECONDS = 5.0
+"""A scheduler heard so recently is alive; after that it is asked."""
+_HEALTH_TIMEOUT = 20.0
+_STATE_TIMEOUT = 2.0
+"""Bound of a look at the scheduler's figures, which a long update may delay."""
+
+
+def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
+    native = NativeApi(manager, server_args)
+    routes = [*native.routes(), *ControlApi(manager, server_args).routes(), *OpenAIApi(manager, server_args).routes()]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            VerlServerError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnectedError: _on_disconnect,
+            Exception: _on_crash,
+        },
+    )
+    return AuthMiddleware(app, server_args.api_key, server_args.admin_api_key, ADMIN_PATHS)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Errors no route has a shape of its own for: C for the caller's, B for ours."""
+    assert isinstance(error, VerlServerError)
+    return error_c(error) if error.status_code < 500 else error_b(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    content = error_object(message, error.status_code, str(error.status_code))
+    return json_response(content, error.status_code, dict(error.headers or {}))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # goes nowhere
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    logger.exception("%s %s failed.", request.method, request.url.path, exc_info=error)
+    message = f"Internal error in {request.url.path}: {error!r} (see the server's log)."
+    return json_response(error_object(message, 500, "InternalServerError"), 500)
+
+
+class NativeApi:
+    """SGLang's own routes that do not change the server."""
+
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+        self._manager = manager
+        self._args = server_args
+        self._started = time.time()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.root),
+            Route("/generate", self.generate, methods=["POST", "PUT"]),
+            Route("/health", self.health),
+            Route("/health_generate", self.health_generate),
+            Route("/ready", self.ready),
+            Route("/ping", self.health),
+            Route("/model_info", self.model_info),
+            Route("/get_model_info", self.model_info),
+            Route("/server_info", self.server_info),
+            Route("/get_server_info", self.server_info),
+            Route("/get_weight_version", self.weight_version),
+            Route("/v1/loads", self.loads),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def root(self, request: Request) -> Response:
+        return PlainTextResponse("verl-server is running.\n")
+
+    # -- generate -------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            body = await read_json(request, self._args.max_request_bytes)
+        except BadRequestError as error:
+            return error_c(error)
+        try:
+            obj = GenerateReqInput.parse(body)
+            self._manager.metrics.fields_ignored("/generate", len(unknown_fields(body)))
+            generation = await self._manager.submit(obj)
+        except VerlServerError as error:
+            return _generate_error(error)
+        if obj.stream:
+            return EventStream(self._frames(generation), generation.close)
+        try:
+            return json_response(await unless_disconnected(request, generation.result()))
+        except VerlServerError as error:
+            return _generate_error(error)
+        finally:
+            generation.close()
+
+    async def _frames(self, generation: Generation) -> AsyncIterator[bytes]:
+        try:
+            async for i, state in generation.updates():
+                frame = state.result()
+                if len(generation.states) > 1:
+                    frame["index"] = i
+                yield sse(frame)
+        except VerlServerError as error:
+            code = error.status_code
+            kind = "invalid_request_error" if code < 500 else "server_error"
+            yield sse({"error": {"message": str(error), "type": kind, "code": code, "retryable": False}})
+        yield SSE_DONE
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """200 with an empty body while the scheduler is alive: also when paused or taking new weights."""
+        try:
+            await self._check_live()
+        except VerlServerError as error:
+            return error_b(error)
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        if self._manager.is_paused:
+            return error_b(ServerUnavailableError("Generation is paused."))
+        return await self.health(request)
+
+    async def health_generate(self, request: Request) -> Response:
+        """200 after a real token was generated. When paused or updating, that cannot be: then as `/health`."""
+        manager = self._manager
+        if manager.is_paused or manager.updating_weights:
+            return await self.health(request)
+        try:
+            self._check_ready()
+            probe = GenerateReqInput(
+                input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            )
+            generation = await manager.submit(probe)
+            try:
+                async with asyncio.timeout(_HEALTH_TIMEOUT):
+                    await self._probe(generation)
+            finally:
+                generation.close()
+        except TimeoutError:
+            return error_b(ServerUnavailableError(f"No token within {_HEALTH_TIMEOUT:.0f} s."))
+        except VerlServerError as error:
+            return error_b(error)
+        return Response()
+
+    async def _probe(self, generation: Generation) -> None:
+        """Wait for the token, unless a pause or an update begins meanwhile."""
+        result = asyncio.ensure_future(generation.result())
+        try:
+            while not (await asyncio.wait((result,), timeout=0.5))[0]:
+                if self._manager.is_paused or self._manager.updating_weights:
+                    return await self._check_live()
+            result.result()
+        finally:
+            result.cancel()
+
+    def _check_ready(self) -> None:
+        self._manager.check_serving()
+        if not self._manager.ready:
+            raise ServerUnavailableError("The server is starting: its first request was not answered yet.")
+
+    async def _check_live(self) -> None:
+        """Raise unless the scheduler gave a sign of life. An update may keep it from answering: that is life."""
+        self._check_ready()
+        manager = self._manager
+        if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls_in_flight:
+            return
+        await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
+
+    # -- info -----------------------------------------------------------------------------------------------
+
+    async def _internal_state(self) -> dict[str, Any]:
+        """The scheduler's figures; {} if it is too busy to answer soon."""
+        try:
+            reply = await self._manager.control(GetInternalStateReq(), timeout=_STATE_TIMEOUT)
+        except ServerDiedError:
+            raise
+        except VerlServerError:
+            return {}
+        return reply.payload if isinstance(reply.payload, dict) else {}
+
+    async def model_info(self, request: Request) -> Response:
+        return json_response(model_info(self._manager, self._args))
+
+    async def weight_version(self, request: Request) -> Response:
+        return json_response({"weight_version": self._manager.weight_version})
+
+    async def server_info(self, request: Request) -> Response:
+        return json_response(await self.server_info_dict())
+
+    async def server_info_dict(self) -> dict[str, Any]:
+        state = await self._internal_state()
+        info = self._args.public_dict() | self._manager.scheduler_info
+        return info | {
+            "scheduler_info": self._manager.scheduler_info,
+            "internal_states": [state],
+            "weight_version": self._manager.weight_version,
+            "startup_time": self._started,
+            "version": importlib.metadata.version("verl-server"),
+            "frontend": "python",
+        }
+
+    async def loads(self, request: Request) -> Response:
+        """Load of the one data-parallel rank, as `/v1/loads?include=...` of SGLang lists it."""
+        known = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
+        asked = [part for part in request.query_params.get("include", "all").split(",") if part]
+        wrong = [part for part in asked if part not in known]
+        if wrong:
+            raise BadRequestError(f"Unknown include {wrong}; known: {sorted(known)}.")
+        state = await self._internal_state()
+        now = time.time()
+        running = state.get("num_running_reqs", 0)
+        waiting = state.get("num_waiting_reqs", max(0, self._manager.num_requests - running))
+        load = {"timestamp": now, "dp_rank": 0} | state | {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        load.setdefault("max_total_num_tokens", self._manager.scheduler_info.get("max_total_num_tokens"))
+        load.setdefault("max_running_requests", self._manager.scheduler_info.get("max_running_requests"))
+        return json_response(
+            {
+                "timestamp": now,
+                "version": importlib.metadata.version("verl-server"),
+                "accelerator": self._manager.scheduler_info.get("device"),
+                "num_accelerators": self._args.tp_size,
+                "loads": [load],
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        if not self._args.enable_metrics:
+            raise HTTPException(404, "Metrics are off (enable_metrics=False)")
+        try:
+            state = await self._internal_state()
+        except VerlServerError:
+            state = {}
+        return Response(self._manager.metrics.render(state), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _generate_error(error: VerlServerError) -> Response:
+    return error_a(error) if error.status_code < 500 and error.status_code != 413 else error_b(error)
+
+
+def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, Any]:
+    """Body of `/model_info`, and what `Engine.get_model_info` returns."""
+    manager.check_serving()
+    assert manager.model_text is not None
+    config = manager.model_text.config
+    return {
+        "model_path": manager.model_path,
+        "served_model_name": server_args.served_model_name or manager.model_path,
+        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": manager.weight_version,
+        "load_format": server_args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+    }

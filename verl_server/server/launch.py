@@ -1,0 +1,340 @@
+"""Starting and stopping a server: scheduler children, TokenizerManager, HTTP, and one end for all of them.
+
+`launch_server` is a whole server process (`python -m verl_server.server.launch` is its child form, used by
+`HttpServerEngineAdapter`). `EngineProcesses` is the part that `Engine` shares. `launch_server_from_verl_engine`
+serves HTTP on a live engine's own loop. One process dies, all die, and the error carries its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import httpx
+
+from verl_server.child_process import ChildProcess, child_main, describe_exit
+from verl_server.distributed import free_port
+from verl_server.errors import ServerDiedError, ServerLaunchError, VerlServerError
+from verl_server.server.http_process import HttpServer, bind_socket
+from verl_server.server.tokenizer import ModelText
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_STOP_GRACE = 10.0
+"""Seconds that children and open connections get to end by themselves."""
+_UNIX_PATH_LIMIT = 100
+
+Check = Callable[[], None]
+
+
+class EngineProcesses:
+    """The scheduler processes of this node and, on node 0, the TokenizerManager in front of them."""
+
+    def __init__(self, server_args: ServerArgs, on_death: Callable[[Exception], None] | None = None) -> None:
+        """Start everything without waiting; `wait_ready` follows."""
+        self.server_args = server_args
+        self.manager: TokenizerManager | None = None
+        self.children: list[ChildProcess] = []
+        self._model_text = ModelText(server_args)  # first: a wrong path is known before anything is started
+        self._folder = _socket_folder()
+        try:
+            in_addr, out_addr = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
+            self._start_children(in_addr, out_addr)
+            if server_args.node_rank == 0:
+                self.manager = TokenizerManager(server_args, in_addr, out_addr, on_death)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start_children(self, in_addr: str, out_addr: str) -> None:
+        args = self.server_args
+        init_addr = args.dist_init_addr
+        if init_addr is None and args.tp_size > 1:
+            init_addr = f"127.0.0.1:{free_port()}"
+        first = args.node_rank * args.ranks_per_node
+        for tp_rank in range(first, first + args.ranks_per_node):
+            argument = {
+                "server_args": args.to_json(),
+                "tp_rank": tp_rank,
+                "init_addr": init_addr,
+                "in_addr": in_addr,
+                "out_addr": out_addr,
+            }
+            child = ChildProcess(f"scheduler-tp{tp_rank}", "verl_server.runtime.scheduler_process", argument)
+            self.children.append(child)
+
+    def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
+        """Load the tokenizer meanwhile, wait for all children; returns the first one's scheduler_info."""
+        deadline = time.monotonic() + self.server_args.startup_timeout
+        if self.manager is not None:
+            self._model_text.load_tokenizer()
+        infos = []
+        for child in self.children:
+            left = max(0.0, deadline - time.monotonic())
+            infos.append(child.wait_ready(left, also=functools.partial(self._check, child, check)))
+        if self.manager is not None:
+            self.manager.start(self._model_text, infos[0], self.children)
+        return infos[0]
+
+    def _check(self, waiting_for: ChildProcess, check: Check | None) -> None:
+        """While one child is waited for, another may die: then the wait would be for nothing."""
+        if check is not None:
+            check()
+        for child in self.children:
+            if child is not waiting_for and (code := child.poll()) not in (None, 0):
+                raise ServerLaunchError(
+                    f"{child.name} ended with {describe_exit(code)} while starting.{child.log_tail()}"
+                )
+
+    def shutdown(self) -> None:
+        """End requests, HTTP, children; bounded, idempotent."""
+        if self.manager is not None:
+            self.manager.shutdown()
+        threads = [threading.Thread(target=child.terminate, args=(_STOP_GRACE,)) for child in self.children]
+        for thread in threads:  # all at once: ranks wait for each other
+            thread.start()
+        for thread in threads:
+            thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket_folder() -> str:
+    """A private folder (mode 0700) whose path leaves room for the 107 bytes of a Unix socket address."""
+    folder = tempfile.mkdtemp(prefix="verl-server-")
+    if len(folder) < _UNIX_PATH_LIMIT:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="verl-server-", dir="/tmp")
+
+
+def launch_server(
+    server_args: ServerArgs,
+    pipe_finish_writer: Connection | None = None,
+    launch_callback: Callable[[], None] | None = None,
+) -> None:
+    """Run a server; blocks until it is told to stop (SIGTERM, SIGINT) or dies (raises ServerDiedError).
+
+    After the warm-up request was answered, "ready" is sent on the pipe and the callback is called. If the start
+    fails, the pipe gets the error text with the failing process's traceback, and the error is raised.
+    """
+
+    def on_ready(_: ServerArgs) -> None:
+        _announce(pipe_finish_writer, launch_callback)
+
+    try:
+        run_server(server_args, on_ready)
+    except VerlServerError as error:
+        _send(pipe_finish_writer, str(error))
+        raise
+
+
+def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) -> None:
+    """`launch_server` with a callback that learns the resolved settings (the port)."""
+    if server_args.node_rank > 0:
+        _run_followers(server_args, on_ready)
+        return
+    with _StopRequest() as stop, contextlib.ExitStack() as cleanup:
+        sock = bind_socket(server_args.host, server_args.port)
+        cleanup.callback(sock.close)
+        server_args = server_args.replace(port=sock.getsockname()[1])
+        processes = EngineProcesses(server_args, on_death=stop.die)
+        cleanup.callback(processes.shutdown)
+        assert processes.manager is not None
+        http = HttpServer(processes.manager, server_args, sock)
+        http.start()  # answers 503 from now on: a starting server is not a missing one
+        try:
+            processes.wait_ready(stop.check)
+            _warm_up(server_args, stop.check)
+            processes.manager.ready = True
+            logger.info("Serving %s at %s", server_args.model_path, server_args.url)
+            on_ready(server_args)
+            stop.wait()
+        except _StopRequestedError:
+            logger.info("Stopping.")
+
+
+def _run_followers(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) -> None:
+    """A node other than the first: only scheduler ranks, which end when the first node's do."""
+    with _StopRequest() as stop, contextlib.ExitStack() as cleanup:
+        processes = EngineProcesses(server_args)
+        cleanup.callback(processes.shutdown)
+        try:
+            processes.wait_ready(stop.check)
+            on_ready(server_args)
+            wait_for_followers(processes, stop.check)
+        except _StopRequestedError:
+            logger.info("Stopping.")
+
+
+def wait_for_followers(processes: EngineProcesses, check: Check | None = None) -> None:
+    """Block until a child ends; raises ServerDiedError unless it ended well."""
+    while True:
+        if check is not None:
+            check()
+        for child in processes.children:
+            if (code := child.poll()) is not None:
+                if code != 0:
+                    raise ServerDiedError(f"{child.name} ended with {describe_exit(code)}.{child.log_tail()}")
+                return
+        time.sleep(0.1)
+
+
+def launch_server_from_verl_engine(
+    tokenizer_manager: TokenizerManager,
+    scheduler_info: dict[str, Any],
+    server_args: ServerArgs,
+    pipe_finish_writer: Connection | None = None,
+    launch_callback: Callable[[], None] | None = None,
+) -> None:
+    """Serve HTTP over a live in-process engine, on its TokenizerManager's own loop. Call it in a thread.
+
+    Blocks until the engine shuts down. The engine stays usable from other threads all the while: they submit
+    to the same loop. (The original ran a second loop here, and the second weight update hung.)
+    """
+    del scheduler_info  # the manager has it; the argument is the original's
+    try:
+        sock = bind_socket(server_args.host, server_args.port)
+        server_args = server_args.replace(port=sock.getsockname()[1])
+        http = HttpServer(tokenizer_manager, server_args, sock)
+        try:
+            http.start()
+            if not tokenizer_manager.ready:
+                _warm_up_live(tokenizer_manager, server_args)
+                tokenizer_manager.ready = True
+            _announce(pipe_finish_writer, launch_callback)
+            http.join()
+        finally:
+            http.request_stop()
+            http.join(timeout=_STOP_GRACE)
+            sock.close()
+    except VerlServerError as error:
+        _send(pipe_finish_writer, str(error))
+        raise
+
+
+# -- warm-up and announcements ------------------------------------------------------------------------------
+
+
+def _warm_up(server_args: ServerArgs, check: Check) -> None:
+    """One request through the whole chain, HTTP included; raises ServerLaunchError if it is not answered."""
+    headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}}
+    outcome: list[httpx.Response | Exception] = []
+
+    def post() -> None:
+        try:
+            with httpx.Client(trust_env=False, timeout=server_args.startup_timeout) as client:
+                outcome.append(client.post(f"{server_args.url}/generate", json=body, headers=headers))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=post, name="warm-up", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=0.2)
+        check()
+    answer = outcome[0]
+    if isinstance(answer, Exception):
+        raise ServerLaunchError(f"The warm-up request to {server_args.url} failed: {answer!r}")
+    if answer.status_code != 200:
+        raise ServerLaunchError(f"The warm-up request was answered {answer.status_code}: {answer.text}")
+
+
+def _warm_up_live(manager: TokenizerManager, server_args: ServerArgs) -> None:
+    """As `_warm_up`, on an engine that its owner may have paused or put to sleep: then nothing can be asked."""
+    if manager.is_paused:
+        return
+    try:
+        _warm_up(server_args, manager.check_serving)
+    except ServerLaunchError as error:
+        logger.warning("HTTP is up, but the engine cannot generate now: %s", error)
+
+
+def _announce(pipe: Connection | None, callback: Callable[[], None] | None) -> None:
+    _send(pipe, "ready")
+    if callback is not None:
+        callback()
+
+
+def _send(pipe: Connection | None, text: str) -> None:
+    if pipe is not None:
+        with contextlib.suppress(BrokenPipeError, OSError):  # the launcher stopped listening
+            pipe.send(text)
+
+
+# -- stopping -----------------------------------------------------------------------------------------------
+
+
+class _StopRequestedError(Exception):
+    """SIGTERM or SIGINT came."""
+
+
+class _StopRequest:
+    """Turns signals (in the main thread) and the death of a child into the end of the main wait."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._death: Exception | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._event.set()
+
+    def die(self, error: Exception) -> None:
+        self._death = error
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise what ended the server, if anything did."""
+        if self._death is not None:
+            raise self._death
+        if self._event.is_set():
+            raise _StopRequestedError
+
+    def wait(self) -> None:
+        self._event.wait()
+        self.check()
+
+
+# -- as a child process -------------------------------------------------------------------------------------
+
+
+def configure_logging(server_args: ServerArgs) -> None:
+    """For processes that are ours alone; an in-process engine leaves logging to its program."""
+    logging.basicConfig(
+        level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    server_args = ServerArgs.from_json(argument["server_args"])
+    configure_logging(server_args)
+    run_server(server_args, lambda resolved: ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()}))
+
+
+if __name__ == "__main__":
+    child_main(_serve_child)

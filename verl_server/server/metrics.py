@@ -1,0 +1,91 @@
+"""Prometheus metrics under SGLang's names, so that its dashboards work.
+
+One `Metrics` belongs to each TokenizerManager; counters and latencies are kept as requests pass, gauges are
+read from the scheduler when `/metrics` is scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from verl_server.server.request_state import ReqState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_GAUGES = {
+    "num_running_reqs": "Requests in the running batch",
+    "num_queue_reqs": "Requests waiting",
+    "num_used_tokens": "Tokens whose KV is held",
+    "token_usage": "Share of the KV cache in use",
+    "gen_throughput": "Output tokens per second",
+    "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
+    "max_total_num_tokens": "Capacity of the KV cache in tokens",
+}
+_STATE_NAMES = {"num_queue_reqs": "num_waiting_reqs"}
+"""Gauges whose figure has another name in the scheduler's internal state."""
+
+
+class Metrics:
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        names = list(self._labels)
+
+        def counter(name: str, text: str, extra: tuple[str, ...] = ()) -> Counter:
+            return Counter(name, text, [*names, *extra], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, names, buckets=buckets, registry=self.registry).labels(**self._labels)
+
+        self._requests = counter("sglang:num_requests", "Samples accepted").labels(**self._labels)
+        self._aborted = counter("sglang:num_aborted_requests", "Samples aborted").labels(**self._labels)
+        self._prompt = counter("sglang:prompt_tokens", "Prompt tokens").labels(**self._labels)
+        self._cached = counter("sglang:cached_tokens", "Prompt tokens from the prefix cache").labels(**self._labels)
+        self._output = counter("sglang:generation_tokens", "Output tokens").labels(**self._labels)
+        self._ignored = counter("verl_server:ignored_request_fields", "Unknown body fields ignored", ("route",))
+        self._first = histogram("sglang:time_to_first_token_seconds", "Time to the first token", _LATENCY)
+        self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
+        self._each = histogram("sglang:time_per_output_token_seconds", "Mean time of later tokens", _PER_TOKEN)
+        self._gauges = {
+            name: Gauge(f"sglang:{name}", text, names, registry=self.registry).labels(**self._labels)
+            for name, text in _GAUGES.items()
+        }
+
+    def requests_accepted(self, count: int, prompt_tokens: int) -> None:
+        self._requests.inc(count)
+        self._prompt.inc(prompt_tokens)
+
+    def request_aborted(self) -> None:
+        self._aborted.inc()
+
+    def request_finished(self, state: ReqState) -> None:
+        if state.finished is None:
+            return
+        if state.finish_reason is not None and state.finish_reason.type == "abort":
+            self._aborted.inc()
+        tokens = len(state.output_ids)
+        self._output.inc(tokens)
+        self._cached.inc(state.cached_tokens)
+        self._total.observe(state.finished - state.created)
+        if state.first_token is not None:
+            self._first.observe(state.first_token - state.created)
+            if tokens > 1:
+                self._each.observe((state.finished - state.first_token) / (tokens - 1))
+
+    def fields_ignored(self, route: str, count: int) -> None:
+        """Count body keys that meant nothing to us. The route is the label: keys are the caller's choice."""
+        if count:
+            self._ignored.labels(**self._labels, route=route).inc(count)
+
+    def render(self, internal_state: Mapping[str, Any]) -> bytes:
+        """Text exposition; `internal_state` is the scheduler's payload, {} if it did not answer in time."""
+        for name, gauge in self._gauges.items():
+            value = internal_state.get(name, internal_state.get(_STATE_NAMES.get(name, name)))
+            if isinstance(value, int | float):
+                gauge.set(value)
+        return generate_latest(self.registry)

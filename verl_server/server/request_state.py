@@ -1,0 +1,217 @@
+"""`ReqState`: one sample in flight in the TokenizerManager, and the result object it becomes.
+
+`extend` takes the scheduler's tokens, decides on stop strings, and keeps everything that `meta_info` reports.
+Touched by the TokenizerManager's loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+from verl_server.server.detokenizer import OutputText
+from verl_server.server.tokenizer import Decoder
+
+Triple = list[Any]
+"""[log-probability | None, token id, text | None]"""
+
+
+class ReqState:
+    """Progress of one sample. `req.rid` is the name on the wire, `rid` the caller's."""
+
+    def __init__(
+        self,
+        rid: str,
+        req: TokenizedGenerateReq,
+        decode: Decoder | None,
+        *,
+        stream: bool = False,
+        logprob_text: bool = False,
+        return_prompt_token_ids: bool = False,
+    ) -> None:
+        self.rid = rid
+        self.req = req
+        self.decode = decode
+        self.stream = stream
+        self.return_prompt_token_ids = return_prompt_token_ids
+        self._logprob_decode = decode if logprob_text else None
+        self.created = time.monotonic()
+        self.first_token: float | None = None
+        self.finished: float | None = None
+        self.output_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.weight_version = ""
+        self.weight_versions: list[dict[str, Any]] = []
+        self.cached_tokens = 0
+        self.num_retractions = 0
+        self.output_token_logprobs: list[Triple] = []
+        self.output_top_logprobs: list[list[Triple] | None] = []
+        self.output_token_ids_logprobs: list[list[Triple] | None] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.progress = asyncio.Event()
+        """Set at the end, and with `stream` every `stream_interval` tokens."""
+        self._framed = 0
+        self._interval = req.sampling.stream_interval or 1
+        sampling = req.sampling
+        watch = decode is not None and (stream or bool(sampling.stop))
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+        self._text = OutputText(decode, stop, sampling.no_stop_trim) if watch and decode is not None else None
+
+    # -- what the scheduler sends ---------------------------------------------------------------------------
+
+    def extend(self, out: BatchTokenIDOut, i: int) -> None:
+        """Take entry i of a message; afterwards `finish_reason` or `error` is set if the sample is done."""
+        tokens = out.output_ids[i]
+        self.weight_version = out.weight_version
+        self.cached_tokens = out.cached_tokens[i]
+        self.num_retractions = out.num_retractions[i]
+        self.prompt_logprobs = out.prompt_logprobs.get(i, self.prompt_logprobs)
+        kept, matched = self._until_stop(tokens, last=out.finish_reasons[i] is not None)
+        if kept:
+            self.first_token = self.first_token or time.monotonic()
+            self._extend_versions(out.weight_version, kept)
+            self.output_ids.extend(tokens[:kept])
+            if self.req.return_logprob:
+                self._extend_logprobs(out, i, kept)
+        if matched is not None:
+            self.finish(FinishReason(type="stop", matched=matched))
+        elif (reason := out.finish_reasons[i]) is not None:
+            self.finish(reason)
+        elif self.stream and len(self.output_ids) - self._framed >= self._interval:
+            self._framed = len(self.output_ids)
+            self.progress.set()
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._end()
+
+    @property
+    def done(self) -> bool:
+        return self.finished is not None
+
+    def _end(self) -> None:
+        self.finished = time.monotonic()
+        self.progress.set()
+
+    def _until_stop(self, tokens: list[int], last: bool) -> tuple[int, str | None]:
+        """How many of the new tokens belong to the output, and the stop string that the last one completed."""
+        if self._text is None:
+            return len(tokens), None
+        for count, token in enumerate(tokens, start=1):
+            if (matched := self._text.push(token)) is not None:
+                return count, matched
+        return len(tokens), self._text.finish() if last else None
+
+    def _extend_versions(self, version: str, count: int) -> None:
+        start = len(self.output_ids)
+        if not self.weight_versions or self.weight_versions[-1]["version"] != version:
+            self.weight_versions.append({"version": version, "start": start, "end": start})
+        self.weight_versions[-1]["end"] = start + count
+
+    def _extend_logprobs(self, out: BatchTokenIDOut, i: int, kept: int) -> None:
+        pairs = zip(out.output_logprobs[i][:kept], out.output_ids[i][:kept], strict=True)
+        self.output_token_logprobs += [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
+        if i in out.top_logprobs:
+            self.output_top_logprobs += [self.triples(c) for c in out.top_logprobs[i][:kept]]
+        if i in out.token_ids_logprobs:
+            self.output_token_ids_logprobs += [self.triples(c) for c in out.token_ids_logprobs[i][:kept]]
+
+    # -- what the caller gets -------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """Cumulative text; final once `done`. Needs a tokenizer."""
+        assert self.decode is not None
+        if self._text is not None and self._text.matched is not None:
+            return self._text.text
+        if not self.done:
+            return self._text.safe_text if self._text is not None else ""
+        return self.decode(self._shown_ids())
+
+    def result(self) -> dict[str, Any]:
+        """The `/generate` object: cumulative for a stream, complete once `done`. Shares no live list."""
+        result: dict[str, Any] = {}
+        if self.decode is not None:
+            result["text"] = self.text()
+        result["output_ids"] = self.output_ids.copy()
+        result["meta_info"] = self.meta_info()
+        if self.return_prompt_token_ids:
+            result["prompt_token_ids"] = self.req.input_ids
+        return result
+
+    def meta_info(self) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": finish_reason_dict(self.finish_reason),
+            "prompt_tokens": len(self.req.input_ids),
+            "completion_tokens": len(self.output_ids),
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_details": {"device": self.cached_tokens, "host": 0},
+            "reasoning_tokens": 0,
+            "weight_version": self.weight_version,
+            "num_retractions": self.num_retractions,
+            "dp_rank": 0,
+            "e2e_latency": (self.finished or time.monotonic()) - self.created,
+            "response_sent_to_client_ts": time.time(),
+        }
+        if self.done:
+            meta["weight_versions"] = [dict(span) for span in self.weight_versions]
+        if self.req.return_logprob:
+            meta |= self._logprob_lists()
+        return meta
+
+    def _logprob_lists(self) -> dict[str, Any]:
+        prompt = self.prompt_logprobs
+        lists: dict[str, Any] = {
+            "input_token_logprobs": [],
+            "output_token_logprobs": self.output_token_logprobs.copy(),
+            "output_token_logprobs_length": len(self.output_token_logprobs),
+        }
+        if prompt is not None:
+            pairs = zip(prompt.logprobs, prompt.token_ids, strict=True)
+            lists["input_token_logprobs"] = [[value, token, self._logprob_text(token)] for value, token in pairs]
+        if self.req.top_logprobs_num > 0:
+            lists["input_top_logprobs"] = [self.triples(c) for c in (prompt and prompt.top) or []]
+            lists["output_top_logprobs"] = self.output_top_logprobs.copy()
+        if self.req.token_ids_logprob is not None:
+            lists["input_token_ids_logprobs"] = [self.triples(c) for c in (prompt and prompt.requested) or []]
+            lists["output_token_ids_logprobs"] = self.output_token_ids_logprobs.copy()
+        return lists
+
+    def _shown_ids(self) -> list[int]:
+        reason = self.finish_reason
+        by_token = reason is not None and reason.type == "stop" and isinstance(reason.matched, int)
+        if by_token and not self.req.sampling.no_stop_trim:
+            return self.output_ids[:-1]
+        return self.output_ids
+
+    def triples(self, candidates: TokenLogprobs | None) -> list[Triple] | None:
+        if candidates is None:
+            return None
+        pairs = zip(candidates.logprobs, candidates.token_ids, strict=True)
+        return [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
+
+    def _logprob_text(self, token: int) -> str | None:
+        return self._logprob_decode([token]) if self._logprob_decode is not None else None
+
+
+def finish_reason_dict(reason: FinishReason | None) -> dict[str, Any] | None:
+    """SGLang's JSON of a finish reason: exactly the keys of its type."""
+    if reason is None:
+        return None
+    if reason.type == "stop":
+        return {"type": "stop", "matched": reason.matched}
+    if reason.type == "length":
+        return {"type": "length", "length": reason.length}
+    return {
+        "type": "abort",
+        "message": reason.message or "Aborted",
+        "status_code": reason.status_code,
+        "err_type": None,
+    }

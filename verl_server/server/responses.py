@@ -1,0 +1,164 @@
+"""HTTP plumbing of all routes: bounded body, strict JSON, error bodies, event streams, disconnects.
+
+Error shapes (SGLang's): `error_a` {"error": {"message"}}, `error_object` {"object": "error", ...}, and
+{"success": false, "message"} for weight routes. Every error that has one of our exceptions behind it names
+its class in the `X-Verl-Error` header, from which `HttpServerEngineAdapter` raises the same class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from verl_server.errors import BadRequestError, VerlServerError
+
+T = TypeVar("T")
+
+ERROR_HEADER = "X-Verl-Error"
+_DISCARD_SECONDS = 1.0
+"""How long a body that is too large is read and thrown away, so that its sender can read our answer."""
+
+
+class BodyTooLargeError(BadRequestError):
+    status_code = 413
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody is left to answer."""
+
+
+def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, status_code, headers, media_type="application/json")
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    headers = {ERROR_HEADER: type(error).__name__} if isinstance(error, VerlServerError) else {}
+    if isinstance(error, BodyTooLargeError):
+        headers["Connection"] = "close"  # the rest of the body is still on its way
+    return headers
+
+
+def error_a(error: VerlServerError) -> Response:
+    """Shape A, or A' (a string) for an unknown sampling parameter."""
+    message = str(error)
+    if message.startswith("sampling_params: unknown field"):
+        content: dict[str, Any] = {"error": message.removeprefix("sampling_params: ")}
+    else:
+        content = {"error": {"message": message}}
+    return json_response(content, error.status_code, error_headers(error))
+
+
+def error_object(message: str, status_code: int, kind: str) -> dict[str, Any]:
+    """Shapes B, C and E: `kind` is the status as text, "Bad Request" or an OpenAI error type."""
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status_code}
+
+
+def error_b(error: VerlServerError) -> Response:
+    content = error_object(str(error), error.status_code, str(error.status_code))
+    return json_response(content, error.status_code, error_headers(error))
+
+
+def error_c(error: VerlServerError) -> Response:
+    content = error_object(str(error), error.status_code, "Bad Request")
+    return json_response(content, error.status_code, error_headers(error))
+
+
+def error_e(error: VerlServerError) -> Response:
+    content = error_object(str(error), error.status_code, openai_error_type(error))
+    return json_response(content, error.status_code, error_headers(error))
+
+
+def openai_error_type(error: VerlServerError) -> str:
+    return "BadRequestError" if error.status_code < 500 else "InternalServerError"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, or BodyTooLargeError without ever holding more than `limit` bytes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        if "100-continue" not in request.headers.get("expect", "").lower():
+            await _discard(request)
+        raise BodyTooLargeError(f"The body has {declared} bytes; this server takes {limit} (max_request_bytes).")
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+            await _discard(request)
+            raise BodyTooLargeError(f"The body has more than {limit} bytes (max_request_bytes).")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _discard(request: Request) -> None:
+    deadline = time.monotonic() + _DISCARD_SECONDS
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while time.monotonic() < deadline:
+                message = await request.receive()
+                if not message.get("more_body", False):
+                    return
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """The decoded body, {} if there is none. NaN, Infinity and malformed JSON are BadRequestError."""
+    body = await read_body(request, limit)
+    if not body.strip():
+        return {}
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"The body is not valid JSON: {error}. (NaN and Infinity are not JSON.)") from None
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, cancelled as soon as the client closes the connection. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """`text/event-stream` of ready frames. `on_close` runs whatever happens, also if nothing was ever sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__(frames, headers={"Cache-Control": "no-cache"})
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+def sse(content: Any) -> bytes:
+    """One frame of an event stream."""
+    return b"data: " + orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,549 @@
+"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the sockets and every request.
+
+The loop is created with the manager, in its own thread, for life; sockets, events and states are touched by
+that thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
+Requests go to the scheduler over ZMQ, results and control replies come back through one reader task. When the
+scheduler dies, every waiting call fails at once with its exit cause and the end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from verl_server.child_process import describe_exit
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    VerlServerError,
+    error_for_status,
+)
+from verl_server.io_struct import (
+    AbortReq,
+    BatchTokenIDOut,
+    ContinueGenerationReq,
+    ControlReply,
+    ControlReq,
+    FinishReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    SchedulerOutput,
+    TokenizedGenerateReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+)
+from verl_server.server.generate_request import GenerateReqInput, Sample
+from verl_server.server.metrics import Metrics
+from verl_server.server.request_state import ReqState
+from verl_server.server.tokenizer import ModelText
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_DEATH_POLL = 0.1
+"""Seconds between looks at the scheduler processes."""
+_CONTROL_GRACE = 15.0
+"""Extra seconds over the scheduler's own bound, so that its error, which knows more, arrives first."""
+_ABORT_GRACE = 2.0
+"""Seconds that running requests get at shutdown to return what they have."""
+_LONG_TEXT = 20_000
+"""Characters beyond which tokenizing moves off the loop."""
+
+
+class Child(Protocol):
+    """What the manager needs of a `ChildProcess`."""
+
+    name: str
+
+    def poll(self) -> int | None: ...
+    def log_tail(self) -> str: ...
+
+
+class Generation:
+    """The samples of one `/generate` call, in order. Close it when the caller goes away."""
+
+    def __init__(self, manager: TokenizerManager, states: list[ReqState], is_single: bool) -> None:
+        self._manager = manager
+        self.states = states
+        self._is_single = is_single and len(states) == 1
+
+    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The finished object, or a list for a batch or n > 1. A failed sample raises and ends the others."""
+        for state in self.states:
+            await state.progress.wait()
+            raise_failure(state)
+        results = [state.result() for state in self.states]
+        return results[0] if self._is_single else results
+
+    async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
+        """(index, state) whenever a sample has news; its last time with `state.done`. Needs stream=True."""
+        pending = dict(enumerate(self.states))
+        waits = {i: asyncio.ensure_future(state.progress.wait()) for i, state in pending.items()}
+        try:
+            while pending:
+                await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
+                for i in [i for i, wait in waits.items() if wait.done()]:
+                    state = pending[i]
+                    state.progress.clear()
+                    if state.done:
+                        del pending[i], waits[i]
+                        raise_failure(state)
+                    else:
+                        waits[i] = asyncio.ensure_future(state.progress.wait())
+                    yield i, state
+        finally:
+            for wait in waits.values():
+                wait.cancel()
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for state in self.states:
+            self._manager.abandon(state)
+
+
+class TokenizerManager:
+    def __init__(
+        self, server_args: ServerArgs, in_addr: str, out_addr: str, on_death: Callable[[Exception], None] | None = None
+    ) -> None:
+        """Start the loop and bind the sockets; `start` follows when the scheduler is ready."""
+        self.server_args = server_args
+        self.model_text: ModelText | None = None
+        self.scheduler_info: dict[str, Any] = {}
+        self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
+        self.is_paused = False
+        self.ready = False
+        """The warm-up was answered."""
+        self.weight_version = server_args.weight_version
+        self.model_path = server_args.model_path
+        self.last_message = time.monotonic()
+        self._addresses = (in_addr, out_addr)
+        self._on_death = on_death
+        self._states: dict[str, ReqState] = {}  # by wire rid
+        self._by_rid: dict[str, ReqState] = {}
+        self._serial = itertools.count(1)
+        self._replies: dict[int, tuple[str, asyncio.Future[ControlReply]]] = {}
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._children: Sequence[Child] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop_hooks: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+        self.loop = _new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tokenizer-manager", daemon=True)
+        self._thread.start()
+        self.run_sync(self._open(), timeout=30)
+
+    async def _open(self) -> None:
+        self._context = zmq.Context()
+        self._send_socket = self._context.socket(zmq.PUSH)
+        receiver = self._context.socket(zmq.PULL)
+        for socket, address in ((self._send_socket, self._addresses[0]), (receiver, self._addresses[1])):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+        self._receive_socket = zmq.asyncio.Socket.from_socket(receiver)
+
+    def start(self, model_text: ModelText, scheduler_info: dict[str, Any], children: Sequence[Child] = ()) -> None:
+        """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
+        self.model_text = model_text
+        self.scheduler_info = scheduler_info
+        self.weight_version = scheduler_info.get("weight_version", self.weight_version)
+        self._children = children
+        self.run_sync(self._start_tasks(), timeout=30)
+
+    async def _start_tasks(self) -> None:
+        self._gone = None
+        self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch())]
+
+    # -- crossing threads -----------------------------------------------------------------------------------
+
+    def run_sync(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run on the manager's loop from another thread and wait. Refuses the loop's own thread: deadlock."""
+        if threading.current_thread() is self._thread:
+            coro.close()
+            raise RuntimeError(
+                "A synchronous engine call was made from the engine's own event loop, where it would wait for itself. "
+                "Await the async method (async_generate), or call from another thread."
+            )
+        if self.loop.is_closed() or not self._thread.is_alive():
+            coro.close()
+            raise ServerUnavailableError("The engine has been shut down.")
+        future = asyncio.run_coroutine_threadsafe(coro, self.loop)
+        try:
+            return future.result(timeout)
+        except FutureTimeoutError:
+            if future.done():  # the coroutine's own TimeoutError
+                raise
+            future.cancel()
+            raise ControlTimeoutError(f"No answer from the engine's event loop within {timeout:.0f} s.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def run_async(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run on the manager's loop, awaited from any loop; cancelling the caller cancels it there."""
+        if threading.current_thread() is self._thread:
+            return await coro
+        if self.loop.is_closed() or not self._thread.is_alive():
+            coro.close()
+            raise ServerUnavailableError("The engine has been shut down.")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self.loop))
+
+    # -- generation -----------------------------------------------------------------------------------------
+
+    async def generate_request(self, obj: GenerateReqInput) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
+        """One result, or with `stream` cumulative frames (with `index` if there are several samples)."""
+        generation = await self.submit(obj)
+        try:
+            if not obj.stream:
+                yield await generation.result()
+                return
+            async for i, state in generation.updates():
+                frame = state.result()
+                if len(generation.states) > 1:
+                    frame["index"] = i
+                yield frame
+        finally:
+            generation.close()
+
+    async def submit(self, obj: GenerateReqInput) -> Generation:
+        """Check everything, then send all samples to the scheduler; either all are accepted or none is."""
+        self.check_serving()
+        samples = obj.expand()
+        prompts = await self._tokenize(samples)
+        self.check_serving()
+        states = [self._make_state(obj, s, ids) for s, ids in zip(samples, prompts, strict=True)]
+        for state in states:
+            if state.rid in self._by_rid:
+                raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
+        for state in states:
+            self._states[state.req.rid] = self._by_rid[state.rid] = state
+            self._send(state.req)
+        self.metrics.requests_accepted(len(states), sum(len(ids) for ids in prompts))
+        return Generation(self, states, obj.is_single)
+
+    async def _tokenize(self, samples: list[Sample]) -> list[list[int]]:
+        assert self.model_text is not None
+        encoded: dict[str, list[int]] = {}  # n samples of one prompt are tokenized once
+        prompts = []
+        for sample in samples:
+            if sample.text is None:
+                prompts.append(sample.input_ids or [])
+                continue
+            if sample.text not in encoded:
+                if len(sample.text) > _LONG_TEXT:
+                    encoded[sample.text] = await asyncio.to_thread(self.model_text.encode, sample.text)
+                else:
+                    encoded[sample.text] = self.model_text.encode(sample.text)
+            prompts.append(encoded[sample.text])
+        return prompts
+
+    def _make_state(self, obj: GenerateReqInput, sample: Sample, input_ids: list[int]) -> ReqState:
+        assert self.model_text is not None
+        sampling = sample.sampling
+        check_sample(sample, input_ids, self.scheduler_info, has_tokenizer=self.model_text.tokenizer is not None)
+        if sampling.max_new_tokens is None:
+            sampling.max_new_tokens = self.context_length - len(input_ids)
+        stop_ids = [] if sampling.ignore_eos else [*self.model_text.eos_token_ids, *(sampling.stop_token_ids or [])]
+        decode = None
+        if self.model_text.tokenizer is not None:
+            decode = self.model_text.decoder(sampling.skip_special_tokens, sampling.spaces_between_special_tokens)
+        # The wire name is ours and never comes back: late tokens of an ended request cannot reach a new one
+        # that was given the same rid.
+        req = TokenizedGenerateReq(
+            rid=f"{next(self._serial)}:{sample.rid}",
+            input_ids=input_ids,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            return_logprob=sample.return_logprob,
+            logprob_start_len=sample.logprob_start_len if sample.return_logprob else -1,
+            top_logprobs_num=sample.top_logprobs_num if sample.return_logprob else 0,
+            token_ids_logprob=sample.token_ids_logprob if sample.return_logprob else None,
+        )
+        return ReqState(
+            sample.rid,
+            req,
+            decode,
+            stream=obj.stream,
+            logprob_text=obj.return_text_in_logprobs,
+            return_prompt_token_ids=obj.return_prompt_token_ids,
+        )
+
+    @property
+    def context_length(self) -> int:
+        return int(self.scheduler_info["context_length"])
+
+    def abandon(self, state: ReqState) -> None:
+        """The caller is gone: forget the request and make the scheduler stop it."""
+        if self._forget(state) and not state.done:
+            self._send(AbortReq(rid=state.req.rid))
+            self.metrics.request_aborted()
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ask the scheduler to end one request or all; their callers get partial output. Unknown rids pass."""
+        if abort_all:
+            self._send(AbortReq(abort_all=True))
+        elif rid in self._by_rid:
+            self._send(AbortReq(rid=self._by_rid[rid].req.rid))
+
+    # -- control --------------------------------------------------------------------------------------------
+
+    async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
+        """Send a control request and wait for the reply with its id. Raises ControlTimeoutError, ServerDiedError."""
+        self.check_serving()
+        name = type(req).__name__.removesuffix("Req")
+        if timeout is None:
+            waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
+            timeout = self.server_args.control_timeout + waits + _CONTROL_GRACE
+        req.id = next(self._serial)
+        future: asyncio.Future[ControlReply] = self.loop.create_future()
+        self._replies[req.id] = (name, future)
+        try:
+            self._send(req)
+            reply = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise ControlTimeoutError(f"The scheduler did not answer {name} within {timeout:.0f} s.") from None
+        finally:
+            self._replies.pop(req.id, None)
+        if reply.success:
+            self._note_success(req, reply)
+        return reply
+
+    def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
+        if isinstance(req, PauseGenerationReq):
+            self.is_paused = True
+        elif isinstance(req, ContinueGenerationReq):
+            self.is_paused = False
+        elif isinstance(req, UpdateWeightsFromDiskReq):
+            self.model_path = req.model_path
+        if isinstance(reply.payload, dict) and "weight_version" in reply.payload:
+            self.weight_version = str(reply.payload["weight_version"])
+
+    @property
+    def controls_in_flight(self) -> list[str]:
+        return [name for name, _ in self._replies.values()]
+
+    @property
+    def updating_weights(self) -> bool:
+        updates = (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)
+        names = [t.__name__.removesuffix("Req") for t in updates]
+        return any(name in names for name in self.controls_in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._states)
+
+    def check_serving(self) -> None:
+        """Raise why requests are refused: starting, died, shutting down."""
+        if self._gone is not None:
+            raise _again(self._gone)
+
+    # -- sockets --------------------------------------------------------------------------------------------
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._outbox.append(self._encoder.encode(message))
+        self._flush_outbox()
+
+    def _flush_outbox(self) -> None:
+        """Send in order. Only while the scheduler is still connecting can this have to wait."""
+        if isinstance(self._gone, ServerDiedError):
+            self._outbox.clear()
+        while self._outbox:
+            try:
+                self._send_socket.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                self.loop.call_later(0.005, self._flush_outbox)
+                return
+            self._outbox.popleft()
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._receive_socket.recv()
+            self.last_message = time.monotonic()
+            try:
+                message = self._decoder.decode(data)
+                if isinstance(message, BatchTokenIDOut):
+                    self._on_tokens(message)
+                else:
+                    self._on_reply(message)
+            except Exception:
+                # One bad message must not stop the reader, on which every caller depends.
+                logger.exception("A message from the scheduler could not be handled.")
+
+    def _on_reply(self, reply: ControlReply) -> None:
+        _, future = self._replies.get(reply.id, ("", None))
+        if future is None or future.done():
+            logger.warning("Reply to control call %d came after its caller had given up.", reply.id)
+        else:
+            future.set_result(reply)
+
+    def _on_tokens(self, out: BatchTokenIDOut) -> None:
+        self.weight_version = out.weight_version
+        for i, wire_rid in enumerate(out.rids):
+            state = self._states.get(wire_rid)
+            if state is None:  # ended by a stop string or abandoned; the scheduler did not know yet
+                continue
+            try:
+                state.extend(out, i)
+            except Exception as error:
+                logger.exception("Output of request %s could not be handled.", state.rid)
+                state.fail(VerlServerError(f"Output of request {state.rid} could not be handled: {error!r}"))
+            if state.done:
+                if out.finish_reasons[i] is None:
+                    self._send(FinishReq(rid=wire_rid))
+                self._forget(state)
+                self.metrics.request_finished(state)
+
+    def _forget(self, state: ReqState) -> bool:
+        if self._states.pop(state.req.rid, None) is None:
+            return False
+        del self._by_rid[state.rid]
+        return True
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            for child in self._children:
+                code = child.poll()
+                if code is not None:
+                    tail = await asyncio.to_thread(child.log_tail)
+                    self._die(ServerDiedError(f"{child.name} ended with {describe_exit(code)}.{tail}"))
+                    return
+            await asyncio.sleep(_DEATH_POLL)
+
+    def _die(self, error: VerlServerError) -> None:
+        """Refuse everything from now on, and fail everything that waits."""
+        self._gone = error
+        for state in list(self._states.values()):
+            self._forget(state)
+            state.fail(_again(error))
+        for _, future in self._replies.values():
+            if not future.done():
+                future.set_exception(_again(error))
+        if isinstance(error, ServerDiedError):
+            logger.error("%s", error)
+            if self._on_death is not None:
+                self._on_death(error)
+
+    def add_stop_hook(self, hook: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`hook` runs on the loop before the sockets close: how an HTTP server over this manager ends with it."""
+        self._stop_hooks.append(hook)
+
+    def shutdown(self, timeout: float = 15.0) -> None:
+        """End all requests, then HTTP servers, sockets, loop and thread. From any thread but the loop's; idempotent."""
+        if self.loop.is_closed() or not self._thread.is_alive():
+            return
+        try:
+            self.run_sync(self._shutdown(), timeout=timeout)
+        except (ControlTimeoutError, RuntimeError) as error:
+            logger.warning("Shutdown was not clean: %s", error)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _abort_running(self) -> None:
+        """Let callers have their partial output, as long as the scheduler answers soon."""
+        if self._states:
+            self.abort_request(abort_all=True)
+        deadline = time.monotonic() + _ABORT_GRACE
+        while self._states and time.monotonic() < deadline and not isinstance(self._gone, ServerDiedError):
+            await asyncio.sleep(0.01)
+
+    async def _shutdown(self) -> None:
+        if not isinstance(self._gone, ServerDiedError):
+            self._gone = ServerUnavailableError("The server is shutting down.")
+            await self._abort_running()
+            self._die(self._gone)
+        for hook in self._stop_hooks:
+            await hook()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._outbox.clear()
+        self._receive_socket.close(linger=0)
+        self._send_socket.close(linger=0)
+        self._context.term()
+
+
+def _again(error: VerlServerError) -> VerlServerError:
+    """A copy to raise: one exception object raised by many callers would collect all their tracebacks."""
+    return type(error)(*error.args)
+
+
+def raise_failure(state: ReqState) -> None:
+    """Raise if the sample got no answer: the scheduler died, or it was refused (abort with an HTTP status)."""
+    if state.error is not None:
+        raise state.error
+    reason = state.finish_reason
+    if reason is not None and reason.type == "abort" and reason.status_code is not None:
+        raise error_for_status(reason.status_code, reason.message or "Aborted")
+
+
+def check_sample(sample: Sample, input_ids: list[int], scheduler_info: dict[str, Any], has_tokenizer: bool) -> None:
+    """Lengths, ids and options against the served model; SGLang's messages where it has them."""
+    context = int(scheduler_info["context_length"])
+    vocab = int(scheduler_info["vocab_size"])
+    count = len(input_ids)
+    if count == 0:
+        raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
+    if count >= context:
+        raise BadRequestError(
+            f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    longest = scheduler_info.get("max_req_input_len")
+    if longest is not None and count > longest:
+        raise BadRequestError(
+            f"The input ({count} tokens) is longer than the KV cache allows ({longest} tokens): raise "
+            "max_total_tokens, kv_cache_gib or mem_fraction_static."
+        )
+    new = sample.sampling.max_new_tokens
+    if new is not None and count + new > context:
+        raise BadRequestError(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
+            f"total of {count + new} tokens: {count} tokens from the input messages and {new} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
+            "the limit."
+        )
+    _check_ids("input_ids", input_ids, vocab)
+    _check_ids("sampling_params.stop_token_ids", sample.sampling.stop_token_ids, vocab)
+    _check_ids("sampling_params.logit_bias", [int(t) for t in sample.sampling.logit_bias or ()], vocab)
+    _check_ids("token_ids_logprob", sample.token_ids_logprob, vocab)
+    if sample.sampling.stop and not has_tokenizer:
+        raise BadRequestError("`stop` strings need a tokenizer: use stop_token_ids on a skip_tokenizer_init server.")
+    start = sample.logprob_start_len
+    if start < -1 or start > count:
+        raise BadRequestError(f"logprob_start_len must be -1 or in 0..{count} (the prompt's length), not {start}.")
+    if not 0 <= sample.top_logprobs_num <= vocab:
+        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab}, not {sample.top_logprobs_num}.")
+
+
+def _check_ids(name: str, ids: list[int] | None, vocab: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = next(i for i in ids if not 0 <= i < vocab)
+        raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab} tokens.")
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # no wheel for this platform
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
