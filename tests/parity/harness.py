@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from verl_server.io_struct import TokenLogprobs
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
@@ -125,6 +124,8 @@ class Reference:
     """transformers, fp32, CPU."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM  # seconds that a tensor-parallel rank can do without
+
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def check(self, sequence: Sequence, tolerance: float = 1e-4) -> None:

@@ -134,7 +134,8 @@ def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], wher
 def fill_dummy(weight_map: WeightMap, seed: int, device: torch.device) -> None:
     """Random weights. Each full tensor has a seed of its own, so the model is the same whatever `tp_size`."""
     for name, slot in weight_map.slots.items():
-        generator = torch.Generator(device).manual_seed(((seed & 0x7FFFFFFF) << 32) ^ zlib.crc32(name.encode()))
+        # 32 bits: the CPU generator ignores the upper half of a seed.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         full = torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02, generator=generator)
         if "norm" in name:
             full.add_(1.0)

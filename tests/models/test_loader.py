@@ -1,0 +1,156 @@
+"""Checkpoints of all layouts, and the same weights whatever the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_server.errors import BadRequestError
+from verl_server.models.config import load_model_config
+from verl_server.models.loader import WeightMap, fill_dummy, iter_checkpoint, load_checkpoint
+from verl_server.models.tiny import make_model_folder
+from verl_server.models.transformer import Decoder
+from verl_server.runtime.tp_group import TpGroup
+
+CPU = torch.device("cpu")
+
+
+def decoder_map(folder: Path, rank: int = 0, size: int = 1) -> WeightMap:
+    decoder = Decoder(load_model_config(folder), TpGroup(rank, size), 64, CPU)
+    for parameter in decoder.parameters():
+        parameter.data.fill_(torch.nan)  # what nothing writes must show
+    return decoder.weight_map()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("m"), "qwen3", vocab_size=323)
+
+
+def edit(folder: Path, target: Path, change: Any) -> Path:
+    """A copy of `folder` whose tensors went through `change(dict)`."""
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_every_name_reads_back(folder: Path) -> None:
+    weight_map = decoder_map(folder)
+    load_checkpoint(weight_map, folder)
+    checkpoint = dict(iter_checkpoint(folder))
+    assert list(checkpoint) and sorted(weight_map.slots) == sorted(checkpoint)
+    for name, tensor in checkpoint.items():
+        assert weight_map.slots[name].shape == tuple(tensor.shape)
+        assert torch.equal(weight_map.read(name), tensor)
+
+
+def test_sharded_and_consolidated_copies(tmp_path: Path) -> None:
+    sharded = make_model_folder(tmp_path / "s", "llama", max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    save_file({"other.name": torch.zeros(1)}, sharded / "consolidated.safetensors")  # Mistral's folders have one
+    weight_map = decoder_map(sharded)
+    load_checkpoint(weight_map, sharded)
+    assert all(weight_map.read(name).isfinite().all() for name in weight_map.slots)
+    next(iter(sharded.glob("model-*.safetensors"))).unlink()
+    with pytest.raises(BadRequestError, match="shards that are not there"):
+        load_checkpoint(weight_map, sharded)
+
+
+def test_bf16_checkpoint_into_fp32(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "llama", dtype=torch.bfloat16)
+    assert load_model_config(folder).dtype == torch.bfloat16
+    weight_map = decoder_map(folder)
+    load_checkpoint(weight_map, folder)
+    for name, tensor in iter_checkpoint(folder):
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(weight_map.read(name), tensor.float())
+
+
+def test_missing_extra_and_wrong_are_listed_and_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.self_attn.q_norm.weight"]
+        tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(1)
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(2, 3)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)  # old checkpoints have it
+
+    weight_map = decoder_map(folder)
+    with pytest.raises(BadRequestError) as error:
+        load_checkpoint(weight_map, edit(folder, tmp_path, change))
+    message = str(error.value)
+    for word in ("q_norm", "experts", "down_proj.weight: [2, 3] instead of [64, 128]"):
+        assert word in message, message
+    assert "inv_freq" not in message
+    assert weight_map.read("model.norm.weight").isnan().all()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_tied_head_may_be_stored_or_absent(tmp_path: Path, stored: bool) -> None:
+    tied = make_model_folder(tmp_path / "a", "qwen2", tie_word_embeddings=True)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop("lm_head.weight", None)
+        if stored:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    weight_map = decoder_map(tied)
+    load_checkpoint(weight_map, edit(tied, tmp_path / "b", change))
+    assert "lm_head.weight" not in weight_map.slots
+    assert torch.equal(weight_map.read("lm_head.weight"), weight_map.read("model.embed_tokens.weight"))
+
+
+def test_untied_head_is_required(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadRequestError, match=r"missing: lm_head\.weight"):
+        load_checkpoint(decoder_map(folder), edit(folder, tmp_path, lambda tensors: tensors.pop("lm_head.weight")))
+
+
+def test_no_safetensors_and_truncated_file(folder: Path, tmp_path: Path) -> None:
+    weight_map = decoder_map(folder)
+    with pytest.raises(BadRequestError, match=r"no \*\.safetensors"):
+        load_checkpoint(weight_map, tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadRequestError, match="complete"):
+        load_checkpoint(weight_map, tmp_path)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_the_whole_model_between_them(folder: Path, size: int) -> None:
+    """Vocabulary 323 needs padding; 2 KV heads on 4 ranks are replicated; the pieces cover each tensor."""
+    maps = [decoder_map(folder, rank, size) for rank in range(size)]
+    for weight_map in maps:
+        load_checkpoint(weight_map, folder)
+    for name, full in iter_checkpoint(folder):
+        rebuilt = torch.full_like(full, torch.nan)
+        for weight_map in maps:
+            slot = weight_map.slots[name]
+            assert slot.shape == tuple(full.shape)
+            for destination, index in slot.pieces:
+                rebuilt[index] = destination
+        assert torch.equal(rebuilt, full), name
+
+
+def test_dummy_weights_depend_on_the_seed_and_not_on_the_ranks(folder: Path) -> None:
+    def dummy(seed: int, rank: int = 0, size: int = 1) -> WeightMap:
+        weight_map = decoder_map(folder, rank, size)
+        fill_dummy(weight_map, seed, CPU)
+        return weight_map
+
+    whole, again, other = dummy(3), dummy(3), dummy(4)
+    ranks = [dummy(3, rank, 2) for rank in range(2)]
+    for name in whole.slots:
+        full = whole.read(name)
+        assert torch.equal(full, again.read(name)) and not torch.equal(full, other.read(name))
+        for destination, index in (piece for rank in ranks for piece in rank.slots[name].pieces):
+            assert torch.equal(destination, full[index])
+
+
+def test_tp_size_that_does_not_divide_is_refused(folder: Path) -> None:
+    with pytest.raises(BadRequestError, match=r"tp_size=3 does not divide .*num_attention_heads=4"):
+        decoder_map(folder, 0, 3)

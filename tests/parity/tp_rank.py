@@ -1,0 +1,68 @@
+"""One tensor-parallel rank of `test_tensor_parallel`: `python -m tests.parity.tp_rank RANK SIZE FOLDER MEET`.
+
+Rank 0 drives (and prints what came out as JSON); the others replay its batches, as a scheduler's followers do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from verl_server.models.loader import iter_checkpoint
+from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput
+from verl_server.runtime.model_runner import ModelRunner
+from verl_server.runtime.tp_group import TpGroup
+
+
+class LeadingDriver(Driver):
+    """Broadcasts each batch before running it."""
+
+    def step(self, work: list[tuple[Sequence, int]]) -> ForwardOutput:
+        batch = self.batch(work)
+        if len(work) == 1 and work[0][0].cached == 0:
+            batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 2, [5])], [-1]  # gathers logits on all ranks
+        self.runner.tp.broadcast_command(msgspec.msgpack.encode(batch))
+        output = self.runner.forward(batch, [work[i][0].spec for i in batch.sample])
+        assert output is not None
+        self.accept(work, batch, output)
+        return output
+
+
+def follow(runner: ModelRunner) -> None:
+    while command := runner.tp.broadcast_command(None):
+        assert runner.forward(msgspec.msgpack.decode(command, type=ForwardBatch), None) is None
+
+
+def lead(runner: ModelRunner) -> list[dict[str, Any]]:
+    driver = LeadingDriver(runner)
+    first = driver.add(random_prompt(50, seed=1))
+    driver.finish([first], 12)
+    others = [driver.add(first.tokens + random_prompt(5, seed=2), shared=first), driver.add(random_prompt(70, seed=3))]
+    driver.finish(others, 8, chunk=20)
+    driver.retract(others[0])
+    driver.finish(others, 16)
+    runner.tp.broadcast_command(b"")
+    return [
+        {"prompt": s.spec.prompt_ids, "output": s.spec.output_ids, "logprobs": s.logprobs} for s in (first, *others)
+    ]
+
+
+def main(rank: int, size: int, folder: str, meet: str) -> None:
+    tp = TpGroup.create(rank, size, meet, torch.device("cpu"), sync_timeout=30, startup_timeout=60)
+    runner = make_runner(Path(folder), tp)
+    for name, tensor in iter_checkpoint(folder):  # the rank's part of each tensor, as get_weights_by_name shows it
+        assert runner.weight_map.read(name).numel() <= tensor.numel()
+    if rank == 0:
+        print(json.dumps(lead(runner)))
+    else:
+        follow(runner)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
