@@ -66,6 +66,16 @@ def test_eviction_takes_unlocked_leaves_least_recently_used_first() -> None:
     cache.check_invariants([held])
 
 
+def test_a_long_held_page_is_young_when_its_holder_ends() -> None:
+    pool, cache = make()
+    held = insert(pool, cache, [1] * 4)
+    cache.lock(held)
+    insert(pool, cache, [2] * 4)
+    cache.unlock(held)
+    cache.evict(1)
+    assert cache.match([1] * 4, 4) is held
+
+
 def test_start_version_hides_old_pages_and_frees_them_with_their_last_holder() -> None:
     pool, cache = make(8)
     first = insert(pool, cache, [1] * 8)

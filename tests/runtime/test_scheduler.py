@@ -74,6 +74,7 @@ def test_nan_ends_the_request_without_the_token_and_leaves_no_pages_behind() -> 
     h.run()
     assert h.finished["bad"].type == "stop" and h.finished["bad"].matched == "NaN happened"
     assert h.tokens["bad"] == [] and h.logprobs["bad"] == []
+    assert h.scheduler.planner.cache.match(prompt(1, 6), 6).depth == 0
     assert h.tokens["good"] == generate(prompt(2, 6), 8, 0)
 
 
@@ -185,6 +186,17 @@ def test_retraction_keeps_tokens_and_spares_the_oldest() -> None:
         tokens = generate(prompt(i, 12), 40, 0)
         assert h.tokens[f"r{i}"] == tokens
         assert h.logprobs[f"r{i}"] == [logprob_of(t, 12 + j, 0) for j, t in enumerate(tokens)]
+
+
+def test_prompt_logprobs_of_a_retracted_prefill_are_computed_anew() -> None:
+    h = Harness(chunked_prefill_size=8)
+    ids = prompt(3, 30)
+    h.add("a", ids, 2, return_logprob=True, logprob_start_len=2)
+    h.steps(2)
+    h.scheduler.planner.retract_all()
+    h.run()
+    (carrier,) = [m for m in h.sent if m.prompt_logprobs]
+    assert carrier.prompt_logprobs[0].logprobs == [None] + [logprob_of(ids[p], p, 0) for p in range(3, 30)]
 
 
 def test_prompts_that_fill_the_pool_together_do_not_deadlock() -> None:

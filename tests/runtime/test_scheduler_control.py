@@ -43,7 +43,7 @@ def serving(new: int = 10, count: int = 2, **settings: Any) -> Harness:
 
 
 def test_wait_drains_under_old_weights_and_starts_waiting_requests_under_new_ones() -> None:
-    h = serving(max_rows=2)
+    h = serving()
     h.add("queued", prompt(7, 9), 5)
     assert h.control(update(1)) is None
     h.add("late", prompt(8, 9), 5)
@@ -115,6 +115,18 @@ def test_in_place_pages_serve_nobody_else() -> None:
     assert h.scheduler.planner.cache.detached == 0
 
 
+def test_a_retraction_after_an_in_place_update_makes_pages_shareable_again() -> None:
+    h = serving(count=1)
+    h.control(update(1, "in_place"))
+    h.steps(2)
+    h.scheduler.planner.retract_all()
+    h.run()
+    history = prompt(0, 9) + h.tokens["r0"]
+    h.add("next", history, 1)
+    h.run()
+    assert h.last["next"][0].cached_tokens == [16]
+
+
 def test_retract_recomputes_under_the_new_weights() -> None:
     h = serving()
     first = list(h.tokens["r0"])
@@ -166,6 +178,7 @@ def test_torn_weights_refuse_everyone_until_a_full_update() -> None:
     assert not h.control(update(1, "in_place")).success
     for rid in ("r0", "r1", "queued"):
         assert h.finished[rid].status_code == 503 and h.finished[rid].message == "The weights are torn."
+    assert h.scheduler.planner.cache.num_pages == 0
     h.add("new", prompt(8, 9), 5)
     h.steps()
     assert h.finished["new"].status_code == 503

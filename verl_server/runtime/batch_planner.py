@@ -110,12 +110,20 @@ class BatchPlanner:
             # Prefills hold all pages and none can go on: the newest makes room for the others.
             self._retract_newest()
 
-    def complete(self, batch: ScheduleBatch) -> None:
-        """The step was computed: move the lengths and share the prompt pages that are full now."""
+    def complete(self, batch: ScheduleBatch) -> list[Req]:
+        """The step was computed: move the lengths. Returns the requests whose prefill went on, to `share`."""
+        prefilled = []
         for req in batch.reqs:
             req.cached_len = req.device_len
             if req.prefilling:
                 req.prefilling = req.device_len < len(req.token_ids)
+                prefilled.append(req)
+        return prefilled
+
+    def share(self, reqs: list[Req]) -> None:
+        """Put the full pages of those requests that still run into the prefix cache."""
+        for req in reqs:
+            if req.row >= 0:
                 self._share(req)
 
     def _plan_once(self, only_started: bool) -> list[Req]:

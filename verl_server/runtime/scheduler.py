@@ -194,8 +194,9 @@ class Scheduler:
             for req in batch.reqs:
                 self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
             return
-        self.planner.complete(batch)
+        prefilled = self.planner.complete(batch)
         self._process(batch, output)
+        self.planner.share(prefilled)  # not before it is known that what they computed is sound
 
     def _process(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
         """Append the new tokens, finish what is over, and collect what the step has to say."""
