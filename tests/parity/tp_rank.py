@@ -62,6 +62,8 @@ def main(rank: int, size: int, folder: str, meet: str) -> None:
         print(json.dumps(lead(runner)))
     else:
         follow(runner)
+    tp.gather(b"done")
+    torch.distributed.destroy_process_group()  # else its threads may abort the exit
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from verl_server.models.loader import WeightSlot
 from verl_server.runtime.tp_group import TpGroup
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _weight(*shape: int) -> nn.Parameter:
