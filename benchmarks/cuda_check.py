@@ -55,13 +55,18 @@ def report(name: str, value: float, unit: str, limit: float | None = None) -> bo
     return ok
 
 
+def load_reference(folder: Path, dtype: torch.dtype) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to("cuda").eval()
+
+
 @torch.inference_mode()
 def reference_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     """[len(tokens) - 1] fp32: log p(token i + 1 | tokens up to i)."""
     ids = torch.tensor([tokens], device=model.device)
     logits = model(ids).logits[0, :-1].float()
-    picked = logits.gather(-1, ids[0, 1:, None])[:, 0]
-    return (picked - logits.logsumexp(-1)).cpu()
+    picked: torch.Tensor = logits.gather(-1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)
+    return picked.cpu()
 
 
 def server_logprobs(engine: HttpServerEngineAdapter, sequences: list[list[int]], together: bool) -> list[torch.Tensor]:
@@ -87,10 +92,10 @@ def check_parity(engine: HttpServerEngineAdapter, folder: Path, arch: str, label
     lengths = (33, 129, 700, 1500, 64, 257)
     sequences = [torch.randint(5, SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
     errors: dict[str, float] = {}
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    exact = load_reference(folder, torch.float32)
     expected = [reference_logprobs(exact, s) for s in sequences]
     del exact
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    rounded = load_reference(folder, torch.bfloat16)
     errors["transformers"] = mean_error([reference_logprobs(rounded, s) for s in sequences], expected)
     del rounded
     errors["alone"] = mean_error(server_logprobs(engine, sequences, together=False), expected)
@@ -110,7 +115,7 @@ def decode_error(engine: HttpServerEngineAdapter, folder: Path, sequences: list[
         sampling_params={"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True},
         return_logprob=True,
     )
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    exact = load_reference(folder, torch.float32)
     found, expected = [], []
     for prompt, result in zip(sequences, results, strict=True):
         found.append(torch.tensor([lp for lp, *_ in result["meta_info"]["output_token_logprobs"]]))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from verl_server.verl_engine import VerlEngine
     from verl_server.weight_sync.handles import LocalSerializedTensor
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BadRequestError",
     "ControlTimeoutError",

@@ -7,11 +7,12 @@ Dispatch is by hand and imports are late, so that `--help` answers at once; `ser
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+
+from verl_server import __version__
 
 _USAGE = """\
 usage: verl-server [--help] [--version] COMMAND [OPTIONS]
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_USAGE, end="")
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        print(f"verl-server {importlib.metadata.version('verl-server')}")
+        print(f"verl-server {__version__}")
         return 0
     if args[0] not in commands:
         print(f"verl-server: unknown command {args[0]!r}; commands: {', '.join(commands)}", file=sys.stderr)
