@@ -18,11 +18,11 @@ def tensor_checksum(tensor: Tensor) -> str:
     """16 hex digits for the elements in order; dtype matters, strides and device do not."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
-    weights = torch.arange(1, 2 * min(_CHUNK, bits.numel()), 2, dtype=torch.int64, device=bits.device)
+    odd = torch.arange(min(_CHUNK, bits.numel()), dtype=torch.int64, device=bits.device) * 2 + 1
     total = bits.numel()
     for start in range(0, bits.numel(), _CHUNK):
         chunk = bits[start : start + _CHUNK].to(torch.int64)
         # The products wrap around; + 1 tells zeros from nothing.
-        factors = (weights[: chunk.numel()] + 2 * start) * 0x5851F42D4C957F2D
+        factors = (odd[: chunk.numel()] + 2 * start) * 0x5851F42D4C957F2D
         total += int(((chunk + 1) * factors).sum())
     return f"{total % 2**64:016x}"

@@ -1,0 +1,273 @@
+"""Moving storages into shared memory: nothing that refers to them may notice."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from verl_server.errors import BadRequestError, WeightUpdateError
+from verl_server.weight_sync import sender
+from verl_server.weight_sync.handles import TensorHandle
+from verl_server.weight_sync.receiver import OpenAllocations
+from verl_server.weight_sync.sender import WeightSender, describe_tensors
+
+
+def read(handle: TensorHandle) -> torch.Tensor:
+    """What a receiver sees now."""
+    return OpenAllocations(torch.device("cpu")).view("t", handle).clone()
+
+
+def describe(*tensors: torch.Tensor) -> list[TensorHandle]:
+    return [value.get(0) for _, value in describe_tensors([(str(i), t) for i, t in enumerate(tensors)])]
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def limit(kind: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def test_views_and_optimizer_follow() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    view, storage = model.weight.data.t(), model.weight.untyped_storage()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    (handle,) = describe(model.weight)
+    assert torch.equal(model.weight, before)
+    assert torch.equal(read(handle), before)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(view.t(), model.weight)
+    assert storage.data_ptr() == model.weight.data_ptr()
+    assert torch.equal(read(handle), model.weight), "the optimizer writes where the receiver reads"
+
+
+def test_a_second_push_of_the_same_storages_registers_nothing() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    before = open_files()
+    first = describe(*model.parameters())
+    assert open_files() - before <= 2, "one memfd for all of them"
+    pointers = [p.data_ptr() for p in model.parameters()]
+    assert describe(*model.parameters()) == first
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+
+
+def test_moved_and_resized_storages_are_described_anew() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    (old,) = describe(parameter)
+    parameter.data = torch.ones(4)
+    (new,) = describe(parameter)
+    assert new.allocation.id != old.allocation.id
+    assert torch.equal(read(new), torch.ones(4))
+    grown = torch.zeros(2)
+    (old,) = describe(grown)
+    grown = torch.cat([grown, torch.ones(2)])
+    (new,) = describe(grown)
+    assert torch.equal(read(new), torch.tensor([0.0, 0, 1, 1]))
+
+
+def test_memory_swapped_away_is_described_anew() -> None:
+    tensor, other = torch.zeros(4), torch.ones(4)
+    describe(tensor)
+    tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+    assert torch.equal(read(describe(tensor)[0]), torch.ones(4))
+    del tensor
+    gc.collect()
+    assert torch.equal(other, torch.zeros(4)), "its pages live on with the memory, not with the storage"
+
+
+def test_tied_tensors_share_their_memory() -> None:
+    embed = nn.Embedding(6, 3)
+    head = nn.Linear(3, 6, bias=False)
+    head.weight = embed.weight
+    first, second = describe(embed.weight, head.weight)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: base.t(),
+        lambda base: base[1:3, 1:],
+        lambda base: base[2].expand(3, 5),
+        lambda base: base[::2],
+        lambda base: base.flatten()[7],
+        lambda base: base[:0],
+        lambda base: base.unflatten(1, (5, 1)).permute(1, 2, 0),
+    ],
+)
+def test_views_are_described_as_they_are(make: object) -> None:
+    base = torch.arange(20.0).reshape(4, 5)
+    view = make(base)  # type: ignore[operator]
+    (handle,) = describe(view)
+    assert handle.shape == list(view.shape)
+    assert torch.equal(read(handle), view)
+
+
+def test_two_views_of_one_storage_share_an_allocation() -> None:
+    base = torch.arange(20.0)
+    first, second = describe(base[:10], base[10:])
+    assert first.allocation.id == second.allocation.id
+    assert torch.equal(read(second), base[10:])
+
+
+def test_empty_tensors_need_no_memory() -> None:
+    (handle,) = describe(torch.empty(0, 4))
+    assert handle.shape == [0, 4]
+    assert read(handle).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_other_dtypes_are_described_and_refused_by_the_receiver(dtype: torch.dtype) -> None:
+    (handle,) = describe(torch.zeros(3, dtype=dtype))
+    assert handle.dtype == str(dtype).removeprefix("torch.")
+    with pytest.raises(WeightUpdateError, match=handle.dtype):
+        read(handle)
+
+
+def test_freed_tensors_give_descriptors_and_memory_back() -> None:
+    before = open_files()
+    big, small = torch.zeros(4 << 20), torch.zeros(4)
+    handle, _ = describe(big, small)
+    path = f"/proc/self/fd/{handle.allocation.fd}"
+    assert os.stat(path).st_blocks * 512 >= 16 << 20
+    del big
+    assert os.stat(path).st_blocks * 512 <= mmap.PAGESIZE, "its pages are returned while its neighbour lives"
+    del small
+    assert open_files() == before
+
+
+def test_a_thousand_models_leave_nothing() -> None:
+    own = WeightSender()
+    before = open_files()
+    for _ in range(1000):
+        own.describe([("w", torch.ones(100))])
+    assert open_files() - before <= 2
+    assert len(own._regions) <= 1
+
+
+def test_numpy_keeps_seeing_the_tensor() -> None:
+    array = np.zeros(5, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+    (first,) = describe(tensor)
+    array[2] = 7.0
+    (second,) = describe(tensor)
+    assert first == second
+    assert torch.equal(read(second), torch.tensor([0.0, 0, 7, 0, 0]))
+
+
+def test_a_model_from_a_checkpoint_is_moved_not_copied(tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    weight = model.model.norm.weight
+    (handle,) = describe(weight)
+    with torch.no_grad():
+        weight.fill_(3.0)
+    assert torch.equal(read(handle), torch.full_like(weight, 3.0))
+
+
+def test_memory_that_torch_shares_already_stays_shared() -> None:
+    tensor = torch.zeros(5).share_memory_()
+    pointer = tensor.data_ptr()
+    (handle,) = describe(tensor)
+    assert tensor.data_ptr() == pointer
+    tensor.fill_(2.0)
+    assert torch.equal(read(handle), torch.full((5,), 2.0))
+
+
+def test_releases_of_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "can_swap_storages", lambda: False)
+    tensor = torch.arange(6.0)
+    view = tensor.view(2, 3)
+    (handle,) = describe(tensor)
+    tensor.mul_(2)
+    assert torch.equal(read(handle), view.flatten())
+    monkeypatch.setattr(os, "statvfs", lambda _: type("S", (), {"f_bavail": 1, "f_frsize": 8})())
+    with pytest.raises(WeightUpdateError, match="80 bytes"):
+        describe(torch.arange(20.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "remedy"), [("RLIMIT_FSIZE", 4096, "ulimit -f"), ("RLIMIT_NOFILE", 3, "ulimit -n")]
+)
+def test_no_shared_memory_left_names_bytes_and_remedy(kind: str, value: int, remedy: str) -> None:
+    tensor = torch.arange(4096.0)
+    pointer = tensor.data_ptr()
+    with limit(getattr(resource, kind), value), pytest.raises(WeightUpdateError) as caught:
+        describe(tensor)
+    assert "16,384 bytes" in str(caught.value)
+    assert remedy in str(caught.value)
+    assert tensor.data_ptr() == pointer
+    assert torch.equal(tensor, torch.arange(4096.0))
+    assert torch.equal(read(describe(tensor)[0]), tensor), "works as soon as there is memory"
+
+
+def test_running_out_half_way_leaves_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((2048,), float(i)) for i in range(4)]
+    real, calls = os.posix_fallocate, []
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        calls.append(offset)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(WeightUpdateError, match="8,192 bytes"):
+        describe(*tensors)
+    assert [float(t.mean()) for t in tensors] == [0.0, 1.0, 2.0, 3.0]
+    assert [float(read(h).mean()) for h in describe(*tensors)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_whole_dtensors_are_described_without_a_copy_and_shards_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        (handle,) = describe(tensor)
+        tensor.to_local().mul_(3)
+        assert torch.equal(read(handle), torch.arange(8.0) * 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_has_no_plain_memory_is_refused() -> None:
+    for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta"), "weights"):
+        with pytest.raises(BadRequestError, match="'0'"):
+            describe(tensor)  # type: ignore[arg-type]
+
+
+def test_a_process_with_shared_weights_exits_cleanly() -> None:
+    script = (
+        "import torch\nfrom verl_server.weight_sync.sender import describe_tensors\n"
+        "model = torch.nn.Linear(100, 100)\ndescribe_tensors(model.named_parameters())\n"
+        "torch.optim.SGD(model.parameters()).step()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
