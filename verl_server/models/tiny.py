@@ -46,7 +46,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    build: Any = PreTrainedTokenizerFast  # transformers is only partly typed
+    fast: PreTrainedTokenizerFast = build(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -92,7 +93,8 @@ def make_model_folder(
 
 def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, init_std: float = 0.5) -> Any:
     """A transformers model whose every weight depends on `seed` alone (norms and biases are random too)."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
