@@ -64,8 +64,11 @@ class Runner(Protocol):
 class Weights(Protocol):
     """What scheduling needs of a `WeightUpdater`."""
 
-    version: str
-    state: str
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
 
     def handle(self, req: WeightCommand) -> ControlReply: ...
 

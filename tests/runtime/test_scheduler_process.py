@@ -1,0 +1,203 @@
+"""Scheduler processes as the launcher starts them, spoken to over their two sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from verl_server.child_process import ChildProcess
+from verl_server.io_struct import (
+    AbortReq,
+    BatchTokenIDOut,
+    ControlReply,
+    FinishReason,
+    FlushCacheReq,
+    GetInternalStateReq,
+    GetWeightsByNameReq,
+    SchedulerOutput,
+    TokenizedGenerateReq,
+    UpdateWeightsFromDiskReq,
+)
+from verl_server.models.tiny import make_model_folder
+from verl_server.sampling_params import SamplingParams
+from verl_server.server_args import ServerArgs
+
+WAIT = 60.0
+_DECODER = msgspec.msgpack.Decoder(SchedulerOutput)
+
+
+class Ranks:
+    """The processes of one engine, and the TokenizerManager's ends of the sockets."""
+
+    def __init__(self, folder: Path, at: Path, tp_size: int = 1, **settings: Any) -> None:
+        defaults = {"cpu_threads": 1, "max_total_tokens": 1024, "page_size": 4, "check_invariants": True}
+        args = ServerArgs(model_path=str(folder), device="cpu", tp_size=tp_size, **(defaults | settings))
+        self._context = zmq.Context()
+        self.push, self._pull = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        addresses = [f"ipc://{at}/in", f"ipc://{at}/out"]
+        self.push.bind(addresses[0])
+        self._pull.bind(addresses[1])
+        self.children = [
+            ChildProcess(
+                f"scheduler-tp{rank}",
+                "verl_server.runtime.scheduler_process",
+                {
+                    "server_args": args.to_json(),
+                    "tp_rank": rank,
+                    "init_addr": f"file://{at}/rendezvous" if tp_size > 1 else None,
+                    "in_addr": addresses[0],
+                    "out_addr": addresses[1],
+                },
+            )
+            for rank in range(tp_size)
+        ]
+        self.infos: list[dict[str, Any]] = []
+
+    def wait_ready(self) -> None:
+        self.infos = [child.wait_ready(WAIT) for child in self.children]
+
+    def send(self, message: Any) -> None:
+        self.push.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> SchedulerOutput:
+        assert self._pull.poll(WAIT * 1000), "the scheduler said nothing"
+        return _DECODER.decode(self._pull.recv())
+
+    def reply(self, message: Any) -> ControlReply:
+        self.send(message)
+        while not isinstance(out := self.receive(), ControlReply):
+            pass
+        assert out.id == message.id
+        return out
+
+    def generate(self, rid: str, prompt: list[int], new: int) -> tuple[list[int], FinishReason]:
+        self.add(rid, prompt, new)
+        return self.collect(rid)
+
+    def add(self, rid: str, prompt: list[int], new: int) -> None:
+        sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
+        sampling.verify()
+        self.send(TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling=sampling))
+
+    def collect(self, rid: str) -> tuple[list[int], FinishReason]:
+        tokens: list[int] = []
+        while True:
+            out = self.receive()
+            if isinstance(out, BatchTokenIDOut) and rid in out.rids:
+                index = out.rids.index(rid)
+                tokens += out.output_ids[index]
+                if (reason := out.finish_reasons[index]) is not None:
+                    return tokens, reason
+
+    def close(self) -> None:
+        for child in self.children:
+            child.terminate()
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def started(folder: Path, at: Path, tp_size: int = 1, **settings: Any) -> Iterator[Ranks]:
+    ranks = Ranks(folder, at, tp_size, **settings)
+    try:
+        ranks.wait_ready()
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with started(tiny_llama, tmp_path_factory.mktemp("s")) as one:
+        yield one
+
+
+def test_ready_info(ranks: Ranks) -> None:
+    info = ranks.infos[0]
+    assert info["max_total_num_tokens"] == 1024 and info["page_size"] == 4 and info["tp_rank"] == 0
+    assert info["max_req_input_len"] == min(info["context_length"] - 1, 1024)
+    assert info["pid"] == ranks.children[0].pid and info["device"] == "cpu" and info["device_uuid"] == ""
+    assert info["weight_version"] == "default" and info["dtype"] == "float32"
+
+
+def test_generate_abort_and_malformed_messages(ranks: Ranks) -> None:
+    for junk in (b"", b"\xc1", b"not msgpack", msgspec.msgpack.encode({"type": "NoSuchReq"}), b"\x91" * 100_000):
+        ranks.push.send(junk)
+    tokens, reason = ranks.generate("a", [5, 6, 7, 8, 9], 12)
+    assert len(tokens) == 12 and reason.type == "length"
+    assert ranks.generate("b", [5, 6, 7, 8, 9], 12)[0] == tokens, "from the cache"
+    ranks.add("long", [1, 2, 3], 100)
+    ranks.send(AbortReq(rid="long"))
+    assert ranks.collect("long")[1].type == "abort"
+    assert ranks.reply(FlushCacheReq(id=1)).success
+
+
+def test_idle_process_sleeps_and_a_pending_flush_still_ends(ranks: Ranks) -> None:
+    def cpu_seconds() -> float:
+        with open(f"/proc/{ranks.children[0].pid}/stat") as stat:
+            fields = stat.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    assert ranks.reply(GetInternalStateReq(id=2)).payload["num_running_reqs"] == 0
+    before = cpu_seconds()
+    assert not ranks._pull.poll(500)
+    assert cpu_seconds() - before < 0.1
+    assert ranks.reply(GetInternalStateReq(id=3)).payload["weights_state"] == "serving"
+
+
+def test_update_from_disk_changes_what_is_served(ranks: Ranks, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", "llama", seed=5)
+    before = ranks.generate("before", [5, 6, 7, 8, 9], 12)[0]
+    reply = ranks.reply(UpdateWeightsFromDiskReq(id=4, model_path=str(other), weight_version="v5"))
+    assert reply.success, reply.message
+    assert ranks.generate("after", [5, 6, 7, 8, 9], 12)[0] != before
+    assert ranks.reply(GetInternalStateReq(id=5)).payload["weight_version"] == "v5"
+
+
+def test_sigterm_ends_cleanly(tiny_llama: Path, tmp_path: Path) -> None:
+    with started(tiny_llama, tmp_path) as one:
+        one.add("running", [1, 2, 3], 200)
+        one.receive()
+        os.kill(one.children[0].pid, signal.SIGTERM)
+        assert one.children[0].popen.wait(timeout=10) == 0, one.children[0].log_tail()
+
+
+def test_two_ranks_agree_with_one_and_end_with_rank_0(ranks: Ranks, tiny_llama: Path, tmp_path: Path) -> None:
+    reply = ranks.reply(UpdateWeightsFromDiskReq(id=6, model_path=str(tiny_llama)))
+    assert reply.success, reply.message
+    alone = [ranks.generate(f"one{i}", [9 + i, 4, 7, 8], 10)[0] for i in range(3)]
+    with started(tiny_llama, tmp_path, tp_size=2, chunked_prefill_size=3) as two:
+        for i in range(3):
+            two.add(f"two{i}", [9 + i, 4, 7, 8], 10)
+        outputs = collect_all(two, 3)
+        assert [outputs[f"two{i}"] for i in range(3)] == alone
+        assert two.reply(GetWeightsByNameReq(id=7, name="model.norm.weight")).success
+        os.kill(two.children[0].pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        assert two.children[1].popen.wait(timeout=max(0.1, deadline - time.monotonic())) != 0
+        assert "lost rank 0" in two.children[1].log_tail()
+
+
+def collect_all(ranks: Ranks, count: int) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while count:
+        out = ranks.receive()
+        assert isinstance(out, BatchTokenIDOut)
+        for index, rid in enumerate(out.rids):
+            tokens.setdefault(rid, []).extend(out.output_ids[index])
+            count -= out.finish_reasons[index] is not None
+    return tokens
+
+
+def test_two_ranks_stop_in_good_order(tiny_llama: Path, tmp_path: Path) -> None:
+    with started(tiny_llama, tmp_path, tp_size=2) as two:
+        os.kill(two.children[0].pid, signal.SIGTERM)
+        assert [child.popen.wait(timeout=20) for child in two.children] == [0, 0]
