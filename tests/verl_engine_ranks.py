@@ -1,0 +1,249 @@
+"""What `test_verl_engine.py` runs under torchrun: every rank goes through the same checks, in order.
+
+    torchrun --nproc-per-node N -m tests.verl_engine_ranks SCENARIO MODEL_FOLDER RESULT_FOLDER
+
+Each rank appends {"check", "seconds", "error"} lines to RESULT_FOLDER/RANK.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from verl_server.errors import BadRequestError, ServerDiedError, WeightUpdateError
+from verl_server.verl_engine import VerlEngine
+from verl_server.weight_sync.handles import LocalSerializedTensor
+from verl_server.weight_sync.sender import describe_tensors
+
+PROMPT = [17, 42, 99, 7, 3, 120]
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+class Bench:
+    """One rank's engine and trainer, and the checks on them."""
+
+    def __init__(self, folder: str, results: Path, **options: Any) -> None:
+        self.rank = dist.get_rank()
+        self._results = results / f"{self.rank}.jsonl"
+        self.trainer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._settings = {"model_path": folder, "device": "cpu", "kv_cache_gib": 0.02, "cpu_threads": 1}
+        self._settings |= {"log_level": "warning", "random_seed": 1}
+
+    def start(self, mesh: Any, **options: Any) -> None:
+        self.engine = VerlEngine(mesh, **(self._settings | options))
+        self.launched = bool(options.get("launch_server"))
+
+    def run(self, name: str, check: Callable[[], None]) -> None:
+        start, error = time.monotonic(), ""
+        try:
+            check()
+        except Exception:
+            error = traceback.format_exc()
+        line = {"check": name, "seconds": time.monotonic() - start, "error": error}
+        with self._results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def train(self, seed: int) -> None:
+        """An optimizer's step, the same on every rank: written in place."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.trainer.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def expect_parity(self) -> None:
+        """The server answers what the trainer's own weights would."""
+        result = self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True)
+        ids = torch.tensor([PROMPT + result["output_ids"]])
+        with torch.no_grad():
+            logits = self.trainer(ids).logits[0, len(PROMPT) - 1 : -1].float()
+        assert logits.argmax(-1).tolist() == result["output_ids"]
+        ours = torch.tensor([entry[0] for entry in result["meta_info"]["output_token_logprobs"]])
+        reference = logits.log_softmax(-1).max(-1).values
+        assert (ours - reference).abs().max() < 1e-4
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result["output_ids"])
+        assert all(ids == everyone[0] for ids in everyone), "the same result on every rank"
+
+    def expect_error(self, kind: type[Exception], text: str, call: Callable[[], Any], seconds: float = 5.0) -> None:
+        start = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            assert type(error) is kind, repr(error)
+            assert text in str(error), str(error)
+            assert time.monotonic() - start < seconds
+            return
+        raise AssertionError(f"no error, expected {text!r}")
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def check_parity(self) -> None:
+        self.expect_parity()
+
+    def check_second_and_third_update(self) -> None:
+        for seed in (1, 2, 3):
+            self.train(seed)
+            success, _ = self.engine.update_weights_from_tensor(self.trainer.named_parameters())
+            assert success
+            self.expect_parity()
+        result = self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert result["meta_info"]["weight_version"] == "3"
+
+    def check_local_serialized_tensors_one_by_one(self) -> None:
+        """The original's way: one tensor a call, handles made by the caller, flush at the end."""
+        self.train(4)
+        for name, parameter in self.trainer.named_parameters():
+            ((_, local),) = describe_tensors([(name, parameter)])
+            mine = LocalSerializedTensor(values=[local.get(0)])
+            self.engine.update_weights_from_tensor([(name, mine)], flush_cache=False)
+        assert self.engine.flush_cache() is not False
+        self.expect_parity()
+
+    def check_sharded_tensors(self) -> None:
+        self.train(5)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = [(n, distribute_tensor(p.detach(), mesh, [Shard(0)])) for n, p in self.trainer.named_parameters()]
+        self.engine.update_weights_from_tensor(sharded, weight_version="sharded")
+        self.expect_parity()
+
+    def check_each_server_rank_reads_its_trainer_rank(self) -> None:
+        mine = torch.full((64, 64), 1.0 + self.rank)
+        self.engine.update_weights_from_tensor([(O_PROJ, mine)])
+        (row,) = self.engine.get_weights_by_name(O_PROJ, truncate_size=1)
+        assert row == [1.0] * 32 + [2.0] * 32, row
+        self.engine.update_weights_from_tensor(self.trainer.named_parameters())
+        self.expect_parity()
+
+    def check_errors_reach_every_rank(self) -> None:
+        push = self.engine.update_weights_from_tensor
+        self.expect_error(WeightUpdateError, "no parameter 'nonsense'", lambda: push([("nonsense", torch.ones(2))]))
+        self.expect_error(BadRequestError, "only rank 0 has ['a0'], only rank 1 has ['a1']",
+                          lambda: push([(f"a{self.rank}", torch.ones(2))]))  # fmt: skip
+        self.expect_error(BadRequestError, "", lambda: self.engine.generate(input_ids=[]))
+
+        def explode() -> Iterator[tuple[str, torch.Tensor]]:
+            if self.rank == 1:
+                raise ValueError("the optimizer exploded")
+            yield O_PROJ, torch.ones(64, 64)
+
+        self.expect_error(ValueError, "the optimizer exploded", lambda: push(explode()))
+        call = self.engine.flush_cache if self.rank else self.engine.get_server_info
+        self.expect_error(BadRequestError, "different methods", call)
+        self.expect_parity()
+
+    def check_release_and_resume(self) -> None:
+        engine = self.engine
+        engine.release_memory_occupation()
+        self.expect_error(BadRequestError, "released already", engine.release_memory_occupation)
+        engine.resume_memory_occupation(["weights"])
+        self.train(6)
+        engine.update_weights_from_tensor(self.trainer.named_parameters())
+        engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+        self.expect_parity()
+
+    def check_pause_abort_continue(self) -> None:
+        self.engine.pause_generation("in_place")
+        self.engine.continue_generation()
+        self.engine.abort_request(abort_all=True)
+        self.expect_parity()
+
+    def check_http_beside(self) -> None:
+        """Every rank knows the server: OpenAI's models.list, /generate without sampling parameters."""
+        url = self.engine.url
+        assert (url is not None) == self.launched
+        if url is None:
+            return
+        from openai import OpenAI
+
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=20)
+        assert len(client.models.list().data) == 1
+        reply = httpx.post(f"{url}/generate", json={"text": "hello"}, timeout=20).json()
+        assert reply["meta_info"]["completion_tokens"] >= 1
+
+    def check_a_killed_server_is_an_error_on_every_rank(self) -> None:
+        owner = self.engine.engine
+        if self.rank == 0:
+            pid = owner.pid if self.launched else owner.scheduler_info["pid"]  # type: ignore[union-attr]
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        long = {"temperature": 1, "max_new_tokens": 450, "ignore_eos": True}
+        prompts = [PROMPT] * 200
+        self.expect_error(
+            ServerDiedError, "", lambda: self.engine.generate(input_ids=prompts, sampling_params=long), 10
+        )
+        self.expect_error(ServerDiedError, "", self.engine.get_server_info, 10)
+
+    def check_shutdown(self) -> None:
+        self.engine.shutdown()
+        self.engine.shutdown()
+
+
+EVERY_CHECK = (
+    "parity",
+    "second_and_third_update",
+    "local_serialized_tensors_one_by_one",
+    "sharded_tensors",
+    "each_server_rank_reads_its_trainer_rank",
+    "errors_reach_every_rank",
+    "release_and_resume",
+    "pause_abort_continue",
+    "http_beside",
+    "a_killed_server_is_an_error_on_every_rank",
+    "shutdown",
+)
+SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "server": ({"launch_server": True}, EVERY_CHECK),
+    "engine-2-nodes": ({"nnodes": 2}, EVERY_CHECK),
+    "server-2-nodes": ({"launch_server": True, "nnodes": 2}, EVERY_CHECK[:2] + EVERY_CHECK[-1:]),
+}
+
+
+def run_scenarios(bench: Bench) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, (options, checks) in SCENARIOS.items():
+        bench.run(f"{name}: start", lambda options=options: bench.start(mesh, **options))
+        for check in checks:
+            bench.run(f"{name}: {check}", getattr(bench, f"check_{check}"))
+        bench.trainer = AutoModelForCausalLM.from_pretrained(bench._settings["model_path"], dtype=torch.float32)
+
+
+def run_replicas(bench: Bench) -> None:
+    """(dp 2, tp 2): two servers, each with the weights of its replica."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def replicas() -> None:
+        bench.start(mesh, launch_server=True, tp_size=1)
+        urls: list[Any] = [None] * 4
+        dist.all_gather_object(urls, bench.engine.url)
+        assert urls[0] == urls[1] != urls[2] == urls[3], urls
+        value = torch.full((64,), float(10 + bench.rank // 2))
+        bench.engine.update_weights_from_tensor([("model.norm.weight", value)])
+        assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
+        bench.engine.shutdown()
+
+    bench.run("replicas", replicas)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    bench = Bench(sys.argv[2], Path(sys.argv[3]))
+    run_replicas(bench) if sys.argv[1] == "replicas" else run_scenarios(bench)
+    dist.destroy_process_group()
