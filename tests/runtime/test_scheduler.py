@@ -154,7 +154,11 @@ def test_a_common_first_page_costs_one_step_at_most() -> None:
 
 
 def test_disabled_cache_shares_nothing() -> None:
-    h = Harness(disable_radix_cache=True)
+    h = Harness(disable_radix_cache=True, chunked_prefill_size=64)
+    h.add("x", prompt(1, 20), 4)
+    h.add("y", prompt(1, 20), 4)
+    h.run()
+    assert len(h.runner.batches) == 4, "nobody waits for pages that will not be shared"
     for rid in ("a", "b"):
         h.add(rid, prompt(1, 20), 4)
         h.run()

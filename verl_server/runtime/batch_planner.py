@@ -187,40 +187,49 @@ class BatchPlanner:
         """Start waiting requests in order while budget, rows and pages last."""
         admitted: list[Req] = []
         skipped: list[Req] = []
-        seen = 0
+        if budget <= 0 or not self.rows.available:
+            return admitted
         reserved = sum(self._expected_pages(req) for req in self.running)
+        computing = {self._next_page(req) for req in self.running if req.prefilling}
         for req in self.waiting:
             if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
                 break
             if only_started and not req.started:
                 skipped.append(req)
-                seen += 1
                 continue
-            took = self._try_start(req, budget, reserved)
-            if took == 0:
-                break
-            if took > 0:
+            node = self._match(req)
+            # Requests of one group arrive together: waiting a step for the first of them is cheaper than computing
+            # the prompt once for each. Prefills go oldest first, so it is done when there is budget to spare.
+            shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
+            if shares and _page_key(node, req, self.page_size) in computing:
+                skipped.append(req)
+            elif self._start(req, node, reserved):
+                budget -= self._take_chunk(req, budget)
                 reserved += self._expected_pages(req)
-                budget -= took
+                computing.add(self._next_page(req))
                 admitted.append(req)
             else:
-                skipped.append(req)
-            seen += 1
-        self.waiting[:seen] = skipped
+                break
+        self.waiting[: len(admitted) + len(skipped)] = skipped
         return admitted
 
-    def _try_start(self, req: Req, budget: int, reserved: int) -> int:
-        """Start one request: the length of its first chunk, 0 if memory is short, -1 if it should wait for
-        pages that a running request is computing."""
+    def _match(self, req: Req) -> PageNode:
         cache = self.cache
-        node = cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
-        if not cache.disabled and self._is_being_computed(req, node):
-            return -1
+        return cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
+
+    def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
+        """The page that a running prefill will give to the prefix cache next."""
+        assert req.node is not None
+        return _page_key(req.node, req, self.page_size)
+
+    def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
+        """Give a waiting request a row and the cached pages down to `node`; False if memory is short."""
+        cache = self.cache
         cache.lock(node)
         need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
         if self.running and need + reserved > self.available_pages():
             cache.unlock(node)
-            return 0
+            return False
         req.row = self.rows.alloc()
         req.node = node
         req.pages = cache.path_pages(node)
@@ -234,25 +243,7 @@ class BatchPlanner:
             self.num_prompt_tokens += len(req.prompt_ids)
             self.num_cached_tokens += req.cached_tokens
         self.running.append(req)
-        took = self._take_chunk(req, budget)
-        assert took > 0, "a request was admitted without room for a single token"
-        return took
-
-    def _is_being_computed(self, req: Req, node: PageNode) -> bool:
-        """Whether a running prefill computes the very page that `req` needs next, below `node`.
-
-        Requests of one group arrive together: waiting a step for the first of them is cheaper than computing
-        the prompt once for each. Prefills go oldest first, so whoever is waited for is done when there is
-        budget to spare.
-        """
-        start, size = node.depth * self.page_size, self.page_size
-        if start + size > req.reuse_limit():
-            return False
-        key = req.token_ids[start : start + size]
-        for other in self.running:
-            if other.prefilling and other.node is node and other.token_ids[start : start + size] == key:
-                return True
-        return False
+        return True
 
     def _reserve_pages(self, req: Req) -> int:
         return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
@@ -332,3 +323,9 @@ class BatchPlanner:
 
 def _arrival(req: Req) -> int:
     return req.arrival
+
+
+def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:
+    """What the page of `req` right below `node` is found by."""
+    start = node.depth * page_size
+    return id(node), tuple(req.token_ids[start : start + page_size])
