@@ -286,6 +286,8 @@ def test_a_second_live_rid_is_dropped_without_harm() -> None:
         ([1] * 512, 0, {}, "context length"),
         ([1] * 500, 13, {}, "context length"),
         ([1, 2], 4, {"return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob"),
+        ([1, 2], 4, {"return_logprob": True, "top_logprobs_num": VOCAB + 1}, "top_logprobs_num"),
+        ([1, 2], -1, {}, "max_new_tokens"),
     ],
 )
 def test_bad_requests_end_with_400(ids: list[int], new: int, fields: dict[str, object], says: str) -> None:
@@ -299,9 +301,10 @@ def test_bad_requests_end_with_400(ids: list[int], new: int, fields: dict[str, o
     assert h.finished["good"].type == "length"
 
 
-def test_logit_bias_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("key", [str(VOCAB), "no id"])
+def test_logit_bias_outside_the_vocabulary_is_refused(key: str) -> None:
     h = Harness()
-    sampling = SamplingParams(logit_bias={str(VOCAB): 1.0})
+    sampling = SamplingParams(logit_bias={key: 1.0})
     h.scheduler.handle(TokenizedGenerateReq(rid="a", input_ids=[1], sampling=sampling))
     h.steps()
     assert h.finished["a"].status_code == 400 and "logit_bias" in (h.finished["a"].message or "")

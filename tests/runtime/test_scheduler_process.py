@@ -199,5 +199,8 @@ def collect_all(ranks: Ranks, count: int) -> dict[str, list[int]]:
 
 def test_two_ranks_stop_in_good_order(tiny_llama: Path, tmp_path: Path) -> None:
     with started(tiny_llama, tmp_path, tp_size=2) as two:
-        os.kill(two.children[0].pid, signal.SIGTERM)
+        two.add("running", [1, 2, 3], 200)
+        two.receive()
+        for child in reversed(two.children):
+            os.kill(child.pid, signal.SIGTERM)
         assert [child.popen.wait(timeout=20) for child in two.children] == [0, 0]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
+from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     AbortReq,
     FinishReason,
@@ -133,8 +134,10 @@ class Scheduler:
         prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
         if prompt_len == 0:
             return _refused(400, "The prompt is empty; it needs at least one token.")
-        if (name := _outside_vocab(message, runner.vocab_size)) is not None:
-            return _refused(400, f"{name} must be token ids in 0..{runner.vocab_size - 1}, the model's vocabulary.")
+        try:
+            _check_values(message, runner.vocab_size)
+        except BadRequestError as error:
+            return _refused(400, str(error))
         if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
             return _refused(
                 400,
@@ -245,15 +248,12 @@ def _refused(status_code: int, message: str) -> FinishReason:
     return FinishReason(type="abort", message=message, status_code=status_code)
 
 
-def _outside_vocab(message: TokenizedGenerateReq, vocab_size: int) -> str | None:
-    """The first field with a token id that the model does not have: on device it would be an invalid index."""
-    params = message.sampling
-    fields: tuple[tuple[str, Collection[int]], ...] = (
-        ("input_ids", message.input_ids),
-        ("token_ids_logprob", message.token_ids_logprob or ()),
-        ("logit_bias", [int(key) for key in params.logit_bias or ()]),
-    )
-    for name, ids in fields:
+def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
+    """Raise BadRequestError for what would be an invalid index on the device or fail a whole step."""
+    message.sampling.verify()
+    message.sampling.verify_vocab(vocab_size)
+    for name, ids in (("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-            return name
-    return None
+            raise BadRequestError(f"{name} must be token ids in 0..{vocab_size - 1}, the model's vocabulary.")
+    if not 0 <= message.top_logprobs_num <= vocab_size:
+        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab_size}, not {message.top_logprobs_num}.")

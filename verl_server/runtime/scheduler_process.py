@@ -129,6 +129,8 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
     gc.freeze()  # the model and the imports live as long as the process: keep them out of every collection
     info = scheduler_info(server_args, worker, runner, rank)
     if rank > 0:
+        if server_args.nnodes == 1:  # rank 0 gets the signal, too, and tells us to stop when its step is done
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready(info)
         worker.follow()
         return
@@ -138,12 +140,11 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
     ready(info)
     try:
         loop.run()
-    except Exception:
+        worker.stop()
+    except Exception as error:
         if not loop.stopping:
             raise
-        logger.info("A step failed while stopping; another rank had left already.")
-    else:
-        worker.stop()
+        logger.info("Another rank had left already: %s", error)
     finally:
         sockets.close()
     logger.info("stopped")
