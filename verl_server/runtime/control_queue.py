@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UPDATES = (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -108,15 +110,12 @@ class ControlQueue:
     def _is_ready(self, req: WeightCommand) -> bool:
         """Whether `req` may run now. Clears the way as its mode says."""
         scheduler = self._scheduler
-        updates = isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq))
-        if updates and self._step_owed and scheduler.has_runnable():
+        if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests:
+            scheduler.abort_all("Aborted by a change of the weight version.")
+        if not isinstance(req, _UPDATES):
+            return True
+        if self._step_owed and scheduler.has_runnable():
             return False
-        if isinstance(req, UpdateWeightVersionReq):
-            if req.abort_all_requests:
-                scheduler.abort_all("Aborted by a change of the weight version.")
-            return True
-        if not isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)):
-            return True
         if req.abort_all_requests or (req.mode == "abort" and not self.paused):
             scheduler.abort_all("Aborted by a weight update.")
         elif self.paused:
@@ -151,12 +150,11 @@ class ControlQueue:
             self._reply(ControlReply(id=req.id, success=False, message=message, status_code=400))
             return
         reply = scheduler.worker.control(req)
-        updates = isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq))
-        if updates:
+        if isinstance(req, _UPDATES):
             self._step_owed = True
         # A refused update that left the weights whole keeps the cache. A torn one, released memory and new
         # weights do not.
-        changed = reply.success and (updates or isinstance(req, ReleaseMemoryOccupationReq))
+        changed = reply.success and isinstance(req, (*_UPDATES, ReleaseMemoryOccupationReq))
         if changed or scheduler.worker.weights.refusal() is not None:
             planner.start_version()
         self._reply(reply)
