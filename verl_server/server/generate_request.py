@@ -203,6 +203,50 @@ def unknown_fields(body: dict[str, Any]) -> list[str]:
     return [k for k in body if k not in known and k not in UNSUPPORTED_FIELDS and k not in ACCEPTED_HINTS]
 
 
+def check_sample(sample: Sample, input_ids: list[int], scheduler_info: dict[str, Any], has_tokenizer: bool) -> None:
+    """Lengths, ids and options against the served model; SGLang's messages where it has them."""
+    context = int(scheduler_info["context_length"])
+    vocab = int(scheduler_info["vocab_size"])
+    count = len(input_ids)
+    if count == 0:
+        raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
+    if count >= context:
+        raise BadRequestError(
+            f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    longest = scheduler_info.get("max_req_input_len")
+    if longest is not None and count > longest:
+        raise BadRequestError(
+            f"The input ({count} tokens) is longer than the KV cache allows ({longest} tokens): raise "
+            "max_total_tokens, kv_cache_gib or mem_fraction_static."
+        )
+    new = sample.sampling.max_new_tokens
+    if new is not None and count + new > context:
+        raise BadRequestError(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
+            f"total of {count + new} tokens: {count} tokens from the input messages and {new} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
+            "the limit."
+        )
+    _check_ids("input_ids", input_ids, vocab)
+    _check_ids("sampling_params.stop_token_ids", sample.sampling.stop_token_ids, vocab)
+    _check_ids("sampling_params.logit_bias", [int(t) for t in sample.sampling.logit_bias or ()], vocab)
+    _check_ids("token_ids_logprob", sample.token_ids_logprob, vocab)
+    if sample.sampling.stop and not has_tokenizer:
+        raise BadRequestError("`stop` strings need a tokenizer: use stop_token_ids on a skip_tokenizer_init server.")
+    start = sample.logprob_start_len
+    if start < -1 or start > count:
+        raise BadRequestError(f"logprob_start_len must be -1 or in 0..{count} (the prompt's length), not {start}.")
+    if not 0 <= sample.top_logprobs_num <= vocab:
+        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab}, not {sample.top_logprobs_num}.")
+
+
+def _check_ids(name: str, ids: list[int] | None, vocab: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = next(i for i in ids if not 0 <= i < vocab)
+        raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab} tokens.")
+
+
 def _is_unset(value: Any) -> bool:
     return value in _UNSET or (isinstance(value, list) and all(x is None for x in value))
 

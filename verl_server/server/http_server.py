@@ -7,7 +7,6 @@ control routes (`control_api`), OpenAI and tokenizer routes (`openai_api`), behi
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -20,11 +19,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from verl_server import __version__
 from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
 from verl_server.io_struct import GetInternalStateReq
 from verl_server.server.auth import AuthMiddleware
 from verl_server.server.control_api import ADMIN_PATHS, ControlApi
 from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+from verl_server.server.generation import Generation
 from verl_server.server.metrics import CONTENT_TYPE
 from verl_server.server.openai_api import OpenAIApi
 from verl_server.server.responses import (
@@ -40,7 +41,7 @@ from verl_server.server.responses import (
     sse,
     unless_disconnected,
 )
-from verl_server.server.tokenizer_manager import Generation, TokenizerManager
+from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ class NativeApi:
             "internal_states": [state],
             "weight_version": self._manager.weight_version,
             "startup_time": self._started,
-            "version": importlib.metadata.version("verl-server"),
+            "version": __version__,
             "frontend": "python",
         }
 
@@ -264,7 +265,7 @@ class NativeApi:
         return json_response(
             {
                 "timestamp": now,
-                "version": importlib.metadata.version("verl-server"),
+                "version": __version__,
                 "accelerator": self._manager.scheduler_info.get("device"),
                 "num_accelerators": self._args.tp_size,
                 "loads": [load],

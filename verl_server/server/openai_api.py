@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.generation import Generation
 from verl_server.server.openai_choices import ChatChoices, Choices, TextChoices
 from verl_server.server.openai_protocol import (
     ChatCompletionRequest,
@@ -36,7 +37,7 @@ from verl_server.server.responses import (
     unless_disconnected,
 )
 from verl_server.server.tokenizer import ModelText
-from verl_server.server.tokenizer_manager import Generation, TokenizerManager
+from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 _DEFAULT_COMPLETION_TOKENS = 16

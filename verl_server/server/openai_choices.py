@@ -16,7 +16,6 @@ class Choices:
 
     object_name: str
     chunk_name: str
-    id_prefix = ""
 
     def __init__(self, text: ModelText, model: str, body: OpenAIRequest) -> None:
         self._model = model
@@ -93,7 +92,7 @@ class Choices:
         return {"usage": self.usage([state])} if self._body.wants_usage_in_each_chunk else {}
 
     def _head(self, object_name: str, state: ReqState) -> dict[str, Any]:
-        self._id = self._id or self.id_prefix + state.rid
+        self._id = self._id or state.rid
         return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
 
     def _token_ids(self, state: ReqState) -> dict[str, Any]:

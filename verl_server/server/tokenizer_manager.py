@@ -12,10 +12,8 @@ import asyncio
 import collections
 import itertools
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -29,7 +27,6 @@ from verl_server.errors import (
     ServerDiedError,
     ServerUnavailableError,
     VerlServerError,
-    error_for_status,
 )
 from verl_server.io_struct import (
     AbortReq,
@@ -45,7 +42,9 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
 )
-from verl_server.server.generate_request import GenerateReqInput, Sample
+from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
+from verl_server.server.generation import Generation
+from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
 from verl_server.server.request_state import ReqState
 from verl_server.server.tokenizer import ModelText
@@ -71,48 +70,6 @@ class Child(Protocol):
 
     def poll(self) -> int | None: ...
     def log_tail(self) -> str: ...
-
-
-class Generation:
-    """The samples of one `/generate` call, in order. Close it when the caller goes away."""
-
-    def __init__(self, manager: TokenizerManager, states: list[ReqState], is_single: bool) -> None:
-        self._manager = manager
-        self.states = states
-        self._is_single = is_single and len(states) == 1
-
-    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The finished object, or a list for a batch or n > 1. A failed sample raises and ends the others."""
-        for state in self.states:
-            await state.progress.wait()
-            raise_failure(state)
-        results = [state.result() for state in self.states]
-        return results[0] if self._is_single else results
-
-    async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
-        """(index, state) whenever a sample has news; its last time with `state.done`. Needs stream=True."""
-        pending = dict(enumerate(self.states))
-        waits = {i: asyncio.ensure_future(state.progress.wait()) for i, state in pending.items()}
-        try:
-            while pending:
-                await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
-                for i in [i for i, wait in waits.items() if wait.done()]:
-                    state = pending[i]
-                    state.progress.clear()
-                    if state.done:
-                        del pending[i], waits[i]
-                        raise_failure(state)
-                    else:
-                        waits[i] = asyncio.ensure_future(state.progress.wait())
-                    yield i, state
-        finally:
-            for wait in waits.values():
-                wait.cancel()
-
-    def close(self) -> None:
-        """Abort what still runs. Idempotent."""
-        for state in self.states:
-            self._manager.abandon(state)
 
 
 class TokenizerManager:
@@ -143,20 +100,20 @@ class TokenizerManager:
         self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
-        self.loop = _new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="tokenizer-manager", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("tokenizer-manager")
+        self.loop = self._thread.loop
         self.run_sync(self._open(), timeout=30)
 
     async def _open(self) -> None:
-        self._context = zmq.Context()
-        self._send_socket = self._context.socket(zmq.PUSH)
-        receiver = self._context.socket(zmq.PULL)
-        for socket, address in ((self._send_socket, self._addresses[0]), (receiver, self._addresses[1])):
+        # A context each: one socket is plain (sending never waits), the other asyncio's. A socket shadowed from
+        # one kind to the other would be closed twice, the second time under whoever got its address.
+        self._contexts = zmq.Context(), zmq.asyncio.Context()
+        self._send_socket = self._contexts[0].socket(zmq.PUSH)
+        self._receive_socket = self._contexts[1].socket(zmq.PULL)
+        for socket, address in zip((self._send_socket, self._receive_socket), self._addresses, strict=True):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address)
-        self._receive_socket = zmq.asyncio.Socket.from_socket(receiver)
 
     def start(self, model_text: ModelText, scheduler_info: dict[str, Any], children: Sequence[Child] = ()) -> None:
         """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
@@ -170,39 +127,13 @@ class TokenizerManager:
         self._gone = None
         self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch())]
 
-    # -- crossing threads -----------------------------------------------------------------------------------
-
     def run_sync(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the manager's loop from another thread and wait. Refuses the loop's own thread: deadlock."""
-        if threading.current_thread() is self._thread:
-            coro.close()
-            raise RuntimeError(
-                "A synchronous engine call was made from the engine's own event loop, where it would wait for itself. "
-                "Await the async method (async_generate), or call from another thread."
-            )
-        if self.loop.is_closed() or not self._thread.is_alive():
-            coro.close()
-            raise ServerUnavailableError("The engine has been shut down.")
-        future = asyncio.run_coroutine_threadsafe(coro, self.loop)
-        try:
-            return future.result(timeout)
-        except FutureTimeoutError:
-            if future.done():  # the coroutine's own TimeoutError
-                raise
-            future.cancel()
-            raise ControlTimeoutError(f"No answer from the engine's event loop within {timeout:.0f} s.") from None
-        except BaseException:
-            future.cancel()
-            raise
+        """See `LoopThread.run_sync`."""
+        return self._thread.run_sync(coro, timeout)
 
     async def run_async(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run on the manager's loop, awaited from any loop; cancelling the caller cancels it there."""
-        if threading.current_thread() is self._thread:
-            return await coro
-        if self.loop.is_closed() or not self._thread.is_alive():
-            coro.close()
-            raise ServerUnavailableError("The engine has been shut down.")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self.loop))
+        """See `LoopThread.run_async`."""
+        return await self._thread.run_async(coro)
 
     # -- generation -----------------------------------------------------------------------------------------
 
@@ -235,7 +166,7 @@ class TokenizerManager:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
             self._send(state.req)
         self.metrics.requests_accepted(len(states), sum(len(ids) for ids in prompts))
-        return Generation(self, states, obj.is_single)
+        return Generation(states, obj.is_single, self.abandon)
 
     async def _tokenize(self, samples: list[Sample]) -> list[list[int]]:
         assert self.model_text is not None
@@ -447,16 +378,13 @@ class TokenizerManager:
 
     def shutdown(self, timeout: float = 15.0) -> None:
         """End all requests, then HTTP servers, sockets, loop and thread. From any thread but the loop's; idempotent."""
-        if self.loop.is_closed() or not self._thread.is_alive():
+        if not self._thread.is_alive:
             return
         try:
             self.run_sync(self._shutdown(), timeout=timeout)
         except (ControlTimeoutError, RuntimeError) as error:
             logger.warning("Shutdown was not clean: %s", error)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self.loop.close()
+        self._thread.stop()
 
     async def _abort_running(self) -> None:
         """Let callers have their partial output, as long as the scheduler answers soon."""
@@ -479,71 +407,10 @@ class TokenizerManager:
         self._outbox.clear()
         self._receive_socket.close(linger=0)
         self._send_socket.close(linger=0)
-        self._context.term()
+        for context in self._contexts:
+            context.term()
 
 
 def _again(error: VerlServerError) -> VerlServerError:
     """A copy to raise: one exception object raised by many callers would collect all their tracebacks."""
     return type(error)(*error.args)
-
-
-def raise_failure(state: ReqState) -> None:
-    """Raise if the sample got no answer: the scheduler died, or it was refused (abort with an HTTP status)."""
-    if state.error is not None:
-        raise state.error
-    reason = state.finish_reason
-    if reason is not None and reason.type == "abort" and reason.status_code is not None:
-        raise error_for_status(reason.status_code, reason.message or "Aborted")
-
-
-def check_sample(sample: Sample, input_ids: list[int], scheduler_info: dict[str, Any], has_tokenizer: bool) -> None:
-    """Lengths, ids and options against the served model; SGLang's messages where it has them."""
-    context = int(scheduler_info["context_length"])
-    vocab = int(scheduler_info["vocab_size"])
-    count = len(input_ids)
-    if count == 0:
-        raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
-    if count >= context:
-        raise BadRequestError(
-            f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
-        )
-    longest = scheduler_info.get("max_req_input_len")
-    if longest is not None and count > longest:
-        raise BadRequestError(
-            f"The input ({count} tokens) is longer than the KV cache allows ({longest} tokens): raise "
-            "max_total_tokens, kv_cache_gib or mem_fraction_static."
-        )
-    new = sample.sampling.max_new_tokens
-    if new is not None and count + new > context:
-        raise BadRequestError(
-            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
-            f"total of {count + new} tokens: {count} tokens from the input messages and {new} tokens for the "
-            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
-            "the limit."
-        )
-    _check_ids("input_ids", input_ids, vocab)
-    _check_ids("sampling_params.stop_token_ids", sample.sampling.stop_token_ids, vocab)
-    _check_ids("sampling_params.logit_bias", [int(t) for t in sample.sampling.logit_bias or ()], vocab)
-    _check_ids("token_ids_logprob", sample.token_ids_logprob, vocab)
-    if sample.sampling.stop and not has_tokenizer:
-        raise BadRequestError("`stop` strings need a tokenizer: use stop_token_ids on a skip_tokenizer_init server.")
-    start = sample.logprob_start_len
-    if start < -1 or start > count:
-        raise BadRequestError(f"logprob_start_len must be -1 or in 0..{count} (the prompt's length), not {start}.")
-    if not 0 <= sample.top_logprobs_num <= vocab:
-        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab}, not {sample.top_logprobs_num}.")
-
-
-def _check_ids(name: str, ids: list[int] | None, vocab: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        wrong = next(i for i in ids if not 0 <= i < vocab)
-        raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab} tokens.")
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # no wheel for this platform
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

@@ -1,0 +1,105 @@
+"""A TokenizerManager over a `FakeScheduler`, and HTTP calls into its application without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_scheduler import INFO, FakeScheduler
+from verl_server.models.tiny import make_model_folder
+from verl_server.server.http_server import create_app
+from verl_server.server.tokenizer import ModelText
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+
+class FakeChild:
+    """Stands for the scheduler's process; a test ends it by setting `code`."""
+
+    name = "scheduler-tp0"
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def log_tail(self) -> str:
+        return "\n\nLast lines of scheduler-tp0's log:\nBoom: the reason\n"
+
+
+class Stack:
+    """Manager, fake scheduler and HTTP application of one test."""
+
+    def __init__(self, folder: Path, sockets: Path, **settings: Any) -> None:
+        self.args = ServerArgs(model_path=str(folder), **{"control_timeout": 5.0} | settings)
+        addresses = f"ipc://{sockets}/in", f"ipc://{sockets}/out"
+        self.deaths: list[Exception] = []
+        self.manager = TokenizerManager(self.args, *addresses, on_death=self.deaths.append)
+        self.scheduler = FakeScheduler(*addresses)
+        self.child = FakeChild()
+        text = ModelText(self.args)
+        text.load_tokenizer()
+        self.text = text
+        self.manager.start(text, INFO, [self.child])
+        self.manager.ready = True
+        self.app = create_app(self.manager, self.args)
+
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """One call into the application, on the manager's loop as in production."""
+
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **kwargs)
+
+        return self.manager.run_sync(call(), timeout=20)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        if body is not None:
+            kwargs["json"] = body
+        return self.request("POST", path, **kwargs)
+
+    def generate(self, **body: Any) -> Any:
+        """`/generate` that must succeed."""
+        response = self.post("/generate", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def close(self) -> None:
+        self.manager.shutdown()
+        self.scheduler.stop()
+
+
+MakeStack = Callable[..., Stack]
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Config and byte tokenizer; nobody loads weights here."""
+    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
+
+
+@pytest.fixture
+def make_stack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStack]:
+    stacks: list[Stack] = []
+
+    def make(**settings: Any) -> Stack:
+        stacks.append(Stack(text_folder, tmp_path_factory.mktemp("ipc"), **settings))
+        return stacks[-1]
+
+    yield make
+    for stack in stacks:
+        stack.close()
+
+
+@pytest.fixture
+def stack(make_stack: MakeStack) -> Stack:
+    return make_stack()

@@ -1,0 +1,162 @@
+"""A scheduler in a thread that speaks the ZMQ protocol and computes nothing.
+
+Each request's output is a script of tokens; tests decide when they go out. By default token k of a prompt is
+`prompt[-1] + 1 + k` (mod vocabulary) and everything is sent at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from verl_server import io_struct as io
+
+VOCAB = 320
+INFO: dict[str, Any] = {
+    "max_total_num_tokens": 4096,
+    "max_req_input_len": 255,
+    "context_length": 256,
+    "page_size": 16,
+    "max_running_requests": 64,
+    "chunked_prefill_size": 2048,
+    "vocab_size": VOCAB,
+    "device": "cpu",
+    "dtype": "float32",
+    "weight_version": "default",
+    "pid": 0,
+    "tp_rank": 0,
+    "device_uuid": "",
+}
+Control = Callable[[Any], io.ControlReply | None]
+
+
+@dataclass
+class Running:
+    req: io.TokenizedGenerateReq
+    script: list[int]
+    sent: int = 0
+
+
+@dataclass
+class FakeScheduler:
+    in_addr: str
+    out_addr: str
+    script: Callable[[io.TokenizedGenerateReq], list[int]] | None = None
+    """Tokens of a request; it ends with "length" after them, or "stop" at one of its stop ids."""
+    chunk: int | None = None
+    """Tokens in one message; None for all."""
+    hold: bool = False
+    """Keep tokens back until `release`."""
+    version: str = "default"
+    control: Control | None = None
+    received: list[Any] = field(default_factory=list)
+    running: dict[str, Running] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    # -- the test's side ------------------------------------------------------------------------------------
+
+    def wait_for(self, kind: type[Any], count: int = 1, timeout: float = 10.0) -> list[Any]:
+        """Messages of this kind, as soon as there are `count`."""
+
+        def found() -> list[Any]:
+            return [m for m in self.received if isinstance(m, kind)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, timeout), (
+                f"{len(found())} of {count} {kind.__name__} within {timeout} s; got {self.received}"
+            )
+            return found()
+
+    def release(self) -> None:
+        self.hold = False
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(timeout=5)
+
+    # -- the scheduler's side -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as self._push:
+            for socket, address in ((pull, self.in_addr), (self._push, self.out_addr)):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(address)
+            self._serve(pull)
+
+    def _serve(self, pull: zmq.Socket[bytes]) -> None:
+        decoder = msgspec.msgpack.Decoder(io.SchedulerInput)
+        while not self._stopping.is_set():
+            if pull.poll(timeout=0 if self.running and not self.hold else 2):
+                message = decoder.decode(pull.recv())
+                self._handle(message)
+                with self._changed:
+                    self.received.append(message)
+                    self._changed.notify_all()
+            elif not self.hold:
+                for running in list(self.running.values()):
+                    self._step(running)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, io.TokenizedGenerateReq):
+            first = message.input_ids[-1] + 1
+            count = message.sampling.max_new_tokens or 0
+            script = self.script(message) if self.script else [(first + k) % VOCAB for k in range(count)]
+            self.running[message.rid] = Running(message, script)
+        elif isinstance(message, io.FinishReq):
+            self.running.pop(message.rid, None)
+        elif isinstance(message, io.AbortReq):
+            for rid in list(self.running) if message.abort_all else [message.rid]:
+                if rid in self.running:
+                    self.emit(self.running.pop(rid), [], io.FinishReason(type="abort", message="Aborted"))
+        else:
+            reply = self.control(message) if self.control else io.ControlReply(id=message.id, success=True)
+            if reply is not None:
+                self._push.send(msgspec.msgpack.encode(reply))
+
+    def _step(self, running: Running) -> None:
+        left = running.script[running.sent :]
+        tokens = left[: self.chunk] if self.chunk else left
+        stop = next((k for k, t in enumerate(tokens) if t in running.req.stop_ids), None)
+        reason = None
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+            reason = io.FinishReason(type="stop", matched=tokens[-1])
+        elif len(tokens) == len(left):
+            reason = io.FinishReason(type="length", length=len(running.script))
+        if reason is not None:
+            self.running.pop(running.req.rid, None)
+        self.emit(running, tokens, reason)
+
+    def emit(self, running: Running, tokens: list[int], reason: io.FinishReason | None) -> None:
+        req = running.req
+        out = io.BatchTokenIDOut(
+            rids=[req.rid],
+            output_ids=[tokens],
+            output_logprobs=[[-t / 100 for t in tokens] if req.return_logprob else []],
+            finish_reasons=[reason],
+            weight_version=self.version,
+            cached_tokens=[0],
+            num_retractions=[0],
+        )
+        if req.top_logprobs_num:
+            ids = list(range(req.top_logprobs_num))
+            out.top_logprobs[0] = [io.TokenLogprobs([-1.0 - i for i in ids], ids) for _ in tokens]
+        if req.token_ids_logprob is not None:
+            wanted = req.token_ids_logprob
+            out.token_ids_logprobs[0] = [io.TokenLogprobs([-2.0] * len(wanted), wanted) for _ in tokens]
+        if running.sent == 0 and req.logprob_start_len >= 0:
+            ids = req.input_ids[req.logprob_start_len :]
+            values: list[float | None] = [None, *(-i / 10 for i in ids[1:])]
+            out.prompt_logprobs[0] = io.PromptLogprobs(token_ids=ids, logprobs=values)
+        running.sent += len(tokens)
+        self._push.send(msgspec.msgpack.encode(out))

@@ -1,0 +1,94 @@
+"""Incremental text equals whole text, whatever the bytes; stop strings are found across tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from verl_server.models.tiny import byte_tokenizer
+from verl_server.server.detokenizer import IncrementalDetokenizer, OutputText
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve café", "日本語テキスト", "🙂🙃 mixed ünïcode\n", " leading and trailing "]
+)
+def test_pieces_are_certain_and_complete(text: str) -> None:
+    detokenizer = IncrementalDetokenizer(decode)
+    pieces = [detokenizer.push(token) for token in encode(text)]
+    assert "�" not in "".join(pieces), "an unfinished character was shown"
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+def test_random_bytes_agree_with_decoding_everything() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(0, 261) for _ in range(rng.randrange(1, 60))]
+        detokenizer = IncrementalDetokenizer(decode)
+        shown = ""
+        for end, token in enumerate(ids, start=1):
+            shown += detokenizer.push(token)
+            assert decode(ids[:end]).startswith(shown)
+        assert shown + detokenizer.flush() == decode(ids)
+
+
+def test_work_per_token_is_bounded_on_undecodable_noise() -> None:
+    longest = 0
+
+    def counting(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    detokenizer = IncrementalDetokenizer(counting)
+    lead = encode("é")[0]  # never followed by its second byte
+    for _ in range(2000):
+        detokenizer.push(lead)
+    assert longest < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "consumed"),
+    [
+        ("hello END more", ["END"], "hello ", "hello END"),
+        ("a\n\nb", ["\n\n"], "a", "a\n\n"),
+        ("stop at é now", ["é"], "stop at ", "stop at é"),
+        ("abcd", ["bcd", "bc"], "a", "abc"),
+        ("nothing here", ["absent"], "nothing here", "nothing here"),
+    ],
+)
+def test_stop_string_is_cut_where_it_starts(text: str, stop: list[str], shown: str, consumed: str) -> None:
+    output = OutputText(decode, stop, no_stop_trim=False)
+    used: list[int] = []
+    for token in encode(text):
+        used.append(token)
+        if output.push(token) is not None:
+            break
+    output.finish()
+    assert output.text == shown
+    assert decode(used) == consumed
+
+
+def test_no_stop_trim_keeps_the_stop_string() -> None:
+    output = OutputText(decode, ["END"], no_stop_trim=True)
+    matched = [m for m in map(output.push, encode("the END")) if m]
+    assert (matched, output.text) == (["END"], "the END")
+
+
+def test_stream_never_shows_the_start_of_a_stop_string() -> None:
+    output = OutputText(decode, ["END", "NIL"], no_stop_trim=False)
+    seen = []
+    for token in encode("xENxEND"):
+        output.push(token)
+        seen.append(output.safe_text)
+    assert seen == ["x", "x", "x", "xENx", "xENx", "xENx", "xENx"]

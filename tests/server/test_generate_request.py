@@ -1,0 +1,85 @@
+"""What `/generate` accepts, in which order it expands, and what each refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_server.errors import BadRequestError
+from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+
+
+def samples(**body: Any) -> list[Any]:
+    return GenerateReqInput.parse(body).expand()
+
+
+def test_batch_and_n_expand_prompt_by_prompt() -> None:
+    out = samples(input_ids=[[1], [2]], sampling_params={"n": 3}, rid=["a", "b"])
+    assert [s.input_ids for s in out] == [[1], [1], [1], [2], [2], [2]]
+    assert [s.rid for s in out] == ["a_0", "a_1", "a_2", "b_0", "b_1", "b_2"]
+
+
+def test_sampling_seed_counts_up_over_n() -> None:
+    out = samples(text="x", sampling_params={"n": 3, "sampling_seed": 2**63 - 2})
+    assert [s.sampling.sampling_seed for s in out] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert all(s.sampling.n == 1 for s in out)
+
+
+def test_null_is_the_default() -> None:
+    (out,) = samples(text="x", sampling_params=None, return_logprob=None, image_data=None, rid=None, stream=None)
+    assert (out.return_logprob, out.logprob_start_len, out.sampling.max_new_tokens) == (False, -1, 128)
+
+
+def test_string_rid_of_a_batch_is_numbered() -> None:
+    assert [s.rid for s in samples(text=["a", "b"], rid="r")] == ["r_0", "r_1"]
+    assert [s.rid for s in samples(text="a", rid="r")] == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "Either text, input_ids or input_embeds should be provided"),
+        ({"text": "a", "input_ids": [1]}, "Both were given"),
+        ({"input_ids": []}, "input_ids cannot be empty"),
+        ({"input_ids": [[1], []]}, "prompt 1"),
+        ({"input_ids": [1, [2]]}, "mixes"),
+        ({"input_ids": [True]}, "`int | array`, got `bool` - at `input_ids[0]`"),
+        ({"input_ids": [1.5]}, "got `float`"),
+        ({"input_ids": "1,2"}, "input_ids"),
+        ({"text": 5}, "text"),
+        ({"text": []}, "text cannot be an empty list"),
+        ({"text": "a", "stream": 1}, "stream"),
+        ({"text": "a", "return_logprob": "yes"}, "return_logprob"),
+        ({"text": "a", "top_logprobs_num": True}, "top_logprobs_num"),
+        ({"text": "a", "sampling_params": "hot"}, "sampling_params must be an object"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": True}}, "max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be >= 0"),
+        ({"text": "a", "sampling_params": {"max_tokens": 5}}, "unknown field `max_tokens`, expected one of"),
+        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema is not supported"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "1 entries for 2"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "same for all prompts"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "Duplicate request IDs detected within the request: ['x']"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid has 1 entries"),
+        ({"text": ["a", "b"], "return_logprob": [True, False], "sampling_params": {"n": 2}}, "must not be a list"),
+        ({"text": "a", "lora_path": "adapter"}, "`lora_path` is not supported"),
+        ({"text": "a", "input_embeds": [[0.5]]}, "`input_embeds` is not supported"),
+        ({"text": "a", "image_data": ["x.png"]}, "`image_data` is not supported"),
+        ({"text": "a", "return_hidden_states": True}, "`return_hidden_states` is not supported"),
+        ({"text": "a", "return_routed_experts": True}, "`return_routed_experts` is not supported"),
+        ({"text": "a", "custom_logit_processor": "x"}, "`custom_logit_processor` is not supported"),
+        ({"text": "a", "session_params": {"id": "s"}}, "`session_params` is not supported"),
+    ],
+)
+def test_refusals_name_the_fault(body: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        GenerateReqInput.parse(body).expand()
+    assert says in str(caught.value)
+
+
+def test_unset_values_of_unsupported_fields_pass() -> None:
+    assert samples(text="a", image_data=[None], return_hidden_states=False, lora_path="", session_params=None)
+
+
+def test_unknown_keys_are_told_apart_from_hints() -> None:
+    assert unknown_fields({"text": "a", "routing_key": "k", "lora_path": None, "my_key": 1}) == ["my_key"]
