@@ -7,6 +7,7 @@ Each rank appends {"check", "seconds", "error"} lines to RESULT_FOLDER/RANK.json
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from verl_server.errors import BadRequestError, ServerDiedError, WeightUpdateError
+from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError, WeightUpdateError
+from verl_server.server_args import ServerArgs
+from verl_server.spmd import RankGroup
 from verl_server.verl_engine import VerlEngine
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.sender import describe_tensors
@@ -46,7 +49,10 @@ class Bench:
         self._settings |= {"log_level": "warning", "random_seed": 1}
 
     def start(self, mesh: Any, **options: Any) -> None:
-        self.engine = VerlEngine(mesh, **(self._settings | options))
+        if options.pop("as_server_args", False):
+            self.engine = VerlEngine(mesh, server_args=ServerArgs(**self._settings), **options)
+        else:
+            self.engine = VerlEngine(mesh, **(self._settings | options))
         self.launched = bool(options.get("launch_server"))
 
     def run(self, name: str, check: Callable[[], None]) -> None:
@@ -190,6 +196,17 @@ class Bench:
         )
         self.expect_error(ServerDiedError, "", self.engine.get_server_info, 10)
 
+    def check_bounds_are_on_silence_not_on_work(self) -> None:
+        """A call three times as long as the bound is fine if the acting rank says that it is still at it."""
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=0.2)
+        assert group.call("work", lambda _: time.sleep(3) or "done") == "done"
+        silent = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=20)
+        if self.rank == 0:
+            with contextlib.suppress(VerlServerError):  # nobody is left to hear the result
+                silent.call("freeze", lambda _: time.sleep(3))
+        else:
+            self.expect_error(VerlServerError, "freeze: another rank", lambda: silent.call("freeze", lambda _: None))
+
     def check_shutdown(self) -> None:
         self.engine.shutdown()
         self.engine.shutdown()
@@ -205,12 +222,13 @@ EVERY_CHECK = (
     "release_and_resume",
     "pause_abort_continue",
     "http_beside",
+    "bounds_are_on_silence_not_on_work",
     "a_killed_server_is_an_error_on_every_rank",
     "shutdown",
 )
 SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "server": ({"launch_server": True}, EVERY_CHECK),
-    "engine-2-nodes": ({"nnodes": 2}, EVERY_CHECK),
+    "engine-2-nodes": ({"nnodes": 2, "as_server_args": True}, EVERY_CHECK),
     "server-2-nodes": ({"launch_server": True, "nnodes": 2}, EVERY_CHECK[:2] + EVERY_CHECK[-1:]),
 }
 

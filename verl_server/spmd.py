@@ -49,8 +49,10 @@ class RankGroup:
     acting rank may be silent.
     """
 
-    def __init__(self, ranks: list[int], meet_timeout: float, silence_timeout: float) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, ranks: list[int], meet_timeout: float, silence_timeout: float, beat: float = _BEAT_SECONDS
+    ) -> None:
+        self._ranks, self._beat = ranks, beat
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._meeting = _new_group(ranks, meet_timeout)
         self._outcomes = _new_group(ranks, silence_timeout)
@@ -91,7 +93,7 @@ class RankGroup:
     def _act(self, what: str, act: Callable[[], Any]) -> Any:
         try:
             future = _in_background(act)
-            while not wait([future], _BEAT_SECONDS).done:
+            while not wait([future], self._beat).done:
                 self._tell(what, b"")
             data = msgspec.msgpack.encode(_Outcome(future.result()))
         except BaseException as error:  # also Ctrl-C: the others must not stay behind

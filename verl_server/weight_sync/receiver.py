@@ -256,7 +256,7 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
         raise WeightUpdateError(
             f"Cannot open GPU memory of process {allocation.pid} on {allocation.device_uuid}: "
             f"{str(error).splitlines()[0]}. Is that process alive, on this host, another process than the server, "
-            "and is its GPU the server's or a peer of it?"
+            "its GPU the server's or a peer of it, and its allocator without expandable_segments?"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (allocation.nbytes,), (1,))
 

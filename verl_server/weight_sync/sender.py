@@ -6,8 +6,8 @@ on (`LocalSerializedTensor`) refers to memory that this process owns: whoever pu
 and does not write to them, until the update was answered.
 
 On CPU a storage is moved into shared memory, in place: parameters, views and optimizer keep working on it
-(it can no longer be resized). Memory that a NumPy array or another library may refer to by address, and CUDA
-memory that the driver will not export, are copied into shared memory at every push instead.
+(it can no longer be resized). Memory that a NumPy array or another library may refer to by address, page-locked
+memory, and CUDA memory that cannot be exported are copied into shared memory at every push instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WeightSender:
 
     def _register(self, storages: list[torch.UntypedStorage]) -> None:
         movable = []
-        foreign = _foreign_memory([s for s in storages if s.device.type == "cpu" and not s.resizable()])
+        foreign = _foreign_memory([s for s in storages if s.device.type == "cpu"])
         for storage in storages:
             if storage.device.type == "cuda":
                 self._export_cuda(storage)
@@ -169,11 +169,13 @@ def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
 
 
 def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
-    """Those whose memory is not torch's own, but not the private mapping of a checkpoint file either.
+    """Those on CPU whose memory must stay where it is: page-locked, or allocated by others than torch.
 
-    A model fresh from `from_pretrained` lies in such mappings, to which nobody else holds the address.
+    The private mapping of a checkpoint file does not count as foreign: a model fresh from `from_pretrained`
+    lies in such mappings, and nobody else holds the address.
     """
-    if not storages:
+    foreign = [s for s in storages if not s.resizable() or (torch.cuda.is_available() and s.is_pinned())]
+    if not foreign:
         return set()
     private = []
     with open("/proc/self/maps") as maps:
@@ -181,7 +183,7 @@ def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
             if mode.endswith("p") and inode != "0":
                 start, end = (int(part, 16) for part in span.split("-"))
                 private.append((start, end))
-    return {s._cdata for s in storages if not any(start <= s.data_ptr() < end for start, end in private)}
+    return {s._cdata for s in foreign if not any(start <= s.data_ptr() < end for start, end in private)}
 
 
 def can_swap_storages() -> bool:
