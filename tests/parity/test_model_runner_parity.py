@@ -22,8 +22,8 @@ LLAMA3_ROPE = {
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 8}),
+    "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
