@@ -1,0 +1,188 @@
+"""`AgentLoop`: many episodes at once, each at its own pace.
+
+Called by trainers and by `verl-server rollout`. Every episode has its own environment session and sends its
+turns to the engine when they are due, so the server batches whatever is due at the moment and a slow
+environment holds up nobody else. `run_lockstep` plays the same episodes the old way, for comparison: one
+batched generate per turn, then wait for all environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from verl_server.engine import EngineBase, HttpServerEngineAdapter
+from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.rollout.environment import RemoteEnvironment
+from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.session import EnvSession, Limits, Session
+from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+
+T = TypeVar("T")
+
+OnFinish = Callable[[Trajectory], None]
+
+
+class Rollout(msgspec.Struct, kw_only=True):
+    """What a run gave."""
+
+    trajectories: list[Trajectory]
+    """In the order of the tasks."""
+    seconds: float
+    """Wall time of the whole run."""
+
+
+class AgentLoop:
+    """Plays tasks with a policy (an engine or a server's URL) against environments (a server's URL).
+
+    A context manager. `run` and `run_lockstep` are synchronous and reuse one event loop, hence connections;
+    inside an event loop of your own, await `arun` instead.
+    """
+
+    def __init__(
+        self,
+        engine: EngineBase | str,
+        environment: str | Callable[[], EnvSession],
+        renderer: Renderer,
+        *,
+        sampling_params: dict[str, Any] | None = None,
+        limits: Limits | None = None,
+        max_concurrency: int | None = None,
+    ) -> None:
+        """`max_concurrency` bounds the episodes (hence environment sessions) at one time; None is no bound."""
+        if max_concurrency is not None and max_concurrency < 1:
+            raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
+        self._attached = HttpServerEngineAdapter.attach(engine) if isinstance(engine, str) else None
+        self.engine: EngineBase = engine if isinstance(engine, EngineBase) else self._attached  # type: ignore[assignment]
+        self.limits = limits or Limits()
+        self._environment = environment
+        self._renderer = renderer
+        self._sampling_params = sampling_params or {}
+        self._max_concurrency = max_concurrency
+        self._context_length = int(self.engine.scheduler_info["context_length"])
+        self._runner = asyncio.Runner()
+
+    # -- each at its own pace -------------------------------------------------------------------------------
+
+    def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
+        """Play all tasks; `on_finish` is called with each trajectory as it ends.
+
+        Faults cost their own trajectory. Raises only if no generation succeeded at all.
+        """
+        return self._runner.run(self.arun(tasks, on_finish))
+
+    async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
+        clock = _Clock()
+        slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
+
+        async def play(task: Task) -> Trajectory:
+            async with slots:
+                waited = clock()
+                session = self._session(task, clock)
+                session.trajectory.events.append(Event("queue", 0.0, waited))
+                trajectory = await session.play(self.engine)
+            if on_finish is not None:
+                on_finish(trajectory)
+            return trajectory
+
+        trajectories = await _all(play(task) for task in tasks)
+        return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
+
+    # -- in lock step ---------------------------------------------------------------------------------------
+
+    def run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
+        """The same episodes, all waiting for the slowest at every turn; batches of `max_concurrency`."""
+        return self._runner.run(self._run_lockstep(tasks, on_finish))
+
+    async def _run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None) -> Rollout:
+        clock = _Clock()
+        size = self._max_concurrency or max(1, len(tasks))
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(tasks), size):
+            sessions = [self._session(task, clock) for task in tasks[start : start + size]]
+            try:
+                await self._play_lockstep(sessions, clock)
+            finally:
+                await _all(session.close() for session in sessions)
+            trajectories += [session.trajectory for session in sessions]
+        for trajectory in trajectories:
+            if on_finish is not None:
+                on_finish(trajectory)
+        return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
+
+    async def _play_lockstep(self, sessions: list[Session], clock: Callable[[], float]) -> None:
+        await _all(session.open() for session in sessions)
+        while alive := [session for session in sessions if not session.is_over]:
+            pending = alive
+            while pending:
+                results = await self._generate_batch(pending, clock)
+                pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
+            await _all(session.act() for session in alive)
+
+    async def _generate_batch(self, sessions: list[Session], clock: Callable[[], float]) -> list[dict[str, Any]]:
+        start = clock()
+        requests = [session.request() for session in sessions]
+        results: list[dict[str, Any]] = await self.engine.async_generate(
+            input_ids=[request["input_ids"] for request in requests],
+            sampling_params=[request["sampling_params"] for request in requests],
+            return_logprob=True,
+            timeout=self.limits.generate_timeout,
+        )
+        for session in sessions:
+            session.trajectory.events.append(Event("generate", start, clock()))
+        return results
+
+    # -- shared ---------------------------------------------------------------------------------------------
+
+    def _session(self, task: Task, clock: Callable[[], float]) -> Session:
+        if isinstance(self._environment, str):
+            environment: EnvSession = RemoteEnvironment(self._environment, self.limits.env)
+        else:
+            environment = self._environment()
+        return Session(
+            task, environment, self._renderer, self._sampling_params, self.limits, self._context_length, clock
+        )
+
+    def _checked(self, rollout: Rollout) -> Rollout:
+        """A server that answered nobody is no matter of single trajectories."""
+        failed = [t for t in rollout.trajectories if t.stop_reason is StopReason.GENERATION_ERROR]
+        if failed and len(failed) == len(rollout.trajectories):
+            raise ServerUnavailableError(f"No generation succeeded. The last error: {failed[-1].error}")
+        return rollout
+
+    def close(self) -> None:
+        """Close connections; the engine stays up."""
+        self._runner.close()
+        if self._attached is not None:
+            self._attached.shutdown()
+
+    def __enter__(self) -> AgentLoop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._start
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; if one raises, the others are cancelled and awaited first."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,224 @@
+"""Environments: what one is, and how a rollout reaches one over HTTP.
+
+`Environment` is what a user writes; `env_server` serves it. `RemoteEnvironment` is one session with any server
+that speaks OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`, and
+whose environment lives as long as the connection. Owned by a `Session`. Every wait has a bound, and every
+fault of the other side is an `EnvError`: it costs one trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import orjson
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
+
+from verl_server.errors import BadRequestError, VerlServerError
+
+T = TypeVar("T")
+
+Observation = dict[str, Any]
+Action = dict[str, Any]
+
+MAX_MESSAGE_BYTES = 100 * 2**20
+"""OpenEnv's own limit: observations may be screenshots."""
+
+
+class EnvError(VerlServerError):
+    """The environment failed: it refused, answered with an error or with nonsense, or went away."""
+
+
+class EnvTimeoutError(EnvError, TimeoutError):
+    """The environment did not answer within its bound."""
+
+
+class EnvBusyError(EnvError):
+    """The server has no free session now."""
+
+
+class Environment(Protocol):
+    """One episode at a time. Either method may be `async`; `close()` is called at the end if there is one.
+
+    A class may also carry `action_schema` and `observation_schema` (JSON schemas) and a `state` property.
+    """
+
+    def reset(self, seed: int | None = None) -> Observation | Awaitable[Observation]:
+        """Start an episode that is a function of `seed`. May take `episode_id` and other keywords as well."""
+        ...
+
+    def step(
+        self, action: Action
+    ) -> tuple[Observation, float | None, bool] | Awaitable[tuple[Observation, float | None, bool]]:
+        """Act; returns observation, reward (None: no reward for this step) and whether the episode is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an environment said."""
+
+    observation: Observation
+    reward: float | None
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnvTimeouts:
+    """Seconds that an environment may take."""
+
+    connect: float = 30.0
+    """To accept a session, waiting for a free one included."""
+    reset: float = 120.0
+    step: float = 120.0
+    close: float = 2.0
+
+
+class RemoteEnvironment:
+    """One session with an OpenEnv server. Use as `async with`; not shared between tasks."""
+
+    def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
+        self.url = websocket_url(url)
+        self._timeouts = timeouts or EnvTimeouts()
+        self._headers = dict(headers or {})
+        self._socket: ClientConnection | None = None
+
+    async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
+        """Start an episode. A server that is full is asked again until `timeouts.connect` is over."""
+        data = {"seed": seed} | options if seed is not None else options
+        deadline = time.monotonic() + self._timeouts.connect
+        pause = 0.02
+        while True:
+            try:
+                await self._connect(deadline)
+                return await self._ask({"type": "reset", "data": data}, self._timeouts.reset)
+            except EnvBusyError:
+                await self.close()
+                if time.monotonic() + pause > deadline:
+                    raise
+                await asyncio.sleep(pause)
+                pause = min(1.0, pause * 2)
+
+    async def step(self, action: Action) -> StepResult:
+        return await self._ask({"type": "step", "data": action}, self._timeouts.step)
+
+    async def state(self) -> dict[str, Any]:
+        """The environment's own account of itself."""
+        return await self._exchange({"type": "state"}, "state", self._timeouts.step)
+
+    async def close(self) -> None:
+        """End the session; bounded, never raises, idempotent."""
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._timeouts.close):
+                await socket.send(orjson.dumps({"type": "close"}).decode())
+                await socket.close()
+        if socket.transport is not None:
+            socket.transport.abort()
+
+    async def __aenter__(self) -> RemoteEnvironment:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- the wire -------------------------------------------------------------------------------------------
+
+    async def _connect(self, deadline: float) -> None:
+        if self._socket is not None:
+            return
+        bound = max(0.001, deadline - time.monotonic())
+
+        async def open_socket() -> ClientConnection:
+            return await connect(
+                self.url,
+                additional_headers=self._headers,
+                open_timeout=None,
+                close_timeout=self._timeouts.close,
+                max_size=MAX_MESSAGE_BYTES,
+                compression=None,
+                ping_interval=None,  # an environment that computes for minutes need not answer pings
+                proxy=None if _is_local(self.url) else True,
+            )
+
+        self._socket = await self._bounded(open_socket, bound, "accept a connection")
+
+    async def _ask(self, message: dict[str, Any], timeout: float) -> StepResult:
+        return _step_result(await self._exchange(message, "observation", timeout), self.url)
+
+    async def _exchange(self, message: dict[str, Any], answer: str, timeout: float) -> dict[str, Any]:
+        """Send and receive one message; after a fault the session is of no use any more."""
+        socket = self._socket
+        if socket is None:
+            raise EnvError(f"{self.url}: the session is not open; call reset() first.")
+
+        async def exchange() -> str | bytes:
+            await socket.send(orjson.dumps(message).decode())
+            return await socket.recv()
+
+        raw = await self._bounded(exchange, timeout, f"answer `{message['type']}`")
+        return _payload(raw, answer, self.url)
+
+    async def _bounded(self, work: Callable[[], Awaitable[T]], timeout: float, what: str) -> T:
+        try:
+            async with asyncio.timeout(timeout):
+                return await work()
+        except TimeoutError:
+            raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s.") from None
+        except InvalidStatus as error:
+            raise EnvError(f"{self.url} answered HTTP {error.response.status_code}, not a WebSocket.") from None
+        except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError) as error:
+            raise EnvError(f"{self.url} did not {what}: {error!r}") from error
+
+
+def websocket_url(url: str) -> str:
+    """The `/ws` address of a server named by http://, https://, ws:// or wss:// URL, or host:port."""
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    scheme, _, rest = base.partition("://")
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if scheme not in schemes or not rest:
+        raise BadRequestError(f"{url!r} is not the URL of an environment server; write it as http://HOST:PORT.")
+    path = rest if rest.endswith("/ws") else f"{rest}/ws"
+    return f"{schemes[scheme]}://{path}"
+
+
+def _is_local(url: str) -> bool:
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
+    """The `data` of a message of the expected type; anything else raises."""
+    try:
+        message = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise EnvError(f"{url} sent something that is not JSON: {raw[:200]!r}") from None
+    data = message.get("data") if isinstance(message, dict) else None
+    if not isinstance(data, dict):
+        raise EnvError(f"{url} sent a message without an object `data`: {raw[:200]!r}")
+    if message.get("type") == "error":
+        code = str(data.get("code", "UNKNOWN"))
+        text = f"{url} reports {code}: {str(data.get('message', 'no message'))[:1000]}"
+        raise EnvBusyError(text) if code == "CAPACITY_REACHED" else EnvError(text)
+    if message.get("type") != answer:
+        raise EnvError(f"{url} answered with type {message.get('type')!r} instead of {answer!r}.")
+    return data
+
+
+def _step_result(data: dict[str, Any], url: str) -> StepResult:
+    observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
+    if not isinstance(observation, dict):
+        raise EnvError(f"{url} sent an observation that is no object: {str(observation)[:200]}")
+    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
+        raise EnvError(f"{url} sent a reward that is no finite number: {reward!r}")
+    if not isinstance(done, bool):
+        raise EnvError(f"{url} sent `done` that is not true or false: {done!r}")
+    return StepResult(observation, None if reward is None else float(reward), done)
