@@ -18,10 +18,14 @@ from verl_server.server_args import ServerArgs
 GREEDY = {"temperature": 0.0}
 
 
-def make_runner(folder: Path, tp: TpGroup | None = None, **changes: Any) -> ModelRunner:
+CPU = torch.device("cpu")
+
+
+def make_runner(folder: Path, tp: TpGroup | None = None, device: torch.device = CPU, **changes: Any) -> ModelRunner:
     settings: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 32, "cpu_threads": 1} | changes
-    args = ServerArgs(model_path=str(folder), device="cpu", tp_size=tp.size if tp else 1, **settings)
-    return ModelRunner(args, tp or TpGroup(), torch.device("cpu"))
+    kind: Any = device.type
+    args = ServerArgs(model_path=str(folder), device=kind, tp_size=tp.size if tp else 1, **settings)
+    return ModelRunner(args, tp or TpGroup(), device)
 
 
 @dataclass
@@ -121,12 +125,12 @@ class Driver:
 
 
 class Reference:
-    """transformers, fp32, CPU."""
+    """transformers; fp32 on the CPU unless said."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> None:
         from transformers import AutoModelForCausalLM  # seconds that a tensor-parallel rank can do without
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
     def check(self, sequence: Sequence, tolerance: float = 1e-4) -> None:
         """Greedy ids and log-probabilities of every output token, given those before it."""
@@ -141,7 +145,7 @@ class Reference:
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocab] of the token that follows each position."""
-        logits = self.model(torch.tensor([tokens])).logits[0].float()
+        logits = self.model(torch.tensor([tokens], device=self.model.device)).logits[0].float().cpu()
         return logits - logits.logsumexp(-1, keepdim=True)
 
 
