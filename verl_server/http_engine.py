@@ -32,6 +32,7 @@ from verl_server.errors import (
     VerlServerError,
     error_for_status,
 )
+from verl_server.http_transport import KeepAliveTransport
 from verl_server.io_struct import (
     ContinueGenerationReq,
     ControlReply,
@@ -68,7 +69,8 @@ _CONTROL_GRACE = 30.0
 """Over the server's own bound, so that its error, which knows more, arrives first."""
 _DEATH_WAIT = 5.0
 """How long a broken connection is given to turn out as the end of our child."""
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+_KEEP_ALIVE_EXPIRY = 60.0
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_EXPIRY)
 _KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after about two minutes
     _KEEP_ALIVE_OPTIONS += [
@@ -173,7 +175,7 @@ class HttpServerEngineAdapter(EngineBase):
             client = self._async_clients[loop] = httpx.AsyncClient(
                 base_url=self._client.base_url,
                 timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-                transport=httpx.AsyncHTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
+                transport=KeepAliveTransport(_KEEP_ALIVE_EXPIRY, _KEEP_ALIVE_OPTIONS),
             )
         return client
 
