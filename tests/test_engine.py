@@ -255,7 +255,7 @@ def test_killed_server_fails_calls_in_flight(tiny_llama: Path, victim: str) -> N
             began = time.monotonic()
             os.kill(adapter.pid if victim == "server" else scheduler, signal.SIGKILL)  # type: ignore[arg-type]
             for job in jobs:
-                with pytest.raises(ServerDiedError, match="SIGKILL|ended with"):
+                with pytest.raises(ServerDiedError, match=r"SIGKILL|ended with"):
                     job.result(10)
         assert time.monotonic() - began < 10
         deadline = time.monotonic() + 10
@@ -274,7 +274,7 @@ def test_launch_failures_carry_the_cause(tiny_llama: Path, tmp_path: Path) -> No
     with pytest.raises(BadRequestError, match="Unknown server argument"):
         Engine(model_path=str(tiny_llama), no_such_setting=1)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ServerLaunchError, match="Traceback|tokenizer"):
+    with pytest.raises(ServerLaunchError, match=r"Traceback|tokenizer"):
         HttpServerEngineAdapter(model_path=str(tmp_path), port=0)
 
 

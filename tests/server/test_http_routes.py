@@ -74,9 +74,6 @@ def test_stream_of_a_bad_request_is_a_plain_400(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusal_by_the_scheduler_is_shape_b(stack: Stack, stream: bool) -> None:
-    def full(req: io.TokenizedGenerateReq) -> list[int]:
-        raise AssertionError
-
     stack.scheduler.hold = True
     answers: list[Any] = []
     body = {"input_ids": [5], "stream": stream}
@@ -216,6 +213,19 @@ def test_health_asks_a_silent_scheduler(stack: Stack) -> None:
     stack.manager.last_message -= 1000
     assert stack.get("/health").status_code == 200
     assert stack.scheduler.wait_for(io.GetInternalStateReq)
+
+
+def test_health_is_503_while_the_scheduler_hangs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.server.http_server._HEALTH_TIMEOUT", 0.2)
+    stack.scheduler.control = lambda message: None
+    stack.manager.last_message -= 1000
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(stack.get("/health").status_code)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert answers == [503, 503]
 
 
 def test_health_of_a_dead_scheduler(stack: Stack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +208,9 @@ def test_unbounded_request_runs_to_the_end_of_the_context(stack: Stack) -> None:
         ({"input_ids": [5], "logprob_start_len": 2}, "logprob_start_len"),
         ({"input_ids": [5], "top_logprobs_num": -1}, "top_logprobs_num"),
         ({"text": ""}, "input_ids cannot be empty"),
+        ({"text": "\ud800"}, "cannot be tokenized"),
+        ({"input_ids": [5], "sampling_params": {"stream_interval": 2**70}}, "stream_interval"),
+        ({"input_ids": [[5]] * 100, "sampling_params": {"n": 4096}}, "409600 samples"),
     ],
 )
 def test_refused_before_anything_is_sent(stack: Stack, body: dict[str, Any], says: str) -> None:
@@ -290,7 +294,7 @@ def test_frames_are_cumulative_and_end_like_the_plain_result(stack: Stack) -> No
     stack.scheduler.chunk = 1
     body: dict[str, Any] = {"input_ids": [1], "sampling_params": {"stop": ["END"], "max_new_tokens": 50}}
     frames = stack.manager.run_sync(_frames(stack, **body), timeout=20)
-    for before, after in zip(frames, frames[1:], strict=False):
+    for before, after in itertools.pairwise(frames):
         assert after["text"].startswith(before["text"])
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
     assert all(f["meta_info"]["finish_reason"] is None for f in frames[:-1])

@@ -57,6 +57,8 @@ UNSUPPORTED_FIELDS = {
 ACCEPTED_HINTS = ("session_id", "routing_key", "no_logs", "log_metrics", "custom_labels", "background")
 """SGLang's request fields that change no result; accepted and without effect here."""
 
+_MAX_SAMPLES = 1 << 16
+"""Most samples of one call: prompts times `n`."""
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -104,6 +106,10 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         n = params[0].n
         if any(p.n != n for p in params):
             raise BadRequestError("sampling_params.n must be the same for all prompts of a batch.")
+        if count * n > _MAX_SAMPLES:
+            raise BadRequestError(
+                f"{count} prompt(s) with n={n} are {count * n} samples; one call takes {_MAX_SAMPLES}."
+            )
         flags = _per_prompt("return_logprob", self.return_logprob, count, n)
         starts = _per_prompt("logprob_start_len", self.logprob_start_len, count, n)
         tops = _per_prompt("top_logprobs_num", self.top_logprobs_num, count, n)

@@ -69,7 +69,7 @@ class HttpServer:
         self._manager.run_sync(self._start(), timeout=30)
 
     async def _start(self) -> None:
-        self._manager.add_stop_hook(self.stop)
+        self._manager.add_http_server(self.stop)
         self._task = asyncio.ensure_future(self._serve())
         while not self._uvicorn.started:
             if self._task.done():

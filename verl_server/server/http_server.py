@@ -20,7 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl_server import __version__
-from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError, VerlServerError
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    VerlServerError,
+)
 from verl_server.io_struct import GetInternalStateReq
 from verl_server.server.auth import AuthMiddleware
 from verl_server.server.control_api import ADMIN_PATHS, ControlApi
@@ -213,7 +219,10 @@ class NativeApi:
         manager = self._manager
         if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls_in_flight:
             return
-        await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
+        try:
+            await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
+        except ControlTimeoutError as error:
+            raise ServerUnavailableError(f"The scheduler gives no sign of life: {error}") from None
 
     # -- info -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import httpx
 
 from verl_server.child_process import ChildProcess, child_main, describe_exit
 from verl_server.distributed import free_port
-from verl_server.errors import ServerDiedError, ServerLaunchError, VerlServerError
+from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.server.http_process import HttpServer, bind_socket
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -135,8 +135,8 @@ def launch_server(
 
     try:
         run_server(server_args, on_ready)
-    except VerlServerError as error:
-        _send(pipe_finish_writer, str(error))
+    except Exception as error:
+        _send(pipe_finish_writer, str(error) or repr(error))
         raise
 
 
@@ -200,8 +200,9 @@ def launch_server_from_verl_engine(
 ) -> None:
     """Serve HTTP over a live in-process engine, on its TokenizerManager's own loop. Call it in a thread.
 
-    Blocks until the engine shuts down. The engine stays usable from other threads all the while: they submit
-    to the same loop. (The original ran a second loop here, and the second weight update hung.)
+    Blocks until the engine shuts down or `tokenizer_manager.stop_http()` is called. The engine stays usable from
+    other threads all the while: they submit to the same loop. (The original ran a second loop here, and the second
+    weight update hung.)
     """
     del scheduler_info  # the manager has it; the argument is the original's
     try:
@@ -219,8 +220,8 @@ def launch_server_from_verl_engine(
             http.request_stop()
             http.join(timeout=_STOP_GRACE)
             sock.close()
-    except VerlServerError as error:
-        _send(pipe_finish_writer, str(error))
+    except Exception as error:
+        _send(pipe_finish_writer, str(error) or repr(error))
         raise
 
 

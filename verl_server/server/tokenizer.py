@@ -45,7 +45,11 @@ class ModelText:
         return list(dict.fromkeys(i for i in found if isinstance(i, int)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._need("text").encode(text, add_special_tokens=add_special_tokens))
+        tokenizer = self._need("text")
+        try:
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, ValueError) as error:  # lone surrogates
+            raise BadRequestError(f"The text cannot be tokenized: {error}") from None
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
         """A function from ids to exactly their text (no cleanup of spaces, which would hide tokens)."""

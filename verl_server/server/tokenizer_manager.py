@@ -36,7 +36,9 @@ from verl_server.io_struct import (
     ControlReq,
     FinishReq,
     FlushCacheReq,
+    GetInternalStateReq,
     PauseGenerationReq,
+    SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
     UpdateWeightsFromDiskReq,
@@ -96,7 +98,7 @@ class TokenizerManager:
         self._outbox: collections.deque[bytes] = collections.deque()
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
-        self._stop_hooks: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
@@ -162,9 +164,10 @@ class TokenizerManager:
         for state in states:
             if state.rid in self._by_rid:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
-        for state in states:
+        messages = [self._encode(state.req) for state in states]
+        for state, message in zip(states, messages, strict=True):
             self._states[state.req.rid] = self._by_rid[state.rid] = state
-            self._send(state.req)
+            self._send(message)
         self.metrics.requests_accepted(len(states), sum(len(ids) for ids in prompts))
         return Generation(states, obj.is_single, self.abandon)
 
@@ -222,15 +225,15 @@ class TokenizerManager:
     def abandon(self, state: ReqState) -> None:
         """The caller is gone: forget the request and make the scheduler stop it."""
         if self._forget(state) and not state.done:
-            self._send(AbortReq(rid=state.req.rid))
+            self._send(self._encode(AbortReq(rid=state.req.rid)))
             self.metrics.request_aborted()
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ask the scheduler to end one request or all; their callers get partial output. Unknown rids pass."""
         if abort_all:
-            self._send(AbortReq(abort_all=True))
+            self._send(self._encode(AbortReq(abort_all=True)))
         elif rid in self._by_rid:
-            self._send(AbortReq(rid=self._by_rid[rid].req.rid))
+            self._send(self._encode(AbortReq(rid=self._by_rid[rid].req.rid)))
 
     # -- control --------------------------------------------------------------------------------------------
 
@@ -242,10 +245,11 @@ class TokenizerManager:
             waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
             timeout = self.server_args.control_timeout + waits + _CONTROL_GRACE
         req.id = next(self._serial)
+        message = self._encode(req)
         future: asyncio.Future[ControlReply] = self.loop.create_future()
         self._replies[req.id] = (name, future)
         try:
-            self._send(req)
+            self._send(message)
             reply = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise ControlTimeoutError(f"The scheduler did not answer {name} within {timeout:.0f} s.") from None
@@ -267,7 +271,9 @@ class TokenizerManager:
 
     @property
     def controls_in_flight(self) -> list[str]:
-        return [name for name, _ in self._replies.values()]
+        """Control calls that wait for the scheduler, but for looks at its figures, which change nothing."""
+        looks = GetInternalStateReq.__name__.removesuffix("Req")
+        return [name for name, _ in self._replies.values() if name != looks]
 
     @property
     def updating_weights(self) -> bool:
@@ -286,8 +292,14 @@ class TokenizerManager:
 
     # -- sockets --------------------------------------------------------------------------------------------
 
-    def _send(self, message: msgspec.Struct) -> None:
-        self._outbox.append(self._encoder.encode(message))
+    def _encode(self, message: SchedulerInput) -> bytes:
+        try:
+            return self._encoder.encode(message)
+        except (OverflowError, ValueError) as error:
+            raise BadRequestError(f"The request holds a number beyond 64 bits, or no valid text: {error}") from None
+
+    def _send(self, message: bytes) -> None:
+        self._outbox.append(message)
         self._flush_outbox()
 
     def _flush_outbox(self) -> None:
@@ -336,7 +348,7 @@ class TokenizerManager:
                 state.fail(VerlServerError(f"Output of request {state.rid} could not be handled: {error!r}"))
             if state.done:
                 if out.finish_reasons[i] is None:
-                    self._send(FinishReq(rid=wire_rid))
+                    self._send(self._encode(FinishReq(rid=wire_rid)))
                 self._forget(state)
                 self.metrics.request_finished(state)
 
@@ -372,9 +384,17 @@ class TokenizerManager:
             if self._on_death is not None:
                 self._on_death(error)
 
-    def add_stop_hook(self, hook: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`hook` runs on the loop before the sockets close: how an HTTP server over this manager ends with it."""
-        self._stop_hooks.append(hook)
+    def add_http_server(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Register how to end an HTTP server on this loop; called by `stop_http` and at shutdown."""
+        self._http_stops.append(stop)
+
+    def stop_http(self, timeout: float = 15.0) -> None:
+        """End the HTTP servers over this manager (`launch_server_from_verl_engine` returns); the engine stays."""
+        self.run_sync(self._stop_http(), timeout=timeout)
+
+    async def _stop_http(self) -> None:
+        while self._http_stops:
+            await self._http_stops.pop()()
 
     def shutdown(self, timeout: float = 15.0) -> None:
         """End all requests, then HTTP servers, sockets, loop and thread. From any thread but the loop's; idempotent."""
@@ -399,8 +419,7 @@ class TokenizerManager:
             self._gone = ServerUnavailableError("The server is shutting down.")
             await self._abort_running()
             self._die(self._gone)
-        for hook in self._stop_hooks:
-            await hook()
+        await self._stop_http()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
