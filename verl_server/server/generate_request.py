@@ -144,11 +144,12 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         ids = self.input_ids
         if not ids or ids == [[]]:
             raise BadRequestError("input_ids cannot be empty.")
-        nested = [x for x in ids if isinstance(x, list)]
-        if not nested:
+        kinds = set(map(type, ids))  # no Python code per token
+        if kinds == {int}:
             return [ids]  # type: ignore[list-item]
-        if len(nested) != len(ids):
+        if kinds != {list}:
             raise BadRequestError("input_ids mixes token ids and lists: give one list of ids, or a list of such lists.")
+        nested: list[list[int]] = ids  # type: ignore[assignment]
         for i, prompt in enumerate(nested):
             if not prompt:
                 raise BadRequestError(f"input_ids cannot be empty (prompt {i} of the batch is).")
