@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from verl_server.models.tiny import byte_tokenizer
 from verl_server.server.detokenizer import IncrementalDetokenizer, OutputText
@@ -92,3 +94,29 @@ def test_stream_never_shows_the_start_of_a_stop_string() -> None:
         output.push(token)
         seen.append(output.safe_text)
     assert seen == ["x", "x", "x", "xENx", "xENx", "xENx", "xENx"]
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Words with "▁" for spaces, bytes for everything else: Llama 2's and Mistral's kind of decoder."""
+    words = ["▁hello", "▁world", "llo", "▁", "é", "▁a"]
+    vocab = {token: i for i, token in enumerate([*(f"<0x{b:02X}>" for b in range(256)), *words])}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def test_sentencepiece_spaces_and_byte_fallback() -> None:
+    tokenizer = sentencepiece_like()
+    smile = list("🙂".encode())
+    ids = [256, 257, 259, *smile, 258, 260, *smile, *smile, 261]
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
+    pieces = [detokenizer.push(token) for token in ids]
+    assert "".join(pieces) == tokenizer.decode(ids) == "hello world 🙂lloé🙂🙂 a"
+    assert pieces[0] == "hello" and pieces[1] == " world"
+
+
+def test_special_tokens_in_between_change_nothing() -> None:
+    ids = [2, *encode("a"), 3, *encode(" b"), 4, 2]
+    detokenizer = IncrementalDetokenizer(decode)
+    assert "".join(detokenizer.push(token) for token in ids) + detokenizer.flush() == "a b"
