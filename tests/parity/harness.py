@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ class Driver:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._free_pages = list(range(runner.num_pages - 1, -1, -1))  # not in order, as in a long-lived server
+        self.free_pages = list(range(runner.num_pages))
+        random.Random(0).shuffle(self.free_pages)  # as in a long-lived server
         self._rows = 0
 
     def add(self, prompt: list[int], shared: Sequence | None = None, **params: Any) -> Sequence:
@@ -84,7 +86,7 @@ class Driver:
             end = sequence.cached + extend
             needed = -(-end // self.runner.page_size)
             while len(sequence.pages) < needed:
-                sequence.pages.append(self._free_pages.pop())
+                sequence.pages.append(self.free_pages.pop())
             batch.rows.append(sequence.row)
             batch.cached_lens.append(sequence.cached)
             batch.extend_lens.append(extend)

@@ -23,6 +23,8 @@ _BY_MODEL_TYPE = {"llama": SUPPORTED[0], "mistral": SUPPORTED[1], "qwen2": SUPPO
 _ROPE_TYPES = ("default", "linear", "llama3")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.txt", "*.model"]
 
+_HUB_COPIES = ["consolidated*", "original/*", "onnx/*"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -56,7 +58,9 @@ def resolve_model_folder(model_path: str, revision: str | None = None, *, config
         return folder
     try:
         patterns = [p for p in _HUB_FILES if p != "*.safetensors"] if config_only else _HUB_FILES
-        return Path(snapshot_download(model_path, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(model_path, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_COPIES)
+        )
     except Exception as error:
         raise BadRequestError(
             f"model_path {model_path!r} is neither a local folder nor a hub id that can be reached "

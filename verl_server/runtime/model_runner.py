@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -128,15 +129,20 @@ class ModelRunner:
         self._release([self.kv_pool])
 
     def resume_kv_cache(self) -> None:
+        """Take memory for the KV pool again; every page is handed out anew, and zeroed then."""
         self._resume([self.kv_pool])
+        self.kv_pool[:, -1].zero_()
 
     def release_weights(self) -> None:
         """Give the weights' memory back; their contents are lost."""
         self._release(list(self.model.parameters()))
 
     def resume_weights(self) -> None:
-        """Take memory for the weights again: zeros, until a full update fills them."""
-        self._resume(list(self.model.parameters()))
+        """Take memory for the weights again: zeros (vocabulary padding stays so) until a full update fills them."""
+        parameters = list(self.model.parameters())
+        self._resume(parameters)
+        for parameter in parameters:
+            parameter.zero_()
 
     def memory_figures(self) -> dict[str, float | int]:
         """Bytes held now for weights and KV, and the KV capacity in tokens."""
@@ -150,7 +156,7 @@ class ModelRunner:
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
         return figures
 
-    def _release(self, tensors: list[Tensor]) -> None:
+    def _release(self, tensors: Sequence[Tensor]) -> None:
         self.synchronize()
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
@@ -159,11 +165,9 @@ class ModelRunner:
         else:
             _trim_heap()
 
-    def _resume(self, tensors: list[Tensor]) -> None:
+    def _resume(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            tensor.zero_()  # masked KV and vocabulary padding must be finite
-        self.synchronize()
 
     # -- construction ------------------------------------------------------------------------------------------
 
@@ -216,7 +220,8 @@ class ModelRunner:
     def _allocate_kv_pool(self) -> None:
         config = self.config
         shape = (config.num_layers, self.num_pages + 1, self.page_size, 2, self._kv_heads, config.head_dim)
-        self.kv_pool = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.kv_pool = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.kv_pool[:, -1].zero_()
         self._kv_layers = list(self.kv_pool.unbind(0))
         columns = math.ceil(self.context_length / self.page_size)
         self.page_table = np.full((self.max_rows, columns), self.num_pages, dtype=np.int64)
