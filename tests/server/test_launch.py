@@ -293,6 +293,27 @@ def test_updates_with_http_and_threads_in_flight(also_served: Served) -> None:
     assert not errors and all(counts)
 
 
+_FORGETFUL = """
+import sys, threading
+from multiprocessing import Pipe
+from verl_server import Engine, launch_server_from_verl_engine
+
+engine = Engine(model_path=sys.argv[1], port=int(sys.argv[2]), kv_cache_gib=0.05, cpu_threads=1)
+reader, writer = Pipe(duplex=False)
+arguments = (engine.tokenizer_manager, engine.scheduler_info, engine.server_args, writer)
+threading.Thread(target=launch_server_from_verl_engine, args=arguments).start()
+assert reader.recv() == "ready"
+print(engine.scheduler_info["pid"], flush=True)
+"""
+
+
+def test_program_that_forgets_to_shut_down_still_ends(tiny_llama: Path) -> None:
+    command = [sys.executable, "-c", _FORGETFUL, str(tiny_llama), str(free_port())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert not Path(f"/proc/{int(ended.stdout)}").exists(), "an orphan"
+
+
 def test_server_over_a_paused_engine(also_served: Served) -> None:
     also_served.engine.pause_generation("in_place")
     also_served.start_thread()

@@ -20,6 +20,7 @@ _KEEP_ALIVE = 600
 """Longer than any client keeps an idle connection (ours: 60 s), so that no request meets a closing one."""
 _GRACEFUL = 5
 _BACKLOG = 4096
+_MAIN_THREAD_POLL = 0.5
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -84,10 +85,6 @@ class HttpServer:
         finally:
             self._done.set()
 
-    def request_stop(self) -> None:
-        """Ask for the end from any thread."""
-        self._uvicorn.should_exit = True
-
     async def stop(self) -> None:
         """Stop accepting, let answers in progress finish for a few seconds, close."""
         self._uvicorn.should_exit = True
@@ -95,6 +92,16 @@ class HttpServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(self._task, _GRACEFUL + 3)
 
-    def join(self, timeout: float | None = None) -> None:
-        """Block until the server has ended."""
-        self._done.wait(timeout)
+    def join(self) -> None:
+        """Block until the server has ended. Ends it when the program's main thread does: a thread that waits here
+
+        would otherwise keep the interpreter from exiting.
+        """
+        while not self._done.wait(_MAIN_THREAD_POLL):
+            if not threading.main_thread().is_alive():
+                self._uvicorn.should_exit = True
+
+    def end(self) -> None:
+        """Stop from any thread but the loop's, and wait, bounded."""
+        self._uvicorn.should_exit = True
+        self._done.wait(_GRACEFUL + 5)

@@ -217,8 +217,7 @@ def launch_server_from_verl_engine(
             _announce(pipe_finish_writer, launch_callback)
             http.join()
         finally:
-            http.request_stop()
-            http.join(timeout=_STOP_GRACE)
+            http.end()
             sock.close()
     except Exception as error:
         _send(pipe_finish_writer, str(error) or repr(error))
@@ -315,7 +314,10 @@ class _StopRequest:
             raise _StopRequestedError
 
     def wait(self) -> None:
-        self._event.wait()
+        """Block until a stop, a death, or the end of the program whose thread this is."""
+        while not self._event.wait(0.5):
+            if not threading.main_thread().is_alive():
+                self._event.set()
         self.check()
 
 
