@@ -17,9 +17,11 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import aiohttp
 import httpx
 import msgspec
 import orjson
+from httpx_aiohttp import AiohttpTransport
 
 from verl_server import errors
 from verl_server.child_process import ChildProcess, describe_exit
@@ -32,7 +34,6 @@ from verl_server.errors import (
     VerlServerError,
     error_for_status,
 )
-from verl_server.http_transport import KeepAliveTransport
 from verl_server.io_struct import (
     ContinueGenerationReq,
     ControlReply,
@@ -140,7 +141,7 @@ class HttpServerEngineAdapter(EngineBase):
         return result
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        with self._translated(timeout):
+        async with self._translated_async(timeout):
             response = await self._async_client().post("/generate", **self._request("/generate", body, timeout))
         _raise_for(response)
         result: Result = orjson.loads(response.content)
@@ -158,14 +159,14 @@ class HttpServerEngineAdapter(EngineBase):
 
     async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
         request = self._request("/generate", body, timeout)
-        with self._translated(timeout):
-            async with self._async_client().stream("POST", "/generate", **request) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    _raise_for(response)
-                async for line in response.aiter_lines():
-                    if (frame := _frame(line)) is not None:
-                        yield frame
+        client = self._async_client()
+        async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
+            if response.status_code != 200:
+                await response.aread()
+                _raise_for(response)
+            async for line in response.aiter_lines():
+                if (frame := _frame(line)) is not None:
+                    yield frame
 
     def _async_client(self) -> httpx.AsyncClient:
         """This loop's client: connections belong to the loop that opened them."""
@@ -175,7 +176,7 @@ class HttpServerEngineAdapter(EngineBase):
             client = self._async_clients[loop] = httpx.AsyncClient(
                 base_url=self._client.base_url,
                 timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-                transport=KeepAliveTransport(_KEEP_ALIVE_EXPIRY, _KEEP_ALIVE_OPTIONS),
+                transport=AiohttpTransport(client=_aiohttp_session),
             )
         return client
 
@@ -235,30 +236,69 @@ class HttpServerEngineAdapter(EngineBase):
     @contextlib.contextmanager
     def _translated(self, timeout: float | None) -> Iterator[None]:
         """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
-        if self._closed:
-            raise ServerUnavailableError("The adapter has been shut down.")
+        self._check_open()
         try:
             yield
-        except httpx.TimeoutException as error:
-            if isinstance(error, httpx.ConnectTimeout):
-                raise ServerDiedError(f"No connection to {self.url} within {_CONNECT_TIMEOUT:.0f} s.") from error
-            raise ControlTimeoutError(f"{self.url} did not answer within {timeout} s.") from error
         except (httpx.TransportError, httpx.StreamError) as error:
-            raise self._lost(error) from error
+            deadline = time.monotonic() + _DEATH_WAIT
+            while self._may_be_dying(error) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            raise self._explained(error, timeout) from error
 
-    def _lost(self, error: Exception) -> VerlServerError:
+    @contextlib.asynccontextmanager
+    async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
+        """`_translated` that leaves the event loop to the other requests while it waits."""
+        self._check_open()
+        try:
+            yield
+        except (httpx.TransportError, httpx.StreamError) as error:
+            deadline = time.monotonic() + _DEATH_WAIT
+            while self._may_be_dying(error) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            raise self._explained(error, timeout) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServerUnavailableError("The adapter has been shut down.")
+
+    def _may_be_dying(self, error: Exception) -> bool:
+        """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
+        return not _is_timeout(error) and self._child is not None and self._child.poll() is None
+
+    def _explained(self, error: Exception, timeout: float | None) -> VerlServerError:
         if self._closed:
             return ServerUnavailableError("The adapter was shut down during the call.")
+        if _is_timeout(error):
+            return ControlTimeoutError(f"{self.url} did not answer within {timeout} s.")
         if self._child is None:
             return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
-        deadline = time.monotonic() + _DEATH_WAIT
-        while (code := self._child.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        code = self._child.poll()
         if code is None:
             return ServerDiedError(f"The connection to {self.url} broke: {error!r}; its process {self.pid} still runs.")
         return ServerDiedError(
             f"The server at {self.url} (process {self.pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
         )
+
+
+def _aiohttp_session() -> aiohttp.ClientSession:
+    """httpx on aiohttp's connections: httpx's own pool looks at every connection for every request, which at 256
+    requests in flight leaves a few hundred a second of 4,000. No cap, and POST is never retried."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket)
+    return aiohttp.ClientSession(connector=connector)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices, by keep-alive probes, that the server's host vanished during a long generation."""
+    family, kind, protocol, *_ = address
+    sock = socket.socket(family, kind, protocol)
+    for option in _KEEP_ALIVE_OPTIONS:
+        sock.setsockopt(*option)
+    return sock
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
+    return isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
 
 
 def _terminate(child: ChildProcess | None) -> None:
