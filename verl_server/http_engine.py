@@ -14,7 +14,7 @@ import inspect
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -125,9 +125,9 @@ class HttpServerEngineAdapter(EngineBase):
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
             transport=httpx.HTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
         )
-        self._async_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._async_clients: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[AsyncGenerator[httpx.AsyncClient, None], httpx.AsyncClient]
+        ] = weakref.WeakKeyDictionary()
 
     @property
     def pid(self) -> int | None:
@@ -142,7 +142,8 @@ class HttpServerEngineAdapter(EngineBase):
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         async with self._translated_async(timeout):
-            response = await self._async_client().post("/generate", **self._request("/generate", body, timeout))
+            client = await self._async_client()
+            response = await client.post("/generate", **self._request("/generate", body, timeout))
         _raise_for(response)
         result: Result = orjson.loads(response.content)
         return result
@@ -159,7 +160,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
         request = self._request("/generate", body, timeout)
-        client = self._async_client()
+        client = await self._async_client()
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -168,17 +169,19 @@ class HttpServerEngineAdapter(EngineBase):
                 if (frame := _frame(line)) is not None:
                     yield frame
 
-    def _async_client(self) -> httpx.AsyncClient:
-        """This loop's client: connections belong to the loop that opened them."""
+    async def _async_client(self) -> httpx.AsyncClient:
+        """This loop's client: connections belong to the loop that opened them, and end with it."""
         loop = asyncio.get_running_loop()
-        client = self._async_clients.get(loop)
-        if client is None:
-            client = self._async_clients[loop] = httpx.AsyncClient(
+        if loop not in self._async_clients:
+            client = httpx.AsyncClient(
                 base_url=self._client.base_url,
                 timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
                 transport=AiohttpTransport(client=_aiohttp_session),
             )
-        return client
+            # asyncio.run closes the async generators of its loop at the end: that is when the client closes.
+            lifetime = _open_until_closed(client)
+            self._async_clients[loop] = lifetime, await anext(lifetime)
+        return self._async_clients[loop][1]
 
     # -- control and info -----------------------------------------------------------------------------------
 
@@ -213,6 +216,9 @@ class HttpServerEngineAdapter(EngineBase):
     def shutdown(self) -> None:
         self._closed = True
         self._client.close()
+        for loop, (lifetime, _) in list(self._async_clients.items()):
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(_close(lifetime), loop)
         self._finalizer()
 
     # -- shared ---------------------------------------------------------------------------------------------
@@ -278,6 +284,15 @@ class HttpServerEngineAdapter(EngineBase):
         return ServerDiedError(
             f"The server at {self.url} (process {self.pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
         )
+
+
+async def _open_until_closed(client: httpx.AsyncClient) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with client:
+        yield client
+
+
+async def _close(lifetime: AsyncGenerator[httpx.AsyncClient, None]) -> None:
+    await lifetime.aclose()
 
 
 def _aiohttp_session() -> aiohttp.ClientSession:
