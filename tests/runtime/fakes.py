@@ -28,7 +28,7 @@ from verl_server.io_struct import (
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
 from verl_server.runtime.scheduler import Scheduler
 from verl_server.runtime.tp_group import TpGroup
-from verl_server.runtime.tp_worker import TpWorker, WeightCommand
+from verl_server.runtime.tp_worker import TpWorker, UpdateCommand, WeightCommand
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
 
@@ -169,10 +169,17 @@ class FakeWeights:
         self.version, self.state = "0", "serving"
         self.reason: str | None = None
         self.next_outcome = "ok"  # or "refused", "torn"
+        self.next_precheck: str | None = None
         self.handled: list[WeightCommand] = []
 
     def refusal(self) -> str | None:
         return self.reason
+
+    def precheck(self, req: UpdateCommand) -> ControlReply | None:
+        if self.next_precheck is None:
+            return None
+        message, self.next_precheck = self.next_precheck, None
+        return ControlReply(id=req.id, success=False, message=message, status_code=400)
 
     def handle(self, req: WeightCommand) -> ControlReply:
         self.handled.append(req)

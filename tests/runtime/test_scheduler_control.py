@@ -171,6 +171,19 @@ def test_a_refused_update_keeps_weights_and_cache() -> None:
     assert h.last["a"][0].cached_tokens == [8] and h.tokens["a"] == generate(prompt(0, 9), 4, 0)
 
 
+@pytest.mark.parametrize("mode", ["wait", "in_place", "retract", "abort"])
+def test_an_update_that_is_plainly_wrong_disturbs_nobody(mode: Any) -> None:
+    h = serving()
+    h.add("a", prompt(0, 9), 20)
+    h.steps()
+    h.weights.next_precheck = "no parameter 'foo'"
+    reply = h.control(update(1, mode=mode))
+    assert reply is not None and not reply.success and "foo" in reply.message
+    assert not h.weights.handled
+    h.run()
+    assert h.tokens["a"] == generate(prompt(0, 9), 20, 0) and h.last["a"][0].num_retractions == [0]
+
+
 def test_torn_weights_refuse_everyone_until_a_full_update() -> None:
     h = serving(max_rows=2)
     h.add("queued", prompt(7, 9), 5)

@@ -74,6 +74,10 @@ class ControlQueue:
                 self._reply(ControlReply(id=req.id, success=True))
             case FlushCacheReq():
                 self._flushes.append(_PendingFlush(req, now + min(max(req.timeout, 0.0), self._timeout)))
+            case UpdateWeightsFromTensorReq() | UpdateWeightsFromDiskReq() if (
+                refused := self._scheduler.worker.weights.precheck(req)
+            ):
+                self._reply(refused)  # before any request waits, or is aborted, for it
             case _:
                 self._queue.append(_Pending(req, now + self._timeout))
 

@@ -28,9 +28,9 @@ from verl_server.runtime.tp_group import TpGroup
 
 logger = logging.getLogger(__name__)
 
+UpdateCommand = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
 WeightCommand = (
-    UpdateWeightsFromTensorReq
-    | UpdateWeightsFromDiskReq
+    UpdateCommand
     | UpdateWeightVersionReq
     | GetWeightsByNameReq
     | WeightsCheckerReq
@@ -69,6 +69,8 @@ class Weights(Protocol):
 
     @property
     def state(self) -> str: ...
+
+    def precheck(self, req: UpdateCommand) -> ControlReply | None: ...
 
     def handle(self, req: WeightCommand) -> ControlReply: ...
 

@@ -49,9 +49,9 @@ from verl_server.weight_sync.receiver import UpdatePlan, WeightReceiver
 logger = logging.getLogger(__name__)
 
 State = Literal["serving", "torn", "not_loaded", "asleep"]
+UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
 WeightReq = (
-    UpdateWeightsFromTensorReq
-    | UpdateWeightsFromDiskReq
+    UpdateReq
     | UpdateWeightVersionReq
     | GetWeightsByNameReq
     | WeightsCheckerReq
@@ -84,6 +84,19 @@ class WeightUpdater:
             return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
         return ControlReply(id=req.id, success=True, message=message, payload=payload)
 
+    def precheck(self, req: UpdateReq) -> ControlReply | None:
+        """The refusal of an update that is wrong whatever the other ranks say; None if there is none to see yet.
+
+        Rank 0, before any running request is disturbed for the update. Writes nothing, and what it opened is
+        found open by `handle`.
+        """
+        try:
+            self._staging(req)()
+        except VerlServerError as error:
+            self._receiver.finish()
+            return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        return None
+
     def refusal(self) -> str | None:
         """Why generation cannot be served now; None if it can."""
         if self.state == "asleep":
@@ -98,10 +111,11 @@ class WeightUpdater:
 
     def _dispatch(self, req: WeightReq) -> Outcome:
         match req:
-            case UpdateWeightsFromTensorReq():
-                return self._update_from_tensor(req)
-            case UpdateWeightsFromDiskReq():
-                return self._update_from_disk(req)
+            case UpdateWeightsFromTensorReq() | UpdateWeightsFromDiskReq():
+                try:
+                    return self._update(self._staging(req), req.weight_version)
+                finally:
+                    self._receiver.finish()
             case UpdateWeightVersionReq():
                 self._label(req.new_version)
                 return f"Weight version updated to {self.version}", {"new_version": self.version}
@@ -117,26 +131,22 @@ class WeightUpdater:
 
     # -- updates -----------------------------------------------------------------------------------------------
 
-    def _update_from_tensor(self, req: UpdateWeightsFromTensorReq) -> Outcome:
-        if req.load_format not in (None, "auto"):
-            raise BadRequestError(f"load_format={req.load_format!r} is not supported here; leave it unset.")
-        try:
-            return self._update(
-                lambda: self._receiver.stage(req.named_tensors, strict_dtype=req.strict_dtype, partial=req.partial),
-                req.weight_version,
-            )
-        finally:
-            self._receiver.finish()
-
-    def _update_from_disk(self, req: UpdateWeightsFromDiskReq) -> Outcome:
+    def _staging(self, req: UpdateReq) -> Callable[[], UpdatePlan]:
+        """The check of an update's source, which gives the plan of its copies."""
+        if isinstance(req, UpdateWeightsFromTensorReq):
+            if req.load_format not in (None, "auto"):
+                raise BadRequestError(f"load_format={req.load_format!r} is not supported here; leave it unset.")
+            named, strict_dtype, partial = req.named_tensors, req.strict_dtype, req.partial
+            return lambda: self._receiver.stage(named, strict_dtype=strict_dtype, partial=partial)
         if req.load_format not in (None, "auto", "safetensors"):
             raise BadRequestError(f"load_format={req.load_format!r} is not supported; use 'auto' or 'safetensors'.")
+        path = req.model_path
 
         def stage() -> UpdatePlan:
-            tensors = list(iter_checkpoint(resolve_model_folder(req.model_path, None)))  # mapped, not read yet
+            tensors = list(iter_checkpoint(resolve_model_folder(path, None)))  # mapped, not read yet
             return self._receiver.plan(tensors, strict_dtype=False, partial=False)
 
-        return self._update(stage, req.weight_version)
+        return stage
 
     def _update(self, stage: Callable[[], UpdatePlan], label: str | None) -> Outcome:
         self._need_weights("updated")

@@ -23,7 +23,6 @@ from typing import Any
 import httpx
 
 from verl_server.child_process import ChildProcess, child_main, describe_exit
-from verl_server.distributed import free_port
 from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.server.http_process import HttpServer, bind_socket
 from verl_server.server.tokenizer import ModelText
@@ -62,7 +61,7 @@ class EngineProcesses:
         args = self.server_args
         init_addr = args.dist_init_addr
         if init_addr is None and args.tp_size > 1:
-            init_addr = f"127.0.0.1:{free_port()}"
+            init_addr = f"file://{self._folder}/ranks"  # a TCP store would listen on every interface
         first = args.node_rank * args.ranks_per_node
         for tp_rank in range(first, first + args.ranks_per_node):
             argument = {
