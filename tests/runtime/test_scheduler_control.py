@@ -23,7 +23,7 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
 )
 
-from .fakes import Harness, chain, generate, kv_entry, next_token, prompt
+from .fakes import Harness, chain, generate, kv_entry, logprob_of, next_token, prompt
 
 
 def update(id: int, mode: Any = "wait", **fields: Any) -> UpdateWeightsFromTensorReq:
@@ -113,6 +113,36 @@ def test_in_place_pages_serve_nobody_else() -> None:
     assert message.cached_tokens[index] == 8, "the part that `same` computed under the new weights, no more"
     assert h.tokens["again"] == generate(prompt(0, 9) + h.tokens["r0"], 4, 1)
     assert h.scheduler.planner.cache.detached == 0
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_in_place_starts_an_unfinished_prefill_again(paused: bool) -> None:
+    h = Harness()  # 16 prompt tokens a step
+    h.add("long", prompt(0, 60), 6, return_logprob=True, logprob_start_len=0)
+    h.steps(2)
+    if paused:
+        h.control(PauseGenerationReq(id=1, mode="in_place"))
+    assert h.control(update(2, "in_place")).success
+    h.scheduler.handle(ContinueGenerationReq(id=3))
+    h.run()
+    assert h.tokens["long"] == generate(prompt(0, 60), 6, 1) and h.versions["long"] == ["1"] * 6
+    found = next(message.prompt_logprobs[0] for message in h.sent if getattr(message, "prompt_logprobs", None))
+    assert found.logprobs[1:] == [logprob_of(token, i, 1) for i, token in enumerate(prompt(0, 60)) if i]
+    assert h.last["long"][0].num_retractions == [1]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_flood_of_updates_lets_long_prompts_finish(mode: Any) -> None:
+    h = Harness()
+    h.add("long", prompt(0, 60), 3)
+    h.steps()
+    for i in range(20):
+        h.scheduler.handle(update(i, mode))
+    while "long" not in h.finished:
+        h.steps()
+    assert len(h.replies) < 20, "it had to wait until nobody updated any more"
+    h.run()
+    assert len(h.replies) == 20 and all(reply.success for reply in h.replies.values())
 
 
 def test_a_retraction_after_an_in_place_update_makes_pages_shareable_again() -> None:

@@ -34,7 +34,7 @@ class Shadow:
 
     def __init__(self, harness: Harness) -> None:
         self._h = harness
-        self._kv: dict[str, list[int]] = {}
+        self._kv: dict[tuple[str, int], list[int]] = {}  # by rid and number of retractions
         self._reqs: dict[int, Req] = {}
         harness.runner.before_step = self.before_step
         harness.runner.after_entry = self.after_entry
@@ -47,21 +47,25 @@ class Shadow:
             req = self._reqs[row]
             if row in newcomers and not self._is_swap(batch, row, cached, req):
                 # What comes out of the prefix cache was computed under one version, today's.
-                self._kv[req.rid] = chain(req.token_ids[:cached], salt)
-            assert len(self._kv[req.rid]) == cached
+                self._kv[_life(req)] = chain(req.token_ids[:cached], salt)
+            assert len(self._kv[_life(req)]) == cached
 
     def _is_swap(self, batch: ForwardBatch, row: int, cached: int, req: Req) -> bool:
         """Page 0 was swapped for the tree's equal page; the request is not new."""
-        known = self._kv.get(req.rid)
+        known = self._kv.get(_life(req))
         updates = [pages for r, column, pages in batch.page_updates if r == row and column == 0]
         return known is not None and len(known) == cached and len(updates[0]) == 1 and cached > 0
 
     def after_entry(self, batch: ForwardBatch, entry: int, context: list[int]) -> None:
         req = self._reqs[batch.rows[entry]]
-        kv = self._kv[req.rid]
+        kv = self._kv[_life(req)]
         for position in range(len(kv), len(context)):
             kv.append(kv_entry(kv[-1] if kv else 1, req.token_ids[position], position, self._h.runner.salt))
         assert context == kv, f"{req.rid} read wrong KV at {next(i for i, v in enumerate(kv) if context[i] != v)}"
+
+
+def _life(req: Req) -> tuple[str, int]:
+    return req.rid, req.num_retractions
 
 
 class Monkey:

@@ -84,15 +84,27 @@ class BatchPlanner:
         self.add(req)
 
     def retract_all(self) -> None:
+        """Retract all running requests for an update, or a pause."""
         for req in list(self.running):
             self.retract(req)
+            req.restarted = True
+
+    def is_restarting(self) -> bool:
+        """Whether a request that an update threw back is still computing what it had before."""
+        return any(req.restarted for req in self.running)
 
     def has_started(self) -> bool:
         """Whether any request was started and is not finished, retracted ones included."""
         return bool(self.running) or any(req.started for req in self.waiting)
 
     def start_version(self) -> None:
-        """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`."""
+        """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`.
+
+        An unfinished prefill starts again: the next token and the log-probabilities of a prompt have one version.
+        """
+        for req in [req for req in self.running if req.prefilling]:
+            self.retract(req)
+            req.restarted = True
         self.cache.start_version()
         for req in self.running:
             req.private = True
@@ -117,6 +129,7 @@ class BatchPlanner:
             req.cached_len = req.device_len
             if req.prefilling:
                 req.prefilling = req.device_len < len(req.token_ids)
+                req.restarted = req.restarted and req.prefilling
                 prefilled.append(req)
         return prefilled
 

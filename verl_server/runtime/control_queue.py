@@ -56,7 +56,7 @@ class ControlQueue:
         self._timeout = timeout
         self._queue: deque[_Pending] = deque()
         self._flushes: list[_PendingFlush] = []
-        self._step_owed = False  # an update ran: generation gets a step before the next one
+        self._step_taken = True  # since the last update: generation gets one before the next
         self.paused = False
         self.draining = False
         """The head of the queue waits for started requests; nobody new is started."""
@@ -93,11 +93,15 @@ class ControlQueue:
                 break
             self._queue.popleft()
             self._run(head.req)
-        self.draining = bool(self._queue) and not self._step_owed
+        self.draining = bool(self._queue) and not self._owes_progress()
         self._run_flushes()
 
     def step_taken(self) -> None:
-        self._step_owed = False
+        self._step_taken = True
+
+    def _owes_progress(self) -> bool:
+        """Whether generation has not come any further since the last update: a flood of them would starve it."""
+        return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
         """With nothing runnable: whether `run_ready` has something to do. Then nobody is waited for but, by a
@@ -118,7 +122,7 @@ class ControlQueue:
             scheduler.abort_all("Aborted by a change of the weight version.")
         if not isinstance(req, _UPDATES):
             return True
-        if self._step_owed and scheduler.has_runnable():
+        if scheduler.has_runnable() and self._owes_progress():
             return False
         if req.abort_all_requests or (req.mode == "abort" and not self.paused):
             scheduler.abort_all("Aborted by a weight update.")
@@ -155,7 +159,7 @@ class ControlQueue:
             return
         reply = scheduler.worker.control(req)
         if isinstance(req, _UPDATES):
-            self._step_owed = True
+            self._step_taken = False
         # A refused update that left the weights whole keeps the cache. A torn one, released memory and new
         # weights do not.
         changed = reply.success and isinstance(req, (*_UPDATES, ReleaseMemoryOccupationReq))

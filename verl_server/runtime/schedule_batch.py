@@ -76,6 +76,7 @@ class Req:
         "private",
         "prompt_ids",
         "prompt_logprobs",
+        "restarted",
         "rid",
         "row",
         "spec",
@@ -120,6 +121,8 @@ class Req:
         self.prefilling = False
         self.private = False
         """KV mixes weight versions: never shared through the prefix cache."""
+        self.restarted = False
+        """An update threw its KV away: its prefill ends before the next update may do the same."""
         self.started = False
         """Was admitted once; a weight update that waits, waits for it."""
         self.cached_tokens = 0
