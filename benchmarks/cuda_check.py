@@ -1,6 +1,6 @@
-"""What CI cannot run: parity in bf16 and weight updates through CUDA IPC, on one NVIDIA GPU.
+"""What CI cannot run: parity in bf16 and weight updates through CUDA IPC, on NVIDIA GPUs.
 
-    python -m benchmarks.cuda_check [--arch qwen3 --arch llama ...]
+    python -m benchmarks.cuda_check [--arch qwen3 llama ...] [--tp-size 2]
 
 Prints one JSON line per figure (`name, value, unit, limit, ok`). For each architecture: mean absolute error of
 bf16 log-probabilities against fp32, ours and transformers', over the same sequences, with the server's
@@ -47,6 +47,8 @@ class Args:
     """Architectures to check."""
     pushes: int = 50
     """Timed weight updates."""
+    tp_size: int = 1
+    """Tensor-parallel ranks, each on its own GPU; this process pushes from the first."""
 
 
 def report(name: str, value: float, unit: str, limit: float | None = None) -> bool:
@@ -174,7 +176,12 @@ def main() -> None:
             folder = make_model_folder(path, arch, dtype=torch.bfloat16, **SHAPE)
             start = time.perf_counter()
             with HttpServerEngineAdapter(
-                model_path=str(folder), device="cuda", port=0, mem_fraction_static=0.3, chunked_prefill_size=1024
+                model_path=str(folder),
+                device="cuda",
+                port=0,
+                tp_size=args.tp_size,
+                mem_fraction_static=0.3,
+                chunked_prefill_size=1024,
             ) as engine:
                 report(f"{arch}_ready", time.perf_counter() - start, "s")
                 ok &= check_parity(engine, folder, arch, "loaded")
