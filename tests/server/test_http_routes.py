@@ -111,32 +111,45 @@ def test_unknown_top_level_keys_are_ignored_and_counted(stack: Stack) -> None:
     assert f'verl_server:ignored_request_fields_total{{{label},route="/pause_generation"}} 1.0' in text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_disconnected_client_is_aborted(stack: Stack, stream: bool) -> None:
-    stack.scheduler.hold = True
+def connect_and_leave(stack: Stack, path: str, body: bytes, more_body: bool = False) -> None:
+    """A client that sends `body` and leaves: at once if there was more to come, else when its request runs."""
+    messages = [{"type": "http.request", "body": body, "more_body": more_body}]
 
-    async def connect_and_leave() -> None:
-        body = json.dumps({"input_ids": [5], "stream": stream}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+    async def receive() -> Any:
+        if messages:
+            return messages.pop(0)
+        while stack.manager.num_requests == 0 and not more_body:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
-        async def receive() -> Any:
-            if messages:
-                return messages.pop(0)
-            while stack.manager.num_requests == 0:
-                await asyncio.sleep(0)
-            return {"type": "http.disconnect"}
+    async def send(message: Any) -> None:
+        pass
 
-        async def send(message: Any) -> None:
-            pass
-
+    async def call() -> None:
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-            "method": "POST", "path": "/generate", "raw_path": b"/generate", "query_string": b"", "headers": [],
+            "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [],
             "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
         }  # fmt: skip
         await stack.app(scope, receive, send)
 
-    stack.manager.run_sync(connect_and_leave(), timeout=10)
+    stack.manager.run_sync(call(), timeout=10)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/update_weights_from_tensor", "/tokenize"])
+def test_client_that_leaves_while_it_sends_is_counted_in_silence(
+    stack: Stack, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect_and_leave(stack, path, b'{"input_ids": [5', more_body=True)
+    assert not caplog.records
+    label = 'model_name="' + str(stack.args.model_path) + '"'
+    assert f"verl_server:client_disconnects_total{{{label}}} 1.0" in stack.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnected_client_is_aborted(stack: Stack, stream: bool) -> None:
+    stack.scheduler.hold = True
+    connect_and_leave(stack, "/generate", json.dumps({"input_ids": [5], "stream": stream}).encode())
     (req,) = stack.scheduler.wait_for(io.TokenizedGenerateReq)
     (abort,) = stack.scheduler.wait_for(io.AbortReq)
     assert abort.rid == req.rid and stack.manager.num_requests == 0

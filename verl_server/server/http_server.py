@@ -67,7 +67,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
         exception_handlers={
             VerlServerError: _on_error,
             HTTPException: _on_http_exception,
-            ClientDisconnectedError: _on_disconnect,
+            ClientDisconnectedError: native.on_disconnect,
             Exception: _on_crash,
         },
     )
@@ -85,10 +85,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = f"{error.detail}: {request.method} {request.url.path}"
     content = error_object(message, error.status_code, str(error.status_code))
     return json_response(content, error.status_code, dict(error.headers or {}))
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # goes nowhere
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
@@ -124,6 +120,10 @@ class NativeApi:
 
     async def root(self, request: Request) -> Response:
         return PlainTextResponse("verl-server is running.\n")
+
+    async def on_disconnect(self, request: Request, error: Exception) -> Response:
+        self._manager.metrics.client_disconnected()
+        return Response(status_code=499)  # goes nowhere
 
     # -- generate -------------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class Metrics:
         self._cached = counter("sglang:cached_tokens", "Prompt tokens from the prefix cache").labels(**self._labels)
         self._output = counter("sglang:generation_tokens", "Output tokens").labels(**self._labels)
         self._ignored = counter("verl_server:ignored_request_fields", "Unknown body fields ignored", ("route",))
+        disconnects = counter("verl_server:client_disconnects", "Calls whose client left before the answer")
+        self._disconnects = disconnects.labels(**self._labels)
         self._first = histogram("sglang:time_to_first_token_seconds", "Time to the first token", _LATENCY)
         self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
         self._each = histogram("sglang:time_per_output_token_seconds", "Mean time of later tokens", _PER_TOKEN)
@@ -81,6 +83,10 @@ class Metrics:
         """Count body keys that meant nothing to us. The route is the label: keys are the caller's choice."""
         if count:
             self._ignored.labels(**self._labels, route=route).inc(count)
+
+    def client_disconnected(self) -> None:
+        """Count a call that nobody waits for. (A stream that is left half way counts as aborted.)"""
+        self._disconnects.inc()
 
     def render(self, internal_state: Mapping[str, Any]) -> bytes:
         """Text exposition; `internal_state` is the scheduler's payload, {} if it did not answer in time."""

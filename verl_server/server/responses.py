@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -82,7 +82,10 @@ def openai_error_type(error: VerlServerError) -> str:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or BodyTooLargeError without ever holding more than `limit` bytes."""
+    """The whole body, or BodyTooLargeError without ever holding more than `limit` bytes.
+
+    Raises ClientDisconnectedError if the client leaves before it has sent all.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         if "100-continue" not in request.headers.get("expect", "").lower():
@@ -90,13 +93,16 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(f"The body has {declared} bytes; this server takes {limit} (max_request_bytes).")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            chunks.clear()
-            await _discard(request)
-            raise BodyTooLargeError(f"The body has more than {limit} bytes (max_request_bytes).")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                chunks.clear()
+                await _discard(request)
+                raise BodyTooLargeError(f"The body has more than {limit} bytes (max_request_bytes).")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientDisconnectedError from None
     return b"".join(chunks)
 
 
