@@ -313,3 +313,10 @@ def _becomes_idle(face: EngineBase) -> bool:
             return True
         threading.Event().wait(0.02)
     return False
+
+
+def test_unset_max_new_tokens_fits_a_cache_smaller_than_the_context(tiny_llama: Path) -> None:
+    with Engine(model_path=str(tiny_llama), device="cpu", max_total_tokens=64, page_size=8) as engine:
+        sampling = {"max_new_tokens": None, "ignore_eos": True}
+        result = engine.generate(input_ids=[5] * 20, sampling_params=sampling, timeout=60)
+        assert result["meta_info"]["completion_tokens"] == 64 + 1 - 20

@@ -192,7 +192,9 @@ class TokenizerManager:
         sampling = sample.sampling
         check_sample(sample, input_ids, self.scheduler_info, has_tokenizer=self.model_text.tokenizer is not None)
         if sampling.max_new_tokens is None:
-            sampling.max_new_tokens = self.context_length - len(input_ids)
+            # As much as context and KV cache hold; the last token sampled needs no place in the cache.
+            room = min(self.context_length, int(self.scheduler_info["max_total_num_tokens"]) + 1)
+            sampling.max_new_tokens = max(1, room - len(input_ids))
         stop_ids = [] if sampling.ignore_eos else [*self.model_text.eos_token_ids, *(sampling.stop_token_ids or [])]
         decode = None
         if self.model_text.tokenizer is not None:
