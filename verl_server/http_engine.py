@@ -192,7 +192,7 @@ class HttpServerEngineAdapter(EngineBase):
             return ControlReply(id=0, success=True, payload=self.get_server_info()["internal_states"][0])
         if isinstance(req, FlushCacheReq):
             path += f"?timeout={req.timeout}"
-        timeout = self.server_args.control_timeout + waits + _CONTROL_GRACE
+        timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         with self._translated(timeout):
             response = self._client.post(path, **self._request(path, msgspec.to_builtins(req), timeout))
         return _reply(response)

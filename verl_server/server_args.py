@@ -91,7 +91,8 @@ class ServerArgs:
     startup_timeout: float = 600.0
     """Seconds until the server must be ready."""
     control_timeout: float = 300.0
-    """Seconds that a control call (weights, memory, cache) may take."""
+    """Seconds that a control call (weights, memory, cache) may wait for its turn, and that the scheduler may be
+    silent while calls wait for it, in a step or an update, before it counts as hung and is killed."""
     sync_timeout: float = 60.0
     """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
 

@@ -28,6 +28,10 @@ class FakeChild:
     def poll(self) -> int | None:
         return self.code
 
+    def terminate(self, grace: float = 10.0) -> int | None:
+        self.code = -9
+        return self.code
+
     def log_tail(self) -> str:
         return "\n\nLast lines of scheduler-tp0's log:\nBoom: the reason\n"
 

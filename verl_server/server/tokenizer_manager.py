@@ -3,7 +3,7 @@
 The loop is created with the manager, in its own thread, for life; sockets, events and states are touched by
 that thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
 Requests go to the scheduler over ZMQ, results and control replies come back through one reader task. When the
-scheduler dies, every waiting call fails at once with its exit cause and the end of its log.
+scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from verl_server.child_process import describe_exit
 from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
@@ -49,29 +48,19 @@ from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
 from verl_server.server.request_state import ReqState
+from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_DEATH_POLL = 0.1
-"""Seconds between looks at the scheduler processes."""
 _CONTROL_GRACE = 15.0
 """Extra seconds over the scheduler's own bound, so that its error, which knows more, arrives first."""
 _ABORT_GRACE = 2.0
 """Seconds that running requests get at shutdown to return what they have."""
 _LONG_TEXT = 20_000
 """Characters beyond which tokenizing moves off the loop."""
-
-
-class Child(Protocol):
-    """What the manager needs of a `ChildProcess`."""
-
-    name: str
-
-    def poll(self) -> int | None: ...
-    def log_tail(self) -> str: ...
 
 
 class TokenizerManager:
@@ -245,7 +234,8 @@ class TokenizerManager:
         name = type(req).__name__.removesuffix("Req")
         if timeout is None:
             waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
-            timeout = self.server_args.control_timeout + waits + _CONTROL_GRACE
+            # As long to wait for its turn, and as long to be carried out. (`SchedulerWatch` ends what takes longer.)
+            timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         req.id = next(self._serial)
         message = self._encode(req)
         future: asyncio.Future[ControlReply] = self.loop.create_future()
@@ -363,14 +353,14 @@ class TokenizerManager:
     # -- the end --------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        while True:
-            for child in self._children:
-                code = child.poll()
-                if code is not None:
-                    tail = await asyncio.to_thread(child.log_tail)
-                    self._die(ServerDiedError(f"{child.name} ended with {describe_exit(code)}.{tail}"))
-                    return
-            await asyncio.sleep(_DEATH_POLL)
+        watch = SchedulerWatch(
+            self._children,
+            self.server_args.control_timeout,
+            ask=lambda bound: self.control(GetInternalStateReq(), timeout=bound),
+            is_waiting=lambda: bool(self._states or self._replies),
+            last_message=lambda: self.last_message,
+        )
+        self._die(await watch.until_death())
 
     def _die(self, error: VerlServerError) -> None:
         """Refuse everything from now on, and fail everything that waits."""

@@ -1,0 +1,61 @@
+"""A scheduler that hangs: everyone who waits gets the reason, and it cannot wake up later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+import verl_server.io_struct as io
+from tests.server.conftest import MakeStack, Stack
+from verl_server.errors import ServerDiedError
+from verl_server.server import scheduler_watch
+from verl_server.server.generate_request import GenerateReqInput
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_watch, "_SILENCE", 0.1)
+    monkeypatch.setattr(scheduler_watch, "_LATE", 0.1)
+
+
+def generation(stack: Stack) -> asyncio.Future[object]:
+    async def run() -> object:
+        return await (await stack.manager.submit(GenerateReqInput(input_ids=[5]))).result()
+
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), stack.manager.loop))
+
+
+async def both(stack: Stack) -> list[object]:
+    update = stack.manager.control(io.UpdateWeightsFromTensorReq(named_tensors=[]))
+    waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(update, stack.manager.loop))
+    return await asyncio.gather(generation(stack), waiting, return_exceptions=True)
+
+
+def test_a_silent_scheduler_is_killed_and_every_caller_told(make_stack: MakeStack) -> None:
+    stack = make_stack(control_timeout=0.3)
+    stack.scheduler.hold = True
+    stack.scheduler.control = lambda message: None
+    began = time.monotonic()
+    for error in asyncio.run(both(stack)):
+        assert isinstance(error, ServerDiedError) and "no sign of life for 0.3 s" in str(error)
+        assert "Boom: the reason" in str(error)
+    assert time.monotonic() - began < 5
+    assert stack.child.code == -9 and len(stack.deaths) == 1
+    assert stack.get("/health").status_code == 503
+
+
+def test_a_scheduler_that_answers_is_given_time(make_stack: MakeStack) -> None:
+    """Paused requests and long prompts make no tokens: that is no sign of death."""
+    stack = make_stack(control_timeout=0.3)
+    stack.scheduler.hold = True
+
+    async def run() -> object:
+        waiting = generation(stack)
+        await asyncio.to_thread(stack.scheduler.wait_for, io.GetInternalStateReq, 4)
+        stack.scheduler.release()
+        return await waiting
+
+    assert asyncio.run(run())
+    assert stack.child.code is None and not stack.deaths
