@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
+import uvloop
 
 from verl_server.engine import EngineBase, HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
@@ -65,7 +66,7 @@ class AgentLoop:
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
         self._context_length = int(self.engine.scheduler_info["context_length"])
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     # -- each at its own pace -------------------------------------------------------------------------------
 
@@ -75,6 +76,10 @@ class AgentLoop:
         Faults cost their own trajectory. Raises only if no generation succeeded at all.
         """
         return self._runner.run(self.arun(tasks, on_finish))
+
+    def run_async(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` on this loop's event loop, whose connections to the engine are open."""
+        return self._runner.run(work)
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
         clock = _Clock()

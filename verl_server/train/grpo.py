@@ -117,6 +117,8 @@ class StepMetrics:
     train_seconds: float
     sync_seconds: float
     losses: dict[str, float] = field(default_factory=dict)
+    success: float | None = None
+    """Share of episodes that succeeded, where the caller knows what that means."""
 
 
 _EMPTY = Trajectory(task=Task(seed=0), tokens=[0, 0], loss_mask=[0, 0], logprobs=[0.0, 0.0])

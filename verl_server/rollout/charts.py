@@ -1,0 +1,213 @@
+"""SVG charts of the rollout report: plain functions from numbers to markup.
+
+No library, no script: what they return is pasted into the page. Coordinates are in CSS pixels of a drawing
+that scales with the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from verl_server.rollout.trajectory import Trajectory
+
+BLUE, AMBER, GREEN, INK, MUTED, GRID, IDLE = "#2f5fd0", "#eaa53c", "#1f9467", "#1b1f24", "#6b7280", "#e7e9ee", "#f1f2f5"
+
+
+def svg(width: float, height: float, body: str, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{body}</svg>'
+    )
+
+
+def text(x: float, y: float, content: str, *, fill: str = MUTED, anchor: str = "start", weight: int = 400) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}">'
+        f"{escape(content)}</text>"
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, stroke: str = GRID, width: float = 1, dash: str = "") -> str:
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{stroke}" stroke-width="{width}"{dashed}/>'
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "", radius: float = 0) -> str:
+    hint = f"<title>{escape(title)}</title>" if title else ""
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.4):.2f}" height="{height:.2f}" rx="{radius}" '
+        f'fill="{fill}">{hint}</rect>'
+    )
+
+
+def polyline(points: Sequence[tuple[float, float]], stroke: str, width: float = 2) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" '
+        'stroke-linejoin="round" stroke-linecap="round"/>'
+    )
+
+
+def dot(x: float, y: float, fill: str, radius: float = 3, title: str = "") -> str:
+    hint = f"<title>{escape(title)}</title>" if title else ""
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}">{hint}</circle>'
+
+
+def ticks(top: float, count: int = 4) -> list[float]:
+    """Round values from 0 to about `top`."""
+    if top <= 0:
+        return [0.0, 1.0]
+    raw = top / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw - 1e-12)
+    return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def learning_curve(
+    success: Sequence[float], reward: Sequence[float], baseline: float, before: float, after: float
+) -> str:
+    """Success and reward over training steps, the best policy without feedback as a dashed line."""
+    width, height, left, right, top, bottom = 760.0, 300.0, 44.0, 130.0, 16.0, 38.0
+    span = max(1, len(success) - 1)
+
+    def at(step: float, value: float) -> tuple[float, float]:
+        return left + (width - left - right) * step / span, height - bottom - (height - top - bottom) * value
+
+    parts = []
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = at(0, value)[1]
+        parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"{value:.2f}", anchor="end")]
+    for step in ticks(span, 6):
+        if step <= span:
+            parts.append(text(at(step, 0)[0], height - bottom + 18, f"{step:.0f}", anchor="middle"))
+    parts.append(text((left + width - right) / 2, height - 4, "training step", anchor="middle"))
+    y = at(0, baseline)[1]
+    parts.append(line(left, y, width - right, y, stroke=MUTED, width=1.2, dash="5 4"))
+    end = width - right + 10
+    labels = [(y, "best without", MUTED, 400), (at(0, reward[-1])[1], "reward", AMBER, 500)]
+    parts.append(polyline([at(i, value) for i, value in enumerate(reward)], AMBER, 1.6))
+    parts.append(polyline([at(i, value) for i, value in enumerate(success)], BLUE, 2.4))
+    for step, value, name in ((0, before, "before"), (span, after, "after")):
+        parts.append(
+            dot(*at(step, value), "#fff", 6) + dot(*at(step, value), BLUE, 4.5, f"held out, {name}: {value:.3f}")
+        )
+    labels.append((at(0, after)[1], f"success {after:.2f}", BLUE, 600))
+    for label_y, content, color, weight in labels:
+        parts.append(text(end, label_y + 4, content, fill=color, weight=weight))
+    parts.append(text(end, y + 19, f"feedback {baseline:.2f}"))
+    parts.append(text(left + 9, at(0, before)[1] + 14, f"{before:.2f}", fill=BLUE, weight=600))
+    return svg(width, height, "".join(parts), "success over training")
+
+
+def timeline(
+    panels: Sequence[tuple[str, Sequence[Trajectory], float]], marks: Sequence[tuple[float, str]], rows: int = 44
+) -> str:
+    """Trajectories as rows of bars over one time axis; a panel for each (title, trajectories, seconds)."""
+    width, left, right, row, gap, head = 1060.0, 8.0, 8.0, 4.6, 1.4, 30.0
+    longest = max(seconds for _, _, seconds in panels)
+    scale = (width - left - right) / (longest * 1.02)
+    body = rows * (row + gap)
+    parts, y = [], 0.0
+    for title, trajectories, seconds in panels:
+        parts.append(text(left, y + 18, title, fill=INK, weight=600))
+        y += head
+        parts += _rows(_spread(trajectories, rows), left, y, scale, seconds, row, gap)
+        x = left + seconds * scale
+        parts.append(line(x, y - 4, x, y + body, stroke=INK, width=1.5))
+        anchor, shift = ("end", -6.0) if x > width - 130 else ("start", 6.0)
+        parts.append(text(x + shift, y - 8, f"all done: {seconds:.2f} s", fill=INK, anchor=anchor, weight=600))
+        if y < body:
+            for at, name in marks:
+                x = left + at * scale
+                parts.append(line(x, y - 4, x, y + body, stroke=GREEN, width=1.2, dash="4 3"))
+                parts.append(text(x - 6, y - 8, name, fill=GREEN, anchor="end"))
+        y += body + 10
+    for value in ticks(longest, 8):
+        if value <= longest * 1.02:
+            x = left + value * scale
+            parts += [line(x, y - 4, x, y, stroke=MUTED), text(x, y + 14, f"{value:g} s", anchor="middle")]
+    return svg(width, y + 20, "".join(parts), "timeline of concurrent trajectories")
+
+
+def _rows(
+    trajectories: Sequence[Trajectory], left: float, y: float, scale: float, seconds: float, row: float, gap: float
+) -> list[str]:
+    colors = {"env": AMBER, "generate": BLUE, "queue": IDLE}
+    names = {"env": "waiting for the environment", "generate": "generating", "queue": "waiting for a place"}
+    parts = []
+    for trajectory in trajectories:
+        parts.append(rect(left, y, seconds * scale, row, IDLE, "waiting for the others, or done"))
+        for event in trajectory.events:
+            hint = f"{names[event.kind]}: {1e3 * (event.end - event.start):.0f} ms"
+            parts.append(
+                rect(left + event.start * scale, y, (event.end - event.start) * scale, row, colors[event.kind], hint)
+            )
+        y += row + gap
+    return parts
+
+
+def _spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """`count` of them, evenly over the order in which their own work would end."""
+    ordered = sorted(trajectories, key=lambda t: t.seconds("env"))
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+
+
+def push_latency(milliseconds: Sequence[float], median: float) -> str:
+    """One dot for each weight push."""
+    width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
+    marks = ticks(max(milliseconds))
+    highest = marks[-1]
+
+    def at(i: float, value: float) -> tuple[float, float]:
+        x = left + (width - left - right) * i / max(1, len(milliseconds) - 1)
+        return x, height - bottom - (height - top - bottom) * value / highest
+
+    parts = []
+    for value in marks:
+        y = at(0, value)[1]
+        parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"{value:g}", anchor="end")]
+    y = at(0, median)[1]
+    parts.append(line(left, y, width - right, y, stroke=GREEN, width=1.2, dash="5 4"))
+    parts += [dot(*at(i, v), BLUE, 2.6, f"push {i + 1}: {v:.1f} ms") for i, v in enumerate(milliseconds)]
+    parts.append(text(width - right, 10, f"median {median:.1f} ms", fill=GREEN, anchor="end", weight=600))
+    parts.append(text((left + width - right) / 2, height - 4, "push", anchor="middle"))
+    parts.append(text(left, 9, "milliseconds"))
+    return svg(width, height, "".join(parts), "latency of each weight push")
+
+
+def logprob_gap(gaps: Sequence[float], limit: float) -> str:
+    """The gap right after each push, on a logarithmic scale, under its limit."""
+    width, height, left, right, top, bottom = 520.0, 200.0, 44.0, 12.0, 24.0, 36.0
+    low, high = -8.0, math.log10(limit) + 0.5
+
+    def at(i: float, value: float) -> tuple[float, float]:
+        x = left + (width - left - right) * i / max(1, len(gaps) - 1)
+        share = (math.log10(max(value, 1e-8)) - low) / (high - low)
+        return x, height - bottom - (height - top - bottom) * min(1.0, share)
+
+    parts = []
+    for power in range(-8, math.floor(high) + 1):
+        y = at(0, 10.0**power)[1]
+        parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"1e{power}", anchor="end")]
+    y = at(0, limit)[1]
+    parts.append(line(left, y, width - right, y, stroke="#c8553d", width=1.2, dash="5 4"))
+    parts.append(text(width - right, y - 5, f"limit {limit:.0e}", fill="#c8553d", anchor="end", weight=600))
+    parts += [dot(*at(i, v), BLUE, 2.6, f"step {i}: {v:.1e}") for i, v in enumerate(gaps)]
+    parts.append(text((left + width - right) / 2, height - 4, "training step", anchor="middle"))
+    return svg(width, height, "".join(parts), "log-probability gap after each push")
+
+
+def share_bar(parts: Sequence[tuple[str, float, str]]) -> str:
+    """One bar of (name, seconds, color), labelled underneath."""
+    width, total = 1060.0, sum(seconds for _, seconds, _ in parts)
+    x, body = 0.0, []
+    for name, seconds, color in parts:
+        part = width * seconds / total
+        body.append(rect(x, 0, part - 1.5, 26, color, f"{name}: {seconds:.1f} s", 2))
+        x += part
+    return svg(width, 26, "".join(body), "where the time went")

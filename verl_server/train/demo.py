@@ -1,0 +1,262 @@
+"""`verl-server demo`: the whole loop on one machine, learning something that a person can see.
+
+Three processes talk over HTTP: this one trains, a rollout server samples, an environment server plays a
+guessing game whose every answer takes a heavy-tailed time. The policy starts from random weights. Leaves
+metrics.jsonl, trajectories.jsonl, summary.json and report.html in the output folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from verl_server.errors import BadRequestError
+from verl_server.models.tiny import make_model_folder
+from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.games import GuessNumber
+from verl_server.rollout.pace import PaceComparison, compare_pace
+from verl_server.rollout.renderer import TextRenderer
+from verl_server.rollout.report import Report, write_report
+from verl_server.rollout.session import Limits
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
+from verl_server.train.demo_display import DemoDisplay
+from verl_server.train.grpo import GRPO, GRPOConfig, PolicyTrainer, StepMetrics
+from verl_server.train.ranks import launch_engine, load_policy, setup_ranks
+
+_WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
+_VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 64 - len(_WORDS) + 1)))
+"""64 tokens, every one of which the policy may say at any time."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": len(_VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+_HELD_OUT = 2**30
+"""Evaluation seeds begin here; training seeds end here."""
+
+
+@dataclass(frozen=True)
+class DemoArgs:
+    """Train a tiny policy from random weights on a game in which it must use what it is told."""
+
+    out: Path = Path("runs/demo")
+    """Folder for the results; an earlier demo's results in it are replaced."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where trainer and server compute."""
+    seed: int = 0
+    """Of weights, games, waits and sampling."""
+    steps: int = 140
+    """Most training steps."""
+    target: float = 0.97
+    """Training ends when the success over the last four steps is above it."""
+    time_limit: float = 270.0
+    """Most seconds of training."""
+    numbers: int = 13
+    """The hidden number is between 1 and this."""
+    guesses: int = 5
+    latency: float = 0.03
+    """Median of the seconds that the environment takes to answer (lognormal, sigma 1.5, at most 20 medians)."""
+    episodes: int = 512
+    """Held-out episodes of each evaluation."""
+
+    def __post_init__(self) -> None:
+        if not 1 < self.guesses < self.numbers <= len(_VOCABULARY) - len(_WORDS):
+            most = len(_VOCABULARY) - len(_WORDS)
+            raise BadRequestError(f"The demo needs 1 < guesses < numbers <= {most}.")
+        if self.latency < 0 or self.steps < 1 or self.episodes < 1:
+            raise BadRequestError("steps and episodes must be at least 1, latency at least 0.")
+
+
+class Demo:
+    """One run. `run()` does it all and returns the summary."""
+
+    def __init__(self, args: DemoArgs, display: DemoDisplay) -> None:
+        self.args = args
+        self.display = display
+        self.config = GRPOConfig(
+            groups=32,
+            group_size=12,
+            learning_rate=4e-3,
+            entropy_coef=0.015,
+            micro_batch_size=384,
+            seed=args.seed,
+        )
+        self.history: list[StepMetrics] = []
+        self.started = time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        out = _clean_folder(self.args.out)
+        folder = make_policy_folder(out / "model", self.args.seed)
+        with contextlib.ExitStack() as stack:
+            run = self._start(stack, folder)
+            before = self._evaluate(run.loop, "before training")
+            append_jsonl(out / "trajectories.jsonl", _labelled("before", before))
+            for metrics, trajectories in self._train(run):
+                append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
+                append_jsonl(out / "trajectories.jsonl", _labelled("training", trajectories[:4]))
+            after = self._evaluate(run.loop, "after training")
+            append_jsonl(out / "trajectories.jsonl", _labelled("after", after))
+            self.display.phase("lock step against own pace")
+            pace = compare_pace(run.loop, self._tasks("pace", 256))
+        summary = self._summary(before, after, pace)
+        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_report(
+            out / "report.html", Report(summary, [asdict(m) for m in self.history], pace, before, after, self._setup())
+        )
+        return summary
+
+    def _start(self, stack: contextlib.ExitStack, folder: Path) -> GRPO:
+        args = self.args
+        self.display.phase("starting the environment server and the rollout server")
+        device = setup_ranks(args.device)
+        stack.callback(dist.destroy_process_group)
+        torch.manual_seed(args.seed)
+        game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
+        environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
+        settings = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
+        engine = stack.enter_context(launch_engine(str(folder), device, **settings))
+        trainer = PolicyTrainer(load_policy(str(folder), device), self.config, args.steps, device)
+        self.parameters = sum(p.numel() for p in trainer.model.parameters())
+        limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
+        renderer = TextRenderer(AutoTokenizer.from_pretrained(folder))
+        assert engine.engine is not None
+        loop = AgentLoop(engine.engine, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
+        stack.enter_context(loop)
+        run = GRPO(trainer, engine, loop)
+        run.push()
+        self.ready_seconds = time.monotonic() - self.started
+        return run
+
+    def _train(self, run: GRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
+        args = self.args
+        begun = time.monotonic()
+        while run.version < args.steps and time.monotonic() - begun < args.time_limit:
+            metrics, rollout = run.step()
+            metrics.success = success_rate(rollout.trajectories)
+            self.history.append(metrics)
+            self.display.step(metrics, rollout.trajectories)
+            yield metrics, rollout.trajectories
+            recent = [m.success or 0.0 for m in self.history[-4:]]
+            if len(recent) == 4 and statistics.mean(recent) >= args.target:
+                break
+        self.train_seconds = time.monotonic() - begun
+
+    def _evaluate(self, loop: AgentLoop, name: str) -> list[Trajectory]:
+        self.display.phase(f"evaluating {name} on held-out seeds")
+        trajectories = loop.run(self._tasks("eval", self.args.episodes)).trajectories
+        self.display.evaluated(name, success_rate(trajectories))
+        return trajectories
+
+    def _tasks(self, name: str, count: int) -> list[Task]:
+        first = _HELD_OUT + self.args.seed * 1_000_003
+        return [Task(seed=first + i, group=i, episode_id=f"{name}-{i}", sampling_seed=first + i) for i in range(count)]
+
+    def _summary(self, before: list[Trajectory], after: list[Trajectory], pace: PaceComparison) -> dict[str, Any]:
+        args = self.args
+        syncs = [m.sync_seconds for m in self.history]
+        seeds = [task.seed for task in self._tasks("eval", args.episodes)]
+        return {
+            "eval_success_before": success_rate(before),
+            "eval_success_after": success_rate(after),
+            "best_without_feedback": args.guesses / args.numbers,
+            "best_without_feedback_hindsight": GuessNumber.best_without_feedback(seeds, args.numbers, args.guesses),
+            "seconds": time.monotonic() - self.started,
+            "seconds_to_ready": self.ready_seconds,
+            "train_seconds": self.train_seconds,
+            "steps": len(self.history),
+            "lockstep_ratio": pace.ratio,
+            "ideal_ratio": pace.ideal_ratio,
+            "lockstep_seconds": pace.lockstep_seconds,
+            "own_pace_seconds": pace.own_pace_seconds,
+            "ideal_seconds": pace.ideal_seconds,
+            "longest_alone_seconds": pace.longest_alone_seconds,
+            "work_seconds": pace.work_seconds,
+            "same_trajectories": pace.same_trajectories,
+            "pace_episodes": len(pace.own_pace),
+            "weight_pushes": len(self.history) + 1,
+            "push_ms_median": 1e3 * statistics.median(syncs),
+            "push_ms_max": 1e3 * max(syncs),
+            "max_logprob_gap": max(m.logprob_gap for m in self.history),
+            "episodes_played": sum(m.trajectories for m in self.history),
+            "episodes_failed": sum(m.trajectories - m.trainable for m in self.history),
+            "sampled_tokens": sum(m.sampled_tokens for m in self.history),
+        }
+
+    def _setup(self) -> dict[str, str]:
+        """What the report says about the run."""
+        args = self.args
+        return {
+            "game": f"guess a number from 1 to {args.numbers} in {args.guesses} guesses",
+            "policy": f"Llama, 2 layers, {self.parameters:,} parameters, {len(_VOCABULARY)} tokens, random weights",
+            "waits": f"lognormal, median {args.latency * 1e3:.0f} ms, sigma 1.5, at most 20 medians",
+            "batch": f"{self.config.groups} groups of {self.config.group_size} episodes per step",
+            "device": args.device,
+            "torch": torch.__version__,
+        }
+
+
+def make_policy_folder(folder: Path, seed: int) -> Path:
+    """A random Llama whose tokens are the game's words."""
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, **_SHAPE)
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of the scored episodes in which the number was found. Failed environments count on neither side."""
+    scored = [t for t in trajectories if t.reward is not None]
+    return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
+
+
+def _labelled(phase: str, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, Any]]:
+    for trajectory in trajectories:
+        yield {"phase": phase} | {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
+
+
+def _clean_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if the policy learned the game."""
+    import tyro
+
+    args = tyro.cli(DemoArgs, args=argv, prog="verl-server demo")
+    with DemoDisplay(Console(stderr=False), args.guesses / args.numbers) as display:
+        summary = Demo(args, display).run()
+        display.result(summary, args.out)
+    return 0 if summary["eval_success_after"] >= 0.9 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
