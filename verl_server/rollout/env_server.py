@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -64,11 +65,9 @@ class _Hosted:
         if self._environment is None:
             raise _MessageError("EXECUTION_ERROR", "step before reset: this session has no episode yet.")
         observation, reward, done = await self._call(self._environment.step, action)
-        return {
-            "observation": _as_object(observation),
-            "reward": None if reward is None else float(reward),
-            "done": bool(done),
-        }
+        if reward is not None and not math.isfinite(reward := float(reward)):
+            raise ValueError(f"the reward is {reward}; JSON would turn it into no reward.")
+        return {"observation": _as_object(observation), "reward": reward, "done": bool(done)}
 
     def state(self) -> dict[str, Any]:
         state = getattr(self._environment, "state", None)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
 
 from verl_server.errors import BadRequestError, VerlServerError
 
@@ -162,7 +162,8 @@ class RemoteEnvironment:
             raise EnvError(f"{self.url}: the session is not open; call reset() first.")
 
         async def exchange() -> str | bytes:
-            await socket.send(orjson.dumps(message).decode())
+            with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed: recv tells
+                await socket.send(orjson.dumps(message).decode())
             return await socket.recv()
 
         raw = await self._bounded(exchange, timeout, f"answer `{message['type']}`")

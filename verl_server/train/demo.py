@@ -222,7 +222,7 @@ def make_policy_folder(folder: Path, seed: int) -> Path:
     """A random Llama whose tokens are the game's words."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer: Any = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, **_SHAPE)

@@ -1,0 +1,130 @@
+"""A scripted policy, scripted environments, and environment servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from websockets.asyncio.server import ServerConnection, serve
+
+from verl_server.rollout.env_server import create_env_app, uvicorn_config
+from verl_server.rollout.environment import StepResult
+
+
+class FakePolicy:
+    """`async_generate` from a script: each call takes the next entry, which may be an exception."""
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self.outputs = list(outputs)
+        self.requests: list[dict[str, Any]] = []
+
+    async def async_generate(self, **request: Any) -> dict[str, Any]:
+        self.requests.append(request)
+        output = self.outputs.pop(0)
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+def generated(ids: list[int], finish: str = "stop", version: str = "0", **meta: Any) -> dict[str, Any]:
+    """A result of `/generate`, as the server writes it."""
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[-0.5 * (i + 1), token, None] for i, token in enumerate(ids)],
+            "weight_version": version,
+        }
+        | meta,
+    }
+
+
+class FakeEnvironment:
+    """A session that answers from a list; an exception in it is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.actions: list[Any] = []
+        self.closed = 0
+        self.reset_with: dict[str, Any] = {}
+
+    async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
+        self.reset_with = {"seed": seed} | options
+        return await self._next()
+
+    async def step(self, action: Any) -> StepResult:
+        self.actions.append(action)
+        return await self._next()
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def _next(self) -> StepResult:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+            raise AssertionError("the event was never meant to be set")
+        return answer
+
+
+def says(text: str, reward: float | None = None, done: bool = False) -> StepResult:
+    return StepResult({"text": text}, reward, done)
+
+
+class WordRenderer:
+    """Every letter is its code point; the action is the text of the tokens."""
+
+    def observation_tokens(self, observation: dict[str, Any], last_token: int | None) -> list[int]:
+        return [ord(letter) for letter in observation["text"]]
+
+    def action(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"text": "".join(chr(token) for token in token_ids)}
+
+
+@asynccontextmanager
+async def env_server(factory: Callable[[], Any], **settings: Any) -> AsyncIterator[str]:
+    """Our environment server on this event loop; yields its URL."""
+    server = uvicorn.Server(uvicorn_config(create_env_app(factory, **settings)))
+    server.config.port = 0
+    task = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, 10)
+
+
+@asynccontextmanager
+async def bad_server(behave: Callable[[ServerConnection], Any]) -> AsyncIterator[str]:
+    """A WebSocket server that handles each connection with `behave`; yields its URL."""
+    async with serve(behave, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def answering(*messages: Any) -> Callable[[ServerConnection], Any]:
+    """Answer each message with the next of `messages` (bytes and str as they are), then hang up."""
+
+    async def behave(connection: ServerConnection) -> None:
+        for message in messages:
+            await connection.recv()
+            await connection.send(message if isinstance(message, str | bytes) else json.dumps(message))
+
+    return behave
+
+
+def observation(text: str = "hello", reward: Any = None, done: Any = False) -> dict[str, Any]:
+    """An observation message of OpenEnv's protocol."""
+    return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done}}
+
+
+def error(code: str, message: str = "no") -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code}}
