@@ -167,6 +167,14 @@ def test_info(face: EngineBase, tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "named_tensors", [{"model.norm.weight": torch.ones(64)}, [torch.ones(64)], [(3, torch.ones(64))]]
+)
+def test_a_push_that_is_no_pairs_says_what_to_pass(face: EngineBase, named_tensors: Any) -> None:
+    with pytest.raises(BadRequestError, match=r"\(name, tensor\) pairs"):
+        face.update_weights_from_tensor(named_tensors)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         {"prompt": None},

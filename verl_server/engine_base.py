@@ -290,6 +290,12 @@ def _check_finite(path: str, value: Any) -> None:
 
 def _described(named: list[tuple[str, Any]]) -> list[tuple[str, LocalSerializedTensor]]:
     """Handles for the tensors among them, in the order given."""
+    for entry in named:
+        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise BadRequestError(
+                f"named_tensors must give (name, tensor) pairs, not {type(entry).__name__}: pass "
+                "model.named_parameters() or model.state_dict().items()."
+            )
     plain = [(name, value) for name, value in named if not isinstance(value, LocalSerializedTensor)]
     if not plain:
         return named

@@ -10,12 +10,15 @@ Unknown JSON keys are ignored there, as SGLang's routes do.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from verl_server.sampling_params import SamplingParams
 from verl_server.weight_sync.handles import LocalSerializedTensor
+
+VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
+"""It travels with every token, and one of digits only is counted on from."""
 
 # -- generation ---------------------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
     """What happens to running requests: finish first under the old weights (new ones queue), keep their KV,
     recompute it under the new weights, or return partial output. Ignored while paused."""
-    weight_version: str | None = None
+    weight_version: VersionLabel | None = None
     """Label of the new version; default: the next integer."""
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
@@ -161,7 +164,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
-    weight_version: str | None = None
+    weight_version: VersionLabel | None = None
     keep_pause: bool = False
 
 
@@ -169,7 +172,7 @@ class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
     """Relabel the served weights without changing them."""
 
     id: int = 0
-    new_version: str
+    new_version: VersionLabel
     abort_all_requests: bool = True
 
 

@@ -359,6 +359,21 @@ def test_unanswered_control_call_ends_with_its_name(stack: Stack) -> None:
     assert stack.manager.run_sync(stack.manager.control(io.FlushCacheReq()), timeout=10).success
 
 
+@pytest.mark.parametrize(
+    ("req", "says"),
+    [
+        (io.UpdateWeightsFromTensorReq(named_tensors=[], mode="nonsense"), "nonsense"),  # type: ignore[arg-type]
+        (io.UpdateWeightsFromTensorReq(named_tensors=[], weight_version=7), "weight_version"),  # type: ignore[arg-type]
+        (io.UpdateWeightVersionReq(new_version="9" * 5000), "length <= 256"),
+        (io.FlushCacheReq(timeout="soon"), "timeout"),  # type: ignore[arg-type]
+    ],
+)
+def test_control_call_that_the_scheduler_could_not_read_is_refused_at_once(stack: Stack, req: Any, says: str) -> None:
+    with pytest.raises(BadRequestError, match=says):
+        stack.manager.run_sync(stack.manager.control(req), timeout=10)
+    assert not stack.manager.controls_in_flight and not stack.scheduler.received
+
+
 def test_sync_call_from_the_own_loop_raises_instead_of_deadlocking(stack: Stack) -> None:
     async def nested() -> None:
         stack.manager.run_sync(asyncio.sleep(0))

@@ -90,6 +90,7 @@ class TokenizerManager:
         self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
         self._encoder = msgspec.msgpack.Encoder()
+        self._input_decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._thread = LoopThread("tokenizer-manager")
         self.loop = self._thread.loop
@@ -232,12 +233,16 @@ class TokenizerManager:
         """Send a control request and wait for the reply with its id. Raises ControlTimeoutError, ServerDiedError."""
         self.check_serving()
         name = type(req).__name__.removesuffix("Req")
+        req.id = next(self._serial)
+        message = self._encode(req)
+        try:
+            self._input_decoder.decode(message)
+        except msgspec.ValidationError as error:  # Python callers' arguments have any type; the scheduler would drop it
+            raise BadRequestError(f"{name}: {error}") from None
         if timeout is None:
             waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
             # As long to wait for its turn, and as long to be carried out. (`SchedulerWatch` ends what takes longer.)
             timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
-        req.id = next(self._serial)
-        message = self._encode(req)
         future: asyncio.Future[ControlReply] = self.loop.create_future()
         self._replies[req.id] = (name, future)
         try:
