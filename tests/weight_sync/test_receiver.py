@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -111,6 +112,17 @@ def test_memory_that_was_freed_is_not_taken_for_what_came_after(owner: Owner) ->
         OpenAllocations(CPU).view("a", handle)
 
 
+def test_an_ordinary_file_is_not_taken_for_weights(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as opened:
+        status = os.fstat(opened.fileno())
+        file_as = Allocation(id="x", kind="shm", nbytes=16, pid=os.getpid(), fd=opened.fileno(), inode=status.st_ino)
+        handle = TensorHandle(allocation=file_as, dtype="float32", shape=[4], stride=[1])
+        with pytest.raises(WeightUpdateError, match="not the memory that was described"):
+            OpenAllocations(CPU).view("a", handle)
+
+
 def test_a_region_smaller_than_described_is_refused() -> None:
     tensor = torch.ones(4)
     handle = describe_tensors([("a", tensor)])[0][1].get(0)
@@ -129,6 +141,9 @@ def test_a_region_smaller_than_described_is_refused() -> None:
         ({"stride": [-1]}, "do not describe"),
         ({"shape": [-4]}, "do not describe"),
         ({"shape": [2, 2]}, "do not describe"),
+        ({"shape": [2**62, 2**62], "stride": [0, 0]}, "do not describe"),
+        ({"shape": [2**70], "stride": [0]}, "do not describe"),
+        ({"shape": [0, 2**62, 2**62], "stride": [1, 1, 1]}, "do not describe"),
         ({"dtype": "int64"}, "int64"),
         ({"dtype": "load"}, "load"),
     ],

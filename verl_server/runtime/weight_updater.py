@@ -95,6 +95,8 @@ class WeightUpdater:
         except VerlServerError as error:
             self._receiver.finish()
             return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        except Exception:
+            logger.exception("The check of an update failed")  # so will the vote on it, on all ranks alike
         return None
 
     def refusal(self) -> str | None:

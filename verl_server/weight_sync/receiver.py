@@ -159,10 +159,13 @@ class OpenAllocations:
             if math.prod(handle.shape) == 0:
                 return torch.empty(handle.shape, dtype=dtype)
             data = self._opened(handle.allocation)
+            usable = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            return usable.as_strided(handle.shape, handle.stride, handle.storage_offset)
         except WeightUpdateError as error:
             raise WeightUpdateError(f"'{name}': {error}") from None
-        usable = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return usable.as_strided(handle.shape, handle.stride, handle.storage_offset)
+        except (RuntimeError, TypeError) as error:  # dimensions beyond what a tensor can have
+            message = str(error).splitlines()[0]
+            raise WeightUpdateError(f"'{name}': its shape and stride do not describe a tensor ({message}).") from None
 
     def keep_only(self, allocations: list[Allocation]) -> None:
         """Close what the coming update does not use."""

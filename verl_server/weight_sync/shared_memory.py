@@ -122,10 +122,18 @@ def open_shared(allocation: Allocation) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+def _is_shared_memory(fd: int, status: os.stat_result) -> bool:
+    """A memfd or a file in /dev/shm: an ordinary file is nobody's weights, and can be cut off while it is read."""
+    try:
+        return stat.S_ISREG(status.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
+    except OSError:
+        return False
+
+
 def _check(fd: int, path: str, allocation: Allocation) -> None:
     """A pid or descriptor may have been reused, or mean something else in another PID namespace."""
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != allocation.inode:
+    if not _is_shared_memory(fd, status) or status.st_ino != allocation.inode:
         raise WeightUpdateError(
             f"{path} is {os.readlink(f'/proc/self/fd/{fd}')}, not the memory that was described. The trainer freed it "
             "before the update was answered, or runs in another PID namespace (container) than the server."
