@@ -110,13 +110,18 @@ def test_terminate_kills_a_stubborn_child_and_is_idempotent(start) -> None:  # t
 
 
 def test_child_dies_with_its_parent(tmp_path: Path, start) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    (folder / "in").touch()
     parent = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import time\nfrom verl_server.child_process import ChildProcess\n"
-            "c = ChildProcess('worker', 'a_child', {'do': 'stubborn', 'say': 'hello'})\n"
+            "import sys; say = {'do': 'stubborn', 'say': 'hello', 'leftovers': [sys.argv[1]]}\n"
+            "c = ChildProcess('worker', 'a_child', say)\n"
             "print(c.wait_ready(30)['pid'], flush=True)\ntime.sleep(60)",
+            str(folder),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -128,6 +133,7 @@ def test_child_dies_with_its_parent(tmp_path: Path, start) -> None:  # type: ign
         parent.kill()
         parent.wait(timeout=10)
     assert _gone(pid, within=10), "an orphan survived its parent"
+    assert not folder.exists(), "what the parent could not remove any more"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,12 +188,15 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     """Entry of a child module: `target(argument, ready)` runs until the child should exit.
 
     `ready(info)` may be called once. Whatever ends the target is reported to the parent if it comes before
-    `ready`; threads that libraries left behind do not keep the process alive.
+    `ready`; threads that libraries left behind do not keep the process alive. `argument["leftovers"]` are folders
+    of the parent that the child removes if the parent is killed and cannot do so itself.
     """
     status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
     for fd in (status_w, alive_r):
         os.set_inheritable(fd, False)  # a grandchild that held them would hide our end from the parent
-    threading.Thread(target=_die_with_parent, args=(alive_r, parent_pid), name="parent-watch", daemon=True).start()
+    leftovers: list[str] = []
+    watch = (alive_r, parent_pid, leftovers)
+    threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
 
     def report(message: dict[str, Any]) -> None:
         nonlocal status_w
@@ -205,6 +209,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     code = 0
     try:
         argument = json.loads(sys.stdin.buffer.readline())
+        leftovers += argument.get("leftovers", [])
         target(argument, lambda info: report({"ready": info}))
         report({"error": "", "summary": "it returned before it was ready"})
     except BaseException as error:
@@ -218,7 +223,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     os._exit(code)
 
 
-def _die_with_parent(alive_r: int, parent_pid: int) -> None:
+def _die_with_parent(alive_r: int, parent_pid: int, leftovers: list[str]) -> None:
     poller = select.poll()
     poller.register(alive_r, select.POLLIN | select.POLLHUP)
     # The pid is asked as well: a process that the parent forked keeps the pipe open beyond the parent's end.
@@ -226,4 +231,6 @@ def _die_with_parent(alive_r: int, parent_pid: int) -> None:
         pass
     # With the parent, everyone who could wait for a graceful end is gone. Children of this process (a
     # server's schedulers) notice the same way as soon as this process is dead.
+    for folder in leftovers:
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -70,6 +70,7 @@ class EngineProcesses:
                 "init_addr": init_addr,
                 "in_addr": in_addr,
                 "out_addr": out_addr,
+                "leftovers": [self._folder],
             }
             child = ChildProcess(f"scheduler-tp{tp_rank}", "verl_server.runtime.scheduler_process", argument)
             self.children.append(child)
