@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,20 @@ def test_a_refused_update_changes_nothing(ranks: Ranks, change: dict[str, torch.
     assert ranks.hold(old)
     assert (ranks.version, ranks.state, ranks.refusal) == ("1", "serving", None)
     assert push(ranks, random_weights(3)).success, "and the next one is taken"
+
+
+def test_a_refused_check_leaves_nothing_open(ranks: Ranks) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    tensors = random_weights(1) | {"nonsense": torch.ones(2)}
+    named = describe_tensors(tensors.items())
+    before = open_files()
+    reply = ranks.updaters[0].precheck(UpdateWeightsFromTensorReq(named_tensors=named))
+    assert reply is not None and "nonsense" in reply.message
+    assert open_files() == before
+    ranks.updaters[0].precheck(UpdateWeightsFromTensorReq(named_tensors=named[:-1], partial=True))
+    assert open_files() > before, "a good one stays open for the update itself"
 
 
 def test_what_one_rank_cannot_open_no_rank_writes() -> None:

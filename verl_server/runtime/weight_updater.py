@@ -93,7 +93,7 @@ class WeightUpdater:
         try:
             self._staging(req)()
         except VerlServerError as error:
-            self._receiver.finish()
+            self._receiver.close()  # thousands of regions may be open by now, each with a descriptor
             return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
         except Exception:
             logger.exception("The check of an update failed")  # so will the vote on it, on all ranks alike
