@@ -1,0 +1,244 @@
+"""Many episodes against one engine: each at its own pace, a bad environment costs only its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from websockets.asyncio.server import ServerConnection, serve
+
+from tests.rollout.fakes import FakeEnvironment, WordRenderer, env_server, generated, observation, says
+from verl_server.engine import Engine, EngineBase
+from verl_server.errors import ServerUnavailableError
+from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.games import GuessNumber
+from verl_server.rollout.pace import compare_pace
+from verl_server.rollout.renderer import TextRenderer
+from verl_server.rollout.session import Limits
+from verl_server.rollout.trajectory import StopReason, Task
+
+
+class FakeEngine(EngineBase):
+    """Answers every turn with the last prompt token plus one; counts how many are asked at once."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.scheduler_info = {"context_length": 1000}
+        self.fails = fails
+        self.now = self.most = 0
+
+    async def async_generate(
+        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, **_: Any
+    ) -> Any:  # type: ignore[override]
+        if self.fails:
+            raise ServerUnavailableError("the weights are torn")
+        if isinstance(input_ids[0], list):
+            return [generated([ids[-1] + 1]) for ids in input_ids]
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        return generated([input_ids[-1] + 1])
+
+    _generate = _stream = _async_generate = _async_stream = _control = abort_request = None  # type: ignore[assignment]
+    get_server_info = get_model_info = shutdown = None  # type: ignore[assignment]
+
+
+def episode(turns: int = 3) -> FakeEnvironment:
+    return FakeEnvironment(*[says("a")] * turns, says("z", 1.0, True))
+
+
+def test_results_are_in_the_order_of_the_tasks() -> None:
+    finished: list[int] = []
+    with AgentLoop(FakeEngine(), episode, WordRenderer()) as loop:
+        rollout = loop.run([Task(seed=i) for i in range(20)], lambda t: finished.append(t.task.seed))
+        assert [t.task.seed for t in rollout.trajectories] == list(range(20)) == sorted(finished)
+        assert all(t.reward == 1.0 and len(t.turns) == 3 for t in rollout.trajectories)
+        assert loop.run([]).trajectories == []
+
+
+def test_concurrency_is_bounded() -> None:
+    engine = FakeEngine()
+    with AgentLoop(engine, episode, WordRenderer(), max_concurrency=3) as loop:
+        rollout = loop.run([Task(seed=i) for i in range(12)])
+    assert engine.most <= 3
+    assert [t.events[0].kind for t in rollout.trajectories] == ["queue"] * 12
+
+
+def test_a_slow_environment_holds_up_nobody() -> None:
+    """Nine episodes end while the tenth waits: it is released by the ninth's end."""
+    others_ended = asyncio.Event()
+
+    class Slow(FakeEnvironment):
+        async def step(self, action: Any) -> Any:
+            await asyncio.wait_for(others_ended.wait(), 10)
+            return await super().step(action)
+
+    environments = [Slow(says("a"), says("z", 1.0, True)), *(episode() for _ in range(9))]
+    finished: list[int] = []
+
+    def on_finish(trajectory: Any) -> None:
+        finished.append(trajectory.task.seed)
+        if len(finished) == 9:
+            others_ended.set()
+
+    with AgentLoop(FakeEngine(), lambda: environments.pop(0), WordRenderer()) as loop:
+        loop.run([Task(seed=i) for i in range(10)], on_finish)
+    assert finished[-1] == 0
+
+
+def test_lock_step_plays_the_same_episodes() -> None:
+    tasks = [Task(seed=i) for i in range(10)]
+    for concurrency in (None, 4):
+        environments = [episode(1 + i % 3) for i in range(10)] * 2
+        with AgentLoop(
+            FakeEngine(), lambda e=environments: _fresh(e.pop(0)), WordRenderer(), max_concurrency=concurrency
+        ) as loop:
+            own = loop.run(tasks).trajectories
+            lockstep = loop.run_lockstep(tasks).trajectories
+        assert [t.tokens for t in own] == [t.tokens for t in lockstep]
+        assert [t.reward for t in lockstep] == [1.0] * 10
+
+
+def _fresh(environment: FakeEnvironment) -> FakeEnvironment:
+    return FakeEnvironment(*environment.answers)
+
+
+def test_a_server_that_answers_nobody_is_an_error() -> None:
+    with (
+        AgentLoop(FakeEngine(fails=True), episode, WordRenderer()) as loop,
+        pytest.raises(ServerUnavailableError, match=r"No generation succeeded.*the weights are torn"),
+    ):
+        loop.run([Task(seed=i) for i in range(3)])
+
+
+async def _misbehave(connection: ServerConnection) -> None:
+    """The seed of the reset says how: slow, error 500, dropped, garbage; else a good episode."""
+    good = json.dumps(observation("a"))
+    reset = json.loads(await connection.recv())
+    await connection.send(good)
+    await connection.recv()
+    match reset["data"]["seed"]:
+        case 0:
+            await connection.wait_closed()
+        case 1:
+            await connection.send(json.dumps({"type": "error", "data": {"message": "500", "code": "EXECUTION_ERROR"}}))
+        case 2:
+            connection.transport.abort()
+        case 3:
+            await connection.send("<html>Bad Gateway</html>")
+        case _:
+            await connection.send(json.dumps(observation("z", 1.0, True)))
+
+
+def test_bad_environments_cost_their_own_trajectories_only() -> None:
+    limits = Limits(env=EnvTimeouts(connect=5, reset=5, step=0.5, close=0.2))
+
+    async def main() -> list[tuple[int, StopReason | None, float | None]]:
+        async with serve(_misbehave, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            loop = AgentLoop(FakeEngine(), url, WordRenderer(), limits=limits)
+            rollout = await loop.arun([Task(seed=i) for i in range(10)])
+            loop.close()
+            assert all(t.error for t in rollout.trajectories[:4])
+            return [(t.task.seed, t.stop_reason, t.reward) for t in rollout.trajectories]
+
+    failed = [StopReason.ENV_TIMEOUT, StopReason.ENV_ERROR, StopReason.ENV_ERROR, StopReason.ENV_ERROR]
+    assert asyncio.run(main()) == [(i, reason, None) for i, reason in enumerate(failed)] + [
+        (i, StopReason.DONE, 1.0) for i in range(4, 10)
+    ]
+
+
+# -- with the real engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(tiny_llama), device="cpu", cpu_threads=1, weight_version="v0") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[str]:
+    with EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"latency": 0.001, "guesses": 3}) as server:
+        yield server.url
+
+
+def test_episodes_of_a_real_model_over_http(engine: Engine, game: str, tiny_llama: Path) -> None:
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
+    tasks = [Task(seed=i, episode_id=str(i), sampling_seed=i) for i in range(24)]
+    with AgentLoop(engine, game, renderer, limits=Limits(max_turns=3, max_new_tokens=4)) as loop:
+        pace = compare_pace(loop, tasks, rounds=1)
+        again = loop.run(tasks).trajectories
+    # The sampling seed decides, not the batch around it, but for a draw on the edge of rounding.
+    assert pace.same_trajectories >= 22
+    assert sum(a.tokens == b.tokens for a, b in zip(again, pace.own_pace, strict=True)) >= 22
+    assert min(pace.longest_alone_seconds, pace.work_seconds, pace.ratio, pace.ideal_ratio) > 0
+    for trajectory in again:
+        assert trajectory.stop_reason is StopReason.DONE
+        assert {v for v, m in zip(trajectory.weight_versions, trajectory.loss_mask, strict=True) if m} == {"v0"}
+        assert all((lp < 0) == bool(m) for lp, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True))
+
+
+def test_an_abort_in_the_middle_is_resumed(engine: Engine, tiny_llama: Path) -> None:
+    """Long generations are aborted again and again; the episode goes on from its partial output."""
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
+    sampling = {"ignore_eos": True}
+    ended = threading.Event()
+
+    def abort() -> None:
+        while not ended.wait(0.05):
+            engine.abort_request(abort_all=True)
+
+    with AgentLoop(
+        engine,
+        lambda: FakeEnvironment(says("count"), says("z", 1.0, True)),
+        renderer,
+        sampling_params=sampling,
+        limits=Limits(max_new_tokens=400),
+    ) as loop:
+        quiet = loop.run([Task(seed=0, sampling_seed=5)]).trajectories[0]
+        thread = threading.Thread(target=abort)
+        thread.start()
+        try:
+            disturbed = loop.run([Task(seed=0, sampling_seed=5)]).trajectories[0]
+        finally:
+            ended.set()
+            thread.join()
+    assert disturbed.resumes > 0
+    assert disturbed.tokens == quiet.tokens
+    assert disturbed.reward == 1.0
+
+
+def test_a_real_environment_server_that_dies(engine: Engine, tiny_llama: Path) -> None:
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
+    start = time.monotonic()
+    limits = Limits(max_turns=3, max_new_tokens=1)
+    with (
+        EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"latency": 5.0}) as server,
+        AgentLoop(engine, server.url, renderer, limits=limits) as loop,
+    ):
+        threading.Timer(0.5, server.shutdown).start()
+        rollout = loop.run([Task(seed=i, episode_id="x") for i in range(4)])
+    assert {t.stop_reason for t in rollout.trajectories} <= {StopReason.ENV_ERROR, StopReason.DONE}
+    assert any(t.stop_reason is StopReason.ENV_ERROR and t.reward is None for t in rollout.trajectories)
+    assert time.monotonic() - start < 30
+
+
+def test_sessions_end_with_their_environment_class() -> None:
+    async def main() -> None:
+        async with env_server(GuessNumber) as url:
+            loop = AgentLoop(FakeEngine(), url, WordRenderer(), limits=Limits(max_turns=5, max_new_tokens=1))
+            trajectories = (await loop.arun([Task(seed=i) for i in range(50)])).trajectories
+            loop.close()
+            assert {t.stop_reason for t in trajectories} == {StopReason.DONE}
+
+    asyncio.run(main())
