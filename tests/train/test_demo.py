@@ -1,0 +1,100 @@
+"""The demo in small: what it leaves behind, and that an interrupt leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.trajectory import read_jsonl
+from verl_server.train.demo import DemoArgs, success_rate
+
+_COMMAND = [sys.executable, "-m", "verl_server", "demo", "--latency", "0.002", "--episodes", "24"]
+
+
+def _descendants(pid: int) -> set[int]:
+    """Processes below `pid`, from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found: set[int] = set()
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return found
+
+
+def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    command = [*_COMMAND, "--out", str(out), "--steps", "3", "--pace-episodes", "16"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 1, result.stderr[-4000:]  # three steps are not enough to learn the game
+    assert "success on held-out seeds" in result.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["weight_pushes"] == 4
+    assert summary["eval_success_before"] <= 0.5
+    assert 0 < summary["max_logprob_gap"] < 1e-4
+    assert summary["best_without_feedback"] < 0.5
+    assert summary["lockstep_ratio"] > 0
+    assert summary["ideal_seconds"] == max(summary["longest_alone_seconds"], summary["work_seconds"])
+    assert summary["same_trajectories"] >= 15
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weight_version"] for line in lines] == ["0", "1", "2"]
+    trajectories = read_jsonl(out / "trajectories.jsonl")
+    assert success_rate(trajectories[:24]) == pytest.approx(summary["eval_success_before"])
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=|<script", page)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [*_COMMAND, "--out", str(tmp_path / "demo")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "step   0" in line:
+                break
+        children = _descendants(process.pid)
+        assert len(children) >= 3  # environment server, rollout server, its scheduler
+        process.send_signal(how)
+        process.wait(timeout=30)
+        deadline = time.monotonic() + 30
+        while alive := {pid for pid in children if _is_running(pid)}:
+            assert time.monotonic() < deadline, f"still running: {alive}"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_settings_that_make_no_game_are_refused() -> None:
+    for settings in ({"guesses": 13}, {"numbers": 60}, {"guesses": 1}, {"latency": -1.0}, {"steps": 0}):
+        with pytest.raises(BadRequestError):
+            DemoArgs(**settings)  # type: ignore[arg-type]
