@@ -215,19 +215,20 @@ class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
     id: int = 0
 
 
-ControlReq = (
-    FlushCacheReq
-    | PauseGenerationReq
-    | ContinueGenerationReq
-    | UpdateWeightsFromTensorReq
-    | UpdateWeightsFromDiskReq
+UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
+"""Requests that bring new weights."""
+
+WeightReq = (
+    UpdateReq
     | UpdateWeightVersionReq
     | GetWeightsByNameReq
     | WeightsCheckerReq
     | ReleaseMemoryOccupationReq
     | ResumeMemoryOccupationReq
-    | GetInternalStateReq
 )
+"""Requests that every tensor-parallel rank carries out, in the same order: `WeightUpdater`'s."""
+
+ControlReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
 
 
 class ControlReply(msgspec.Struct, tag=True, kw_only=True):

@@ -21,14 +21,16 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
     TokenLogprobs,
+    UpdateReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
+    WeightReq,
 )
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
 from verl_server.runtime.scheduler import Scheduler
 from verl_server.runtime.tp_group import TpGroup
-from verl_server.runtime.tp_worker import TpWorker, UpdateCommand, WeightCommand
+from verl_server.runtime.tp_worker import TpWorker
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
 
@@ -170,18 +172,18 @@ class FakeWeights:
         self.reason: str | None = None
         self.next_outcome = "ok"  # or "refused", "torn"
         self.next_precheck: str | None = None
-        self.handled: list[WeightCommand] = []
+        self.handled: list[WeightReq] = []
 
     def refusal(self) -> str | None:
         return self.reason
 
-    def precheck(self, req: UpdateCommand) -> ControlReply | None:
+    def precheck(self, req: UpdateReq) -> ControlReply | None:
         if self.next_precheck is None:
             return None
         message, self.next_precheck = self.next_precheck, None
         return ControlReply(id=req.id, success=False, message=message, status_code=400)
 
-    def handle(self, req: WeightCommand) -> ControlReply:
+    def handle(self, req: WeightReq) -> ControlReply:
         self.handled.append(req)
         name = type(req).__name__
         if isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)):

@@ -24,9 +24,9 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
+    WeightReq,
 )
 from verl_server.runtime.scheduler_stats import internal_state
-from verl_server.runtime.tp_worker import WeightCommand
 
 if TYPE_CHECKING:
     from verl_server.runtime.scheduler import Scheduler
@@ -38,7 +38,7 @@ _UPDATES = (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)
 
 @dataclass(slots=True)
 class _Pending:
-    req: WeightCommand
+    req: WeightReq
     deadline: float
 
 
@@ -115,7 +115,7 @@ class ControlQueue:
 
     # -- when ------------------------------------------------------------------------------------------------
 
-    def _is_ready(self, req: WeightCommand) -> bool:
+    def _is_ready(self, req: WeightReq) -> bool:
         """Whether `req` may run now. Clears the way as its mode says."""
         scheduler = self._scheduler
         if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests:
@@ -134,7 +134,7 @@ class ControlQueue:
             return not scheduler.planner.has_started()
         return True
 
-    def _refuse_late(self, req: WeightCommand) -> None:
+    def _refuse_late(self, req: WeightReq) -> None:
         started = len(self._scheduler.requests)
         message = (
             f"{type(req).__name__} was not carried out: it waited {self._timeout:g} s (control_timeout) for its turn "
@@ -146,7 +146,7 @@ class ControlQueue:
 
     # -- what ------------------------------------------------------------------------------------------------
 
-    def _run(self, req: WeightCommand) -> None:
+    def _run(self, req: WeightReq) -> None:
         scheduler = self._scheduler
         planner = scheduler.planner
         scheduler.emit()  # ends of aborted requests are sent before the reply, and under the old version

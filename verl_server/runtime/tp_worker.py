@@ -15,35 +15,20 @@ import torch
 
 from verl_server.io_struct import (
     ControlReply,
-    GetWeightsByNameReq,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
-    UpdateWeightVersionReq,
-    WeightsCheckerReq,
+    UpdateReq,
+    WeightReq,
 )
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
 from verl_server.runtime.tp_group import TpGroup
 
 logger = logging.getLogger(__name__)
 
-UpdateCommand = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
-WeightCommand = (
-    UpdateCommand
-    | UpdateWeightVersionReq
-    | GetWeightsByNameReq
-    | WeightsCheckerReq
-    | ReleaseMemoryOccupationReq
-    | ResumeMemoryOccupationReq
-)
-
 
 class StopCommand(msgspec.Struct, tag=True):
     """Rank 0 is leaving in good order."""
 
 
-_COMMANDS = msgspec.msgpack.Decoder(ForwardBatch | StopCommand | WeightCommand)
+_COMMANDS = msgspec.msgpack.Decoder(ForwardBatch | StopCommand | WeightReq)
 
 
 class Runner(Protocol):
@@ -70,9 +55,9 @@ class Weights(Protocol):
     @property
     def state(self) -> str: ...
 
-    def precheck(self, req: UpdateCommand) -> ControlReply | None: ...
+    def precheck(self, req: UpdateReq) -> ControlReply | None: ...
 
-    def handle(self, req: WeightCommand) -> ControlReply: ...
+    def handle(self, req: WeightReq) -> ControlReply: ...
 
     def refusal(self) -> str | None: ...
 
@@ -92,7 +77,7 @@ class TpWorker:
         assert output is not None, "the model runner of rank 0 gave no output"
         return output
 
-    def control(self, req: WeightCommand) -> ControlReply:
+    def control(self, req: WeightReq) -> ControlReply:
         """Carry out a weight or memory request on all ranks (rank 0)."""
         self._broadcast(req)
         return self.weights.handle(req)
@@ -126,6 +111,6 @@ class TpWorker:
             return False
         return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or self.runner.device.type == "cpu"
 
-    def _broadcast(self, command: ForwardBatch | WeightCommand | StopCommand) -> None:
+    def _broadcast(self, command: ForwardBatch | WeightReq | StopCommand) -> None:
         if self.tp.size > 1:
             self.tp.broadcast_command(msgspec.msgpack.encode(command))

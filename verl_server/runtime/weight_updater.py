@@ -32,9 +32,11 @@ from verl_server.io_struct import (
     GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
+    UpdateReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
+    WeightReq,
     WeightsCheckerReq,
 )
 from verl_server.models.config import resolve_model_folder
@@ -49,15 +51,6 @@ from verl_server.weight_sync.receiver import UpdatePlan, WeightReceiver
 logger = logging.getLogger(__name__)
 
 State = Literal["serving", "torn", "not_loaded", "asleep"]
-UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
-WeightReq = (
-    UpdateReq
-    | UpdateWeightVersionReq
-    | GetWeightsByNameReq
-    | WeightsCheckerReq
-    | ReleaseMemoryOccupationReq
-    | ResumeMemoryOccupationReq
-)
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 Outcome = tuple[str, Any]
 """(message, payload) of a reply."""
