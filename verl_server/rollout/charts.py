@@ -70,7 +70,7 @@ def learning_curve(
     success: Sequence[float], reward: Sequence[float], baseline: float, before: float, after: float
 ) -> str:
     """Success and reward over training steps, the best policy without feedback as a dashed line."""
-    width, height, left, right, top, bottom = 760.0, 300.0, 44.0, 130.0, 16.0, 38.0
+    width, height, left, right, top, bottom = 1060.0, 320.0, 44.0, 130.0, 16.0, 38.0
     span = max(1, len(success) - 1)
 
     def at(step: float, value: float) -> tuple[float, float]:
@@ -196,7 +196,9 @@ def logprob_gap(gaps: Sequence[float], limit: float) -> str:
         parts += [line(left, y, width - right, y), text(left - 8, y + 4, f"1e{power}", anchor="end")]
     y = at(0, limit)[1]
     parts.append(line(left, y, width - right, y, stroke="#c8553d", width=1.2, dash="5 4"))
-    parts.append(text(width - right, y - 5, f"limit {limit:.0e}", fill="#c8553d", anchor="end", weight=600))
+    parts.append(
+        text(width - right, y - 5, f"limit 1e{math.log10(limit):.0f}", fill="#c8553d", anchor="end", weight=600)
+    )
     parts += [dot(*at(i, v), BLUE, 2.6, f"step {i}: {v:.1e}") for i, v in enumerate(gaps)]
     parts.append(text((left + width - right) / 2, height - 4, "training step", anchor="middle"))
     return svg(width, height, "".join(parts), "log-probability gap after each push")

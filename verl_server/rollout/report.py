@@ -54,7 +54,7 @@ def _headline(report: Report) -> str:
             f"an ideal schedule would reach {s['ideal_ratio']:.1f}\u00d7",
         ),
         (f"{s['push_ms_median']:.1f} ms", "per weight push", f"{s['weight_pushes']} pushes while serving"),
-        (f"{s['max_logprob_gap']:.0e}", "largest log-probability gap", "server against trainer, after every push"),
+        (_power(s["max_logprob_gap"]), "largest logprob gap", "server against trainer, checked after every push"),
         (f"{s['seconds']:.0f} s", "for everything", f"{s['steps']} training steps, {s['episodes_played']:,} episodes"),
     )
     cards = "".join(
@@ -66,7 +66,7 @@ def _headline(report: Report) -> str:
         "<header><p class='kicker'>verl-server · demo</p><h1>From random weights to a policy that listens</h1>"
         f"<p class='lead'>The game: {escape(setup['game'])}, told <em>higher</em> or <em>lower</em>. A trainer, a "
         "rollout server and an environment server, three processes that talk over HTTP, taught it to a "
-        f"policy that started as noise ({escape(setup['policy'])}).</p></header><div class='tiles'>{cards}</div>"
+        f"policy that started as noise: {escape(setup['policy'])}.</p></header><div class='tiles'>{cards}</div>"
     )
 
 
@@ -85,7 +85,7 @@ def _learning(report: Report) -> str:
         "would pick on the evaluation's seeds). Everything above it is use of feedback. The action space is the "
         "whole vocabulary, nothing is masked. Large dots: held-out seeds; line: episodes of training."
     )
-    return _section("Learning", chart, note, "narrow")
+    return _section("Learning", chart, note)
 
 
 def _timeline(report: Report) -> str:
@@ -178,8 +178,14 @@ def _method(report: Report) -> str:
     )
 
 
-def _section(title: str, content: str, note: str, kind: str = "") -> str:
-    return f"<section class='{kind}'><h2>{escape(title)}</h2>{content}<p class='note'>{escape(note)}</p></section>"
+def _power(value: float) -> str:
+    """3.9e-06 as 4e-6."""
+    mantissa, _, exponent = f"{value:.0e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _section(title: str, content: str, note: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}<p class='note'>{escape(note)}</p></section>"
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -204,7 +210,6 @@ section { margin-top: 28px; padding: 26px 30px 22px; background: #fff; border: 1
   border-radius: 12px; }
 .note { margin: 14px 0 0; max-width: 860px; color: var(--muted); font-size: 13.5px; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; font-family: inherit; }
-.narrow svg { max-width: 860px; }
 .tiles { display: grid; grid-template-columns: 1.25fr repeat(4, 1fr); gap: 14px; margin-top: 30px; }
 .tile { padding: 18px 18px 16px; background: #fff; border: 1px solid var(--line); border-radius: 12px; }
 .tile b { display: block; font-size: 27px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }

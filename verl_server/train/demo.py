@@ -42,8 +42,8 @@ from verl_server.train.grpo import GRPO, GRPOConfig, PolicyTrainer, StepMetrics
 from verl_server.train.ranks import launch_engine, load_policy, setup_ranks
 
 _WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
-_VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 64 - len(_WORDS) + 1)))
-"""64 tokens, every one of which the policy may say at any time."""
+_VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 40 - len(_WORDS) + 1)))
+"""40 tokens, every one of which the policy may say at any time."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": len(_VOCABULARY),
@@ -80,7 +80,7 @@ class DemoArgs:
     guesses: int = 5
     latency: float = 0.03
     """Median of the seconds that the environment takes to answer (lognormal, sigma 1.5, at most 20 medians)."""
-    episodes: int = 512
+    episodes: int = 768
     """Held-out episodes of each evaluation."""
     pace_episodes: int = 256
     """Episodes of the comparison with lock step."""
@@ -140,6 +140,7 @@ class Demo:
         device = setup_ranks(args.device)
         stack.callback(dist.destroy_process_group)
         torch.manual_seed(args.seed)
+        torch.set_num_threads(1)  # the model is tiny, and the servers want the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
         environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
         settings = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}

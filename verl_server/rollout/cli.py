@@ -1,0 +1,90 @@
+"""`verl-server rollout`: play episodes with a running server and a running environment, and keep them.
+
+verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --episodes 64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from verl_server.http_engine import HttpServerEngineAdapter
+from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.session import Limits
+from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
+
+
+@dataclass(frozen=True)
+class RolloutArgs:
+    """Drive a policy through episodes of an environment, each at its own pace."""
+
+    server: str
+    """URL of the rollout server."""
+    environment: str
+    """URL of an environment server (OpenEnv's protocol)."""
+    episodes: int = 64
+    first_seed: int = 0
+    """Episode i gets the seed first_seed + i."""
+    max_concurrency: int | None = None
+    """Most episodes at one time."""
+    out: Path = Path("trajectories.jsonl")
+    """Gets one line for each trajectory, appended as it ends."""
+    tokenizer: str | None = None
+    """Folder or hub id; default: the server's."""
+    chat: bool = True
+    """Observations are user messages of the chat template; otherwise plain text."""
+    observation_key: str = "text"
+    """Key of the text in the environment's observations."""
+    action_key: str = "text"
+    """Key under which the environment wants the policy's text."""
+    max_turns: int = 8
+    max_new_tokens: int = 512
+    """Per turn."""
+    temperature: float = 1.0
+    api_key: str | None = None
+    """Of the rollout server."""
+
+
+def rollout(args: RolloutArgs) -> int:
+    """Play, print what happened; 1 if no episode could be scored."""
+    engine = HttpServerEngineAdapter.attach(args.server, api_key=args.api_key)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
+    keys = {"observation_key": args.observation_key, "action_key": args.action_key}
+    renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
+    limits = Limits(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens)
+    tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
+
+    def keep(trajectory: Trajectory) -> None:
+        append_jsonl(args.out, [trajectory])
+
+    with (
+        engine,
+        AgentLoop(
+            engine,
+            args.environment,
+            renderer,
+            sampling_params={"temperature": args.temperature},
+            limits=limits,
+            max_concurrency=args.max_concurrency,
+        ) as loop,
+    ):
+        result = loop.run(tasks, keep)
+    stats = summarize(result.trajectories)
+    reward = "none" if stats.mean_reward is None else f"{stats.mean_reward:.3f}"
+    print(
+        f"{stats.trajectories} episodes in {result.seconds:.1f} s, {stats.mean_turns:.1f} turns, "
+        f"{stats.sampled_tokens / result.seconds:.0f} tokens/s, mean reward {reward}, ends {stats.stop_reasons}"
+    )
+    for error in {t.error for t in result.trajectories if t.error}:
+        print(f"  {error}")
+    return 0 if stats.mean_reward is not None else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import tyro
+
+    return rollout(tyro.cli(RolloutArgs, args=argv, prog="verl-server rollout"))
