@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -116,6 +117,31 @@ def test_sessions_do_not_share_environments_and_are_bounded() -> None:
             assert (await second.step({})).observation == {"text": "1 left"}
             await second.close()
             await third.close()
+
+    asyncio.run(main())
+
+
+def test_a_step_that_hangs_holds_up_no_other_session() -> None:
+    released = threading.Event()
+
+    class Hanging(Counter):
+        def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+            if action.get("text") == "hang":
+                released.wait(30)
+            return super().step(action)
+
+    async def main() -> None:
+        async with env_server(Hanging) as url:
+            hung, other = RemoteEnvironment(url, QUICK), RemoteEnvironment(url)
+            await hung.reset(1)
+            await other.reset(2)
+            with pytest.raises(EnvTimeoutError):
+                await hung.step({"text": "hang"})
+            assert (await other.step({})).observation == {"text": "1 left"}
+            await hung.close()
+            assert (await other.step({})).done
+            await other.close()
+            released.set()
 
     asyncio.run(main())
 

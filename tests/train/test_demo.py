@@ -37,10 +37,11 @@ def _descendants(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.timeout(300)
 def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     command = [*_COMMAND, "--out", str(out), "--steps", "3", "--pace-episodes", "16"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 1, result.stderr[-4000:]  # three steps are not enough to learn the game
     assert "success on held-out seeds" in result.stdout
     summary = json.loads((out / "summary.json").read_text())
@@ -60,6 +61,7 @@ def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=|<script", page)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(

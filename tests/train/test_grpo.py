@@ -173,7 +173,7 @@ def _run_ranks(ranks: int, policy: Path, env_url: str, out: Path) -> list[dict[s
         [*launcher, "-m", "verl_server.train.grpo", *where, *settings],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=140,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -181,6 +181,7 @@ def _run_ranks(ranks: int, policy: Path, env_url: str, out: Path) -> list[dict[s
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_learn_what_one_learns(policy: Path, tmp_path: Path) -> None:
     """The command line under torchrun: sharded over two ranks, the same episodes give the same weights."""
     with EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"numbers": 3, "guesses": 3}) as environment:

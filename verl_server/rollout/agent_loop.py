@@ -101,7 +101,10 @@ class AgentLoop:
     # -- in lock step ---------------------------------------------------------------------------------------
 
     def run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """The same episodes, all waiting for the slowest at every turn; batches of `max_concurrency`."""
+        """The same episodes, all waiting for the slowest at every turn; batches of `max_concurrency`.
+
+        A generate that fails is one failure of the whole batch, and raises.
+        """
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
     async def _run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None) -> Rollout:

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 EnvFactory = Callable[[], Any]
 
+_CLOSE_TIMEOUT = 10.0
+"""Seconds for an environment's `close`, which may wait for a step that hangs."""
+
 
 class _MessageError(Exception):
     """What a client gets as an `error` message."""
@@ -77,7 +80,7 @@ class _Hosted:
         close = getattr(self._environment, "close", None)
         if close is not None:
             with contextlib.suppress(Exception):
-                await self._call(close)
+                await asyncio.wait_for(self._call(close), _CLOSE_TIMEOUT)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 

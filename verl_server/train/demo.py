@@ -277,7 +277,9 @@ def _clean_folder(folder: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if the policy learned the game."""
     import tyro
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     args = tyro.cli(DemoArgs, args=argv, prog="verl-server demo")
     with DemoDisplay(Console(stderr=False), args.guesses / args.numbers) as display:
         summary = Demo(args, display).run()
