@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from verl_server.sampling_params import SamplingParams
-from verl_server.weight_sync.handles import LocalSerializedTensor
+from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
 """It travels with every token, and one of digits only is counted on from."""
+TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 
 # -- generation ---------------------------------------------------------------------------------------------
 
@@ -135,24 +137,130 @@ class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):
 
 
 class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
-    """Copy tensors that other processes own into the served weights, in place, all or nothing."""
+    """Copy tensors that other processes own into the served weights, in place, all or nothing.
+
+    The source is exactly one of `named_tensors`, `description`, `registration` and `serialized_named_tensors`.
+    """
 
     id: int = 0
-    named_tensors: list[tuple[str, LocalSerializedTensor]]
-    """Hugging Face names."""
+    named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
+    """Hugging Face names; server rank i reads `values[i]`. Opened for this update only."""
+    description: WeightsDescription | None = None
+    """Whole or sharded tensors of any number of owners; with `keep` they stay registered under its id."""
+    registration: str | None = None
+    """Id of a description that is registered already: nothing is opened, checked or planned again.
+    404 if the server does not know it (any more): send the description."""
+    serialized_named_tensors: list[str] | None = None
+    """SGLang's payloads, one base64 pickle for each tensor-parallel rank. They are parsed, never unpickled."""
+    keep: bool = False
+    """Keep `description` open for later pushes. Its owner then holds the memory until it was unregistered."""
+    forget: list[str] = []
+    """Registrations to close before this update; unknown ids are ignored."""
     load_format: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
     """Shorthand for mode="abort"."""
-    mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
+    mode: UpdateMode = "wait"
     """What happens to running requests: finish first under the old weights (new ones queue), keep their KV,
-    recompute it under the new weights, or return partial output. Ignored while paused."""
+    recompute it under the new weights, or return partial output. Ignored while paused or in a session."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer."""
+    """Label of the new version; default: the next integer. Inside a session it is settled at the end."""
+    transaction_id: TransactionId | None = None
+    """The session (`BeginWeightUpdateReq`) that this call belongs to."""
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
     """False: the update must cover every parameter."""
+    checksums: dict[str, str] | None = None
+    """`tensor_checksum` of whole source tensors by name; one that does not match refuses the update (400)."""
+
+
+class RegisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
+    """Open and plan `description` now, so that pushes by its id only copy. Changes no weights."""
+
+    id: int = 0
+    description: WeightsDescription
+    forget: list[str] = []
+    strict_dtype: bool = False
+
+
+class UnregisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
+    """Close registrations. When it is answered, no process of the server maps their memory any more."""
+
+    id: int = 0
+    registrations: list[str] | None = None
+    """None: all. Unknown ids are ignored."""
+
+
+class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
+    """Open a session: several update calls become one version. One at a time; a second is refused (400).
+
+    From its reply to its end no step is taken (requests wait). Its calls renew the lease.
+    """
+
+    id: int = 0
+    transaction_id: TransactionId | None = None
+    """Calls of this session carry it, all others are refused (409). None: SGLang's sessions, whose calls carry
+    no id: calls without an id belong to it."""
+    lease_seconds: float | None = None
+    """Silence after which the session is over: old weights if nothing was written, else torn.
+    Default: `ServerArgs.weight_update_lease`."""
+    full: bool = False
+    """The session claims to bring every parameter: its end is refused while one is missing."""
+    mode: UpdateMode = "wait"
+    selector: str = "all"
+
+
+class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
+    """Close the session: its writes become one new version, under which generation goes on.
+
+    `discard` gives it up instead: old weights if nothing was written, else torn.
+    """
+
+    id: int = 0
+    transaction_id: TransactionId | None = None
+    weight_version: VersionLabel | None = None
+    flush_cache: bool = True
+    discard: bool = False
+
+
+class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
+    """Join a process group with trainers of other hosts: the trainer is rank 0, server ranks follow."""
+
+    id: int = 0
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """Rank in the group = rank_offset + tensor-parallel rank."""
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
+    id: int = 0
+    group_name: str = "weight_update_group"
+
+
+class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
+    """Receive tensors that rank 0 of a process group broadcasts, in the order of `names`."""
+
+    id: int = 0
+    names: list[str]
+    dtypes: list[str]
+    """torch's names, with or without "torch."."""
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    """None: one broadcast a tensor. "flattened_bucket": one broadcast of all, concatenated as bytes."""
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    mode: UpdateMode = "wait"
+    weight_version: VersionLabel | None = None
+    transaction_id: TransactionId | None = None
+    selector: str = "all"
+    strict_dtype: bool = False
+    partial: bool = True
 
 
 class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
@@ -163,7 +271,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     load_format: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
-    mode: Literal["wait", "in_place", "retract", "abort"] = "wait"
+    mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
     keep_pause: bool = False
 
@@ -215,11 +323,18 @@ class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
     id: int = 0
 
 
-UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq
+UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq
 """Requests that bring new weights."""
 
+StagedReq = UpdateReq | RegisterWeightsReq | InitWeightsUpdateGroupReq
+"""Requests that open, check or wait for something before they are carried out; that happens off the loop."""
+
 WeightReq = (
-    UpdateReq
+    StagedReq
+    | UnregisterWeightsReq
+    | BeginWeightUpdateReq
+    | EndWeightUpdateReq
+    | DestroyWeightsUpdateGroupReq
     | UpdateWeightVersionReq
     | GetWeightsByNameReq
     | WeightsCheckerReq

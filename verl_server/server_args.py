@@ -93,6 +93,15 @@ class ServerArgs:
     control_timeout: float = 300.0
     """Seconds that a control call (weights, memory, cache) may wait for its turn, and that the scheduler may be
     silent while calls wait for it, in a step or an update, before it counts as hung and is killed."""
+    weight_update_lease: float = 60.0
+    """Seconds of silence after which an open weight-update session (begin ... end) is given up."""
+    weight_receive_bytes: int = 2 * 2**30
+    """Memory for tensors that come over a process group: what fits is received while generation goes on, beyond
+    that generation waits and tensors are received and copied in windows of half this size."""
+    enable_weights_cpu_backup: bool = False
+    """Keep released weights in host memory and restore them on resume, instead of waiting for an update."""
+    fused_weight_copy: bool = True
+    """Copy CUDA weights with one fused Triton kernel; off: torch's multi-tensor copy."""
     sync_timeout: float = 60.0
     """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
 

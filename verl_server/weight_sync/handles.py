@@ -16,16 +16,19 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `shm`: file descriptor `fd` of process `pid` (opened through /proc/PID/fd/FD, same host and user).
     `cuda`: a CUDA IPC handle of a caching-allocator segment on the GPU with UUID `device_uuid`.
+    `shm_name`: a file in /dev/shm, as torch's `file_system` sharing strategy names it (old wire formats only).
     """
 
     id: str
     """Unique over owners and time: the receiver caches the opened region under it."""
-    kind: Literal["shm", "cuda"]
+    kind: Literal["shm", "cuda", "shm_name"]
     nbytes: int
     """Size of the shared storage in bytes."""
     pid: int = 0
     """Owner process."""
     fd: int = -1
+    name: str = ""
+    """shm_name: the file's name in /dev/shm, without a slash."""
     inode: int = 0
     """st_ino of the memfd: pids and descriptors are reused, and namespaces give them other meanings."""
     device_uuid: str = ""
@@ -37,6 +40,49 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ref_counter_offset: int = 0
     event_handle: bytes = b""
     event_sync_required: bool = False
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A box of a full tensor, where it lies in one owner's memory.
+
+    The box starts at `offset` in the full tensor and has `shape`; its elements are a strided view into
+    `allocations[allocation]` of the description.
+    """
+
+    allocation: int
+    shape: list[int]
+    offset: list[int]
+    """Of the box in the full tensor; all zeros and `shape` the full one for a whole tensor."""
+    stride: list[int]
+    """In elements."""
+    storage_offset: int = 0
+    """In elements from the start of the allocation's storage."""
+
+
+class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One named tensor, whole or in shards that several processes own.
+
+    Distinct boxes are disjoint and together cover the tensor. Equal boxes are copies (replicas of a data-parallel
+    trainer), in the order of the trainer's ranks: each reader takes the one nearest to it.
+    """
+
+    name: str
+    dtype: str
+    """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
+    shape: list[int]
+    """Of the full tensor."""
+    shards: list[Shard]
+
+
+class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a set of tensors can be read: what is registered once and pushed many times.
+
+    `id` names exactly this memory: if anything moved, the description has another id.
+    """
+
+    id: str
+    allocations: list[Allocation]
+    tensors: list[TensorSource]
 
 
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
