@@ -21,7 +21,7 @@ _ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_poin
 
 
 def _weight(*shape: int) -> nn.Parameter:
-    """Storage only; dtype and device are the defaults that `ModelRunner` builds the model under."""
+    """A placeholder of the default dtype and device: `ModelRunner` puts its weights arena behind it."""
     return nn.Parameter(torch.zeros(*shape), requires_grad=False)
 
 

@@ -1,7 +1,7 @@
 """`ModelRunner`: one rank's model, its KV pool and page table; executes `ForwardBatch`es.
 
 Owned by a scheduler process. Rank 0's also samples. Device memory belongs to it: weights (written only through
-`weight_map`), the KV pool, and their release and resume, under which no tensor changes identity.
+`weight_map`), the KV pool, and their release and resume. Both live in a `MemoryArena`: no tensor ever moves.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PromptLogprobs
@@ -22,6 +21,7 @@ from verl_server.models.config import ModelConfig, load_model_config, resolve_mo
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.transformer import Decoder
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.memory_arena import MemoryArena, aligned
 from verl_server.runtime.sampler import Sampler, prompt_logprobs
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
@@ -126,29 +126,34 @@ class ModelRunner:
 
     def release_kv_cache(self) -> None:
         """Give the KV pool's memory back; its contents are lost."""
-        self._release([self.kv_pool])
+        self._release_scratch()
+        self._kv_arena.release()
 
     def resume_kv_cache(self) -> None:
         """Take memory for the KV pool again; every page is handed out anew, and zeroed then."""
-        self._resume([self.kv_pool])
+        self._kv_arena.resume()
         self.kv_pool[:, -1].zero_()
 
     def release_weights(self) -> None:
-        """Give the weights' memory back; their contents are lost."""
-        self._release(list(self.model.parameters()))
+        """Give the weights' memory back; kept in host memory if `enable_weights_cpu_backup`, else lost."""
+        self._release_scratch()
+        self._weights_arena.release(keep_contents=self._args.enable_weights_cpu_backup)
 
-    def resume_weights(self) -> None:
-        """Take memory for the weights again: zeros (vocabulary padding stays so) until a full update fills them."""
-        parameters = list(self.model.parameters())
-        self._resume(parameters)
-        for parameter in parameters:
-            parameter.zero_()
+    def resume_weights(self) -> bool:
+        """Take memory for the weights again; True if they are what they were when they were released.
+
+        Else they are zeros (vocabulary padding stays so) until a full update fills them.
+        """
+        restored = self._weights_arena.resume()
+        if not restored:
+            self._clear_weights()
+        return restored
 
     def memory_figures(self) -> dict[str, float | int]:
-        """Bytes held now for weights and KV, and the KV capacity in tokens."""
+        """Bytes held now for weights and KV, in whole pages, and the KV capacity in tokens."""
         figures: dict[str, float | int] = {
-            "weight_bytes": sum(p.untyped_storage().nbytes() for p in self.model.parameters()),
-            "kv_cache_bytes": self.kv_pool.untyped_storage().nbytes(),
+            "weight_bytes": self._weights_arena.bytes_held,
+            "kv_cache_bytes": self._kv_arena.bytes_held,
             "token_capacity": self.num_pages * self.page_size,
         }
         if self.device.type == "cuda":
@@ -156,29 +161,39 @@ class ModelRunner:
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
         return figures
 
-    def _release(self, tensors: Sequence[Tensor]) -> None:
+    def _release_scratch(self) -> None:
+        """Activations' memory, which the allocators keep for the next step, goes back too."""
         self.synchronize()
-        for tensor in tensors:
-            tensor.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             _trim_heap()
 
-    def _resume(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    def _clear_weights(self) -> None:
+        """Fresh memory must read as zeros: rows of vocabulary padding are never written again."""
+        if self.device.type == "cuda":
+            self._weights_arena.contents.zero_()
 
     # -- construction ------------------------------------------------------------------------------------------
 
     def _build(self) -> Decoder:
+        """The decoder without memory, then its parameters one after another in the weights arena, all zero."""
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            with torch.device(self.device):
-                return Decoder(self.config, self.tp, self.context_length, self.device).eval()
+            with torch.device("meta"):
+                model = Decoder(self.config, self.tp, self.context_length, self.device).eval()
         finally:
             torch.set_default_dtype(previous)
+        self._weights_arena = MemoryArena(sum(aligned(p.nbytes) for p in model.parameters()), self.device)
+        self._clear_weights()
+        offset = 0
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                view = self._weights_arena.view(offset, parameter.shape, parameter.dtype)
+                setattr(module, name, nn.Parameter(view, requires_grad=False))
+                offset += aligned(parameter.nbytes)
+        return model
 
     @property
     def _kv_heads(self) -> int:
@@ -220,7 +235,8 @@ class ModelRunner:
     def _allocate_kv_pool(self) -> None:
         config = self.config
         shape = (config.num_layers, self.num_pages + 1, self.page_size, 2, self._kv_heads, config.head_dim)
-        self.kv_pool = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._kv_arena = MemoryArena(math.prod(shape) * self.dtype.itemsize, self.device)
+        self.kv_pool = self._kv_arena.view(0, shape, self.dtype)
         self.kv_pool[:, -1].zero_()
         self._kv_layers = list(self.kv_pool.unbind(0))
         columns = math.ceil(self.context_length / self.page_size)

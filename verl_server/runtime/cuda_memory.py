@@ -1,0 +1,207 @@
+"""The CUDA driver's virtual memory calls, through ctypes: addresses of a GPU that outlive the memory behind them.
+
+Used by `MemoryArena` alone. torch's allocator knows nothing of this memory, `torch.cuda.mem_get_info` does. Only
+the region's own device may access it: no peer, no network card, no other process. Weights and KV pool are never
+handed to NCCL (activations are), and a trainer's memory is read by kernels that run on this device.
+
+Errors of driver calls are returned, not remembered: a refusal here does not surface in torch's next launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import ServerUnavailableError
+
+_PINNED_ALLOCATION = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation: `id` is a device ordinal, counted as torch counts devices."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class AllocationFlags(ctypes.Structure):
+    """CUmemAllocationProp.allocFlags; all zero: not compressed, not for a network card."""
+
+    _fields_ = (
+        ("compressionType", ctypes.c_ubyte),
+        ("gpuDirectRDMACapable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp, 32 bytes; `requestedHandleTypes` 0: not exported to other processes."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", Location),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("allocFlags", AllocationFlags),
+    )
+
+
+class AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc, 12 bytes."""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+_Address = ctypes.c_uint64  # CUdeviceptr
+_Handle = ctypes.c_uint64  # CUmemGenericAllocationHandle
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(AllocationProp), ctypes.c_int],
+    "cuMemAddressReserve": [ctypes.POINTER(_Address), ctypes.c_size_t, ctypes.c_size_t, _Address, ctypes.c_uint64],
+    "cuMemAddressFree": [_Address, ctypes.c_size_t],
+    "cuMemCreate": [ctypes.POINTER(_Handle), ctypes.c_size_t, ctypes.POINTER(AllocationProp), ctypes.c_uint64],
+    "cuMemRelease": [_Handle],
+    "cuMemMap": [_Address, ctypes.c_size_t, ctypes.c_size_t, _Handle, ctypes.c_uint64],
+    "cuMemSetAccess": [_Address, ctypes.c_size_t, ctypes.POINTER(AccessDesc), ctypes.c_size_t],
+    "cuMemUnmap": [_Address, ctypes.c_size_t],
+    "cuMemHostRegister_v2": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint],
+    "cuMemHostUnregister": [ctypes.c_void_p],
+    "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+}
+
+
+class DriverError(RuntimeError):
+    """A driver call failed; `code` is its CUresult."""
+
+    def __init__(self, call: str, code: int) -> None:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        super().__init__(f"{call} failed: {(name.value or b'unknown error').decode()} ({code}).")
+        self.code = code
+
+
+class DeviceRegion:
+    """Addresses of one GPU, and physical memory behind all of them (mapped) or none. Made mapped.
+
+    A tensor over it (`tensor`) keeps it alive; when the last one is gone, memory and addresses are given back.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.synchronize(self.device)  # the driver's calls need the context that torch makes here
+        location = Location(_ON_DEVICE, self.device.index)
+        self._prop = AllocationProp(type=_PINNED_ALLOCATION, location=location)
+        self._access = AccessDesc(location, _READ_WRITE)
+        granularity = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), _RECOMMENDED)
+        self.nbytes = max(1, -(-nbytes // granularity.value)) * granularity.value
+        address = _Address()
+        _call("cuMemAddressReserve", ctypes.byref(address), self.nbytes, 0, 0, 0)
+        self.address = address.value
+        self.is_mapped = False
+        # Not at exit: the driver may be gone by then, and the process gives everything back anyway.
+        weakref.finalize(self, _give_back, self.device, self.address, self.nbytes).atexit = False
+        self.map()
+
+    def map(self) -> None:
+        """Put memory behind the addresses; its contents are undefined.
+
+        Raises ServerUnavailableError if the device has too little, and then holds none.
+        """
+        with torch.cuda.device(self.device):
+            try:
+                self._map()
+            except DriverError as error:
+                if error.code != _OUT_OF_MEMORY:
+                    raise
+                torch.cuda.empty_cache()  # what torch's allocator holds for later
+                self._map_or_explain()
+        self.is_mapped = True
+
+    def unmap(self) -> None:
+        """Give the memory back, once all work of the device that may use it is done."""
+        torch.cuda.synchronize(self.device)
+        _call("cuMemUnmap", self.address, self.nbytes)
+        self.is_mapped = False
+
+    def tensor(self) -> Tensor:
+        """The region as uint8 [nbytes], without a copy. The region must be mapped, now and whenever it is used."""
+        tensor = torch.as_tensor(self, device=self.device)
+        assert tensor.data_ptr() == self.address, "torch copied the region"
+        return tensor
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+
+    def _map(self) -> None:
+        handle = _Handle()
+        _call("cuMemCreate", ctypes.byref(handle), self.nbytes, ctypes.byref(self._prop), 0)
+        try:
+            _call("cuMemMap", self.address, self.nbytes, 0, handle, 0)
+        finally:
+            _call("cuMemRelease", handle)  # the mapping keeps the memory, and unmapping gives it back
+        try:
+            _call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(self._access), 1)
+        except DriverError:
+            _call("cuMemUnmap", self.address, self.nbytes)
+            raise
+
+    def _map_or_explain(self) -> None:
+        try:
+            self._map()
+        except DriverError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ServerUnavailableError(
+                f"{self.device} has {free / 2**30:.2f} GiB of {total / 2**30:.2f} GiB free, but "
+                f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache. Free memory on the device "
+                "(a trainer there: torch.cuda.empty_cache() and offload) and try again, or start the server with a "
+                "smaller mem_fraction_static."
+            ) from None
+
+
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Page-lock a CPU tensor, so that copies to and from `device` run at the full rate of the bus."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        _call("cuMemHostRegister_v2", memory.data_ptr(), memory.nbytes, 0)
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Undo `pin`, before the tensor's memory is unmapped."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        _call("cuMemHostUnregister", memory.data_ptr())
+
+
+def _give_back(device: torch.device, address: int, nbytes: int) -> None:
+    """The end of a region: whatever is mapped, and the addresses. Nobody is left to hear of an error."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        _driver().cuMemUnmap(address, nbytes)  # refused, and no harm, if nothing is mapped
+        _driver().cuMemAddressFree(address, nbytes)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        raise DriverError(name, code)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+    return library
