@@ -31,43 +31,9 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.shapes import SHAPES, shape_folder
 from verl_server.engine import Engine
 from verl_server.models.layers import linear
-from verl_server.models.tiny import make_model_folder
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 320,
-        "max_position_embeddings": 512,
-    },
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 4096,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -254,10 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     print(json.dumps({"name": "run", **run}), flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_model_folder(
-            temporary, "qwen3", weights=False, dtype=torch.bfloat16, **SHAPES[args.shape] | {"rms_norm_eps": 1e-6}
-        )
-        benchmark(args, folder)
+        benchmark(args, shape_folder(temporary, args.shape))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""The model shapes that benchmarks share, and folders of them: random weights, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_server.models.tiny import make_model_folder
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+    },
+}
+"""Qwen3's, and a small one of its kind."""
+
+
+def shape_folder(path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A Qwen3 folder of a named shape: config and tokenizer, and random weights if asked. Returns `path`."""
+    return make_model_folder(path, "qwen3", weights=weights, dtype=dtype, **SHAPES[shape] | {"rms_norm_eps": 1e-6})
