@@ -1,0 +1,75 @@
+"""CPU tensors in torch's `file_system` strategy: files in /dev/shm that SGLang's older payloads name.
+
+The receiver reads such a file for handles that `legacy` parsed. It copies instead of mapping: another process
+may cut the file off at any time, which is SIGBUS for whoever has it mapped, but only a short read here.
+
+torch lays the file out as a reference count (int32, padded to 64 bytes) and the storage. The owner holds one
+reference and takes another each time it pickles the storage; whoever opens the pickle gives that one back, and
+the last one removes the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import struct
+
+import torch
+
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.handles import Allocation
+
+_NAME = re.compile(r"torch_\d{1,20}_\d{1,20}_\d{1,20}")
+"""What torch calls its files: other shared memory of this user is nobody's weights."""
+_COUNT = struct.Struct("=i")
+
+
+def read_shm_file(allocation: Allocation) -> torch.Tensor:
+    """A copy of the storage, as bytes. Raises WeightUpdateError if the file is not what was described."""
+    if _NAME.fullmatch(allocation.name) is None:
+        raise WeightUpdateError(f"'{allocation.name[:100]}' is not a shared-memory file of torch's.")
+    path = f"/dev/shm/{allocation.name}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"Cannot open {path}: {error.strerror}. Is the process that made it alive, on this host, run by the same "
+            "user, with the same /dev/shm (in a container: --ipc=host), and did it keep the tensor until the reply?"
+        ) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise WeightUpdateError(f"{path} is not a file of this server's user.")
+        if status.st_size < allocation.storage_offset_bytes + allocation.nbytes:
+            raise WeightUpdateError(f"{path} has {status.st_size:,} bytes, too few for {allocation.nbytes:,}.")
+        data = torch.empty(allocation.nbytes, dtype=torch.uint8)
+        read_exactly(fd, data.numpy().data, allocation.storage_offset_bytes, path)
+        _give_back_reference(fd)
+        return data
+    except OSError as error:
+        raise WeightUpdateError(f"Cannot read {path}: {error.strerror}.") from None
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
+    """Fill `buffer` from `offset` of a file; WeightUpdateError if the file ends before, OSError as it comes."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            raise WeightUpdateError(f"{path} was cut off while it was read, at byte {offset + done:,}.")
+        done += count
+
+
+def _give_back_reference(fd: int) -> None:
+    """Count down, but never the owner's own reference: one payload may have been sent to several ranks.
+
+    The ranks exclude each other by a lock; the owner counts without one, but waits for the reply meanwhile.
+    """
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
+    if count > 1:
+        os.pwrite(fd, _COUNT.pack(count - 1), 0)
