@@ -80,7 +80,7 @@ class WeightMap:
 
 def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a folder's safetensors checkpoint, memory-mapped, shard by shard."""
-    for file in _checkpoint_files(Path(folder)):
+    for file in checkpoint_files(Path(folder)):
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -92,7 +92,7 @@ def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a checkpoint, read from the headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _checkpoint_files(Path(folder)):
+    for file in checkpoint_files(Path(folder)):
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -142,14 +142,14 @@ def fill_dummy(weight_map: WeightMap, seed: int, device: torch.device) -> None:
         slot.copy_from(full)
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
+def checkpoint_files(folder: Path) -> list[Path]:
     """The index's shards, else model.safetensors, else all safetensors (an index or model.safetensors wins
 
     because some repositories also hold a consolidated copy under other names).
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _shards_of(index)
         absent = [n for n in names if not (folder / n).is_file()]
         if absent:
             raise BadRequestError(f"{index} names shards that are not there: {', '.join(absent)}.")
@@ -162,3 +162,14 @@ def _checkpoint_files(folder: Path) -> list[Path]:
             "`save_pretrained(..., safe_serialization=True)`, or use load_format='dummy' for random weights."
         )
     return files
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files that an index names, which are all in its folder."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if not names or any(name != Path(name).name for name in names):
+            raise ValueError("its weight_map must name files of its folder")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise BadRequestError(f"Cannot read {index}: {type(error).__name__}: {error}. Is it complete?") from None
+    return names
