@@ -1,0 +1,103 @@
+"""Trainers' names for parameters, turned into the model's.
+
+`WeightReceiver` asks before it looks at any memory. DDP, torch.compile, FSDP, activation checkpointing and PEFT
+put segments into names; the model here has none of them, so they are taken out where the name is not the
+model's as it stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from verl_server.errors import WeightUpdateError
+from verl_server.models.loader import WeightMap
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_LISTED, _LONGEST = 8, 200
+"""How many names an error lists, and how much of each: they came over the wire."""
+
+
+class ModelNames:
+    def __init__(self, weight_map: WeightMap) -> None:
+        self._map = weight_map
+
+    def settle(self, names: Sequence[str]) -> list[str | None]:
+        """The model's name (in `slots` or `aliases`) for each of `names`; None for what is to be left out.
+
+        Left out are buffers that old checkpoints carry, and the frozen copies that PEFT keeps of modules it
+        trains. Raises WeightUpdateError for unknown names, for names that mean one parameter, and for adapters.
+        """
+        plain = [self._plain(name) for name in names]
+        self._refuse_adapters([n for n, known in zip(names, plain, strict=True) if not self._is_known(known)])
+        self._refuse_unknown([n for n, known in zip(names, plain, strict=True) if not self._is_known(_trained(known))])
+        given = dict.fromkeys(plain)
+        frozen = [n for n, known in zip(names, plain, strict=True) if known != _trained(known)]
+        if any(_trained(self._plain(name)) not in given for name in frozen):
+            raise WeightUpdateError(
+                f"{listed(frozen)} are copies that PEFT keeps from before the training: push the trained ones, "
+                "whose names have 'modules_to_save'."
+            )
+        settled: list[str | None] = []
+        taken: dict[str, str] = {}
+        for name, known in zip(names, plain, strict=True):
+            if known not in self._map.slots and known not in self._map.aliases:
+                settled.append(None)
+                continue
+            if known in taken:
+                raise WeightUpdateError(
+                    f"The update has '{_cut(known)}' twice, as '{_cut(taken[known])}' and as '{_cut(name)}'."
+                )
+            taken[known] = name
+            settled.append(known)
+        return settled
+
+    def _is_known(self, name: str) -> bool:
+        return not self._map.unknown([name])
+
+    def _plain(self, name: str) -> str:
+        """`name` without what trainers' wrappers add to it."""
+        if self._is_known(name):
+            return name
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        if parts[:2] == ["base_model", "model"]:
+            parts = parts[2:]
+        if "modules_to_save" in parts:  # followed by the adapter's name
+            at = parts.index("modules_to_save")
+            del parts[at : at + 2]
+        return ".".join(part for part in parts if part != "base_layer")
+
+    def _refuse_adapters(self, unknown: list[str]) -> None:
+        adapters = [n for n in unknown if any(part.startswith("lora_") for part in n.split("."))]
+        if adapters:
+            raise WeightUpdateError(
+                f"The update has LoRA parameters ({listed(adapters)}), and the model here has no adapters: merge them "
+                "into the base weights (PEFT: model.merge_adapter()), push without them (leave out every name with "
+                "'lora_'), then model.unmerge_adapter()."
+            )
+
+    def _refuse_unknown(self, unknown: list[str]) -> None:
+        if not unknown:
+            return
+        known = [*self._map.slots, *self._map.aliases]
+        hints = []
+        for name in unknown[:3]:
+            close = difflib.get_close_matches(name, known, 1, 0.7) if len(name) <= _LONGEST else []
+            hints += [f"'{name}' is like '{match}'" for match in close]
+        hint = "; ".join(hints) if hints else f"The model has, for example, '{known[0]}'"
+        raise WeightUpdateError(f"The model has no parameter {listed(unknown)}. {hint}.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, however many and however long they are."""
+    rest = len(names) - _LISTED
+    return ", ".join(f"'{_cut(name)}'" for name in names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _trained(name: str) -> str:
+    """PEFT names the frozen copy `<module>.original_module.weight`."""
+    return name.replace(".original_module.", ".")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
