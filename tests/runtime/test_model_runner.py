@@ -142,22 +142,26 @@ def test_padding_page_is_zero_after_resume(tiny_llama: Path) -> None:
     assert (runner.kv_pool[:, -1] == 0).all()
 
 
-def test_generation_after_release_and_resume_is_the_same(tiny_qwen3: Path) -> None:
-    runner = make_runner(tiny_qwen3)
-    first, second = Driver(runner), Driver(runner)
-    prompt = random_prompt(30, seed=0)
-    a = first.add(prompt)
-    first.finish([a], 10)
+@pytest.mark.parametrize("backup", [False, True])
+def test_generation_after_release_and_resume_is_the_same(tiny_qwen3: Path, backup: bool) -> None:
+    """The colocated cycle: everything released, weights back by restoring or by refilling, then the KV pool."""
+    runner = make_runner(tiny_qwen3, enable_weights_cpu_backup=backup)
     weights = {name: runner.weight_map.read(name) for name in runner.weight_map.slots}
-    runner.release_kv_cache()
-    runner.release_weights()
-    runner.resume_weights()
-    runner.resume_kv_cache()
-    for name, tensor in weights.items():
-        runner.weight_map.slots[name].copy_from(tensor)
-    b = second.add(prompt)
-    second.finish([b], 10)
-    assert a.spec.output_ids == b.spec.output_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    prompt = random_prompt(30, seed=0)
+    results = []
+    for _ in range(4):
+        driver = Driver(runner)
+        sequence = driver.add(prompt)
+        driver.finish([sequence], 10)
+        results.append((sequence.spec.output_ids, sequence.logprobs))
+        runner.release_kv_cache()
+        runner.release_weights()
+        if not runner.resume_weights():
+            for name, tensor in weights.items():
+                runner.weight_map.slots[name].copy_from(tensor)
+        runner.resume_kv_cache()
+    for ids, logprobs in results[1:]:
+        assert ids == results[0][0] and logprobs == pytest.approx(results[0][1], abs=1e-5)
 
 
 def test_nan_in_the_pool_harms_nobody_later(tiny_llama: Path) -> None:
