@@ -5,7 +5,8 @@
 Prints one JSON line per figure (`name, value, unit, limit, ok`). For each architecture: mean absolute error of
 bf16 log-probabilities against fp32, ours and transformers', over the same sequences, with the server's
 sequences computed alone, in a mixed batch, in chunks, and from the prefix cache. Then updates from this process
-into a separate server process: handles by CUDA IPC, verified by checksum and by log-probabilities.
+into a separate server process: handles by CUDA IPC, verified by checksum and by log-probabilities. Before them
+the memory that sleeps and wakes (`benchmarks.memory_cycle`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import transformers
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.memory_cycle import check_memory_cycle
 from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder, random_model
 
@@ -170,7 +172,7 @@ def main() -> None:
     print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, "argv": sys.argv}))
     if not torch.cuda.is_available():
         sys.exit("benchmarks.cuda_check needs an NVIDIA GPU; everything else is covered by `make test` on the CPU.")
-    ok = True
+    ok = check_memory_cycle(torch.device("cuda", 0))
     for arch in args.arch:
         with tempfile.TemporaryDirectory() as path:
             folder = make_model_folder(path, arch, dtype=torch.bfloat16, **SHAPE)

@@ -9,9 +9,11 @@ Errors of driver calls are returned, not remembered: a refusal here does not sur
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,15 +98,14 @@ class DeviceRegion:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.synchronize(self.device)  # the driver's calls need the context that torch makes here
         location = Location(_ON_DEVICE, self.device.index)
         self._prop = AllocationProp(type=_PINNED_ALLOCATION, location=location)
         self._access = AccessDesc(location, _READ_WRITE)
-        granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), _RECOMMENDED)
-        self.nbytes = max(1, -(-nbytes // granularity.value)) * granularity.value
-        address = _Address()
-        _call("cuMemAddressReserve", ctypes.byref(address), self.nbytes, 0, 0, 0)
+        granularity, address = ctypes.c_size_t(), _Address()
+        with _current(self.device):
+            _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), _RECOMMENDED)
+            self.nbytes = max(1, -(-nbytes // granularity.value)) * granularity.value
+            _call("cuMemAddressReserve", ctypes.byref(address), self.nbytes, 0, 0, 0)
         self.address = address.value
         self.is_mapped = False
         # Not at exit: the driver may be gone by then, and the process gives everything back anyway.
@@ -116,7 +117,7 @@ class DeviceRegion:
 
         Raises ServerUnavailableError if the device has too little, and then holds none.
         """
-        with torch.cuda.device(self.device):
+        with _current(self.device):
             try:
                 self._map()
             except DriverError as error:
@@ -128,8 +129,8 @@ class DeviceRegion:
 
     def unmap(self) -> None:
         """Give the memory back, once all work of the device that may use it is done."""
-        torch.cuda.synchronize(self.device)
-        _call("cuMemUnmap", self.address, self.nbytes)
+        with _current(self.device):
+            _call("cuMemUnmap", self.address, self.nbytes)
         self.is_mapped = False
 
     def tensor(self) -> Tensor:
@@ -172,24 +173,29 @@ class DeviceRegion:
 
 def pin(memory: Tensor, device: torch.device) -> None:
     """Page-lock a CPU tensor, so that copies to and from `device` run at the full rate of the bus."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
+    with _current(device):
         _call("cuMemHostRegister_v2", memory.data_ptr(), memory.nbytes, 0)
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
     """Undo `pin`, before the tensor's memory is unmapped."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
+    with _current(device):
         _call("cuMemHostUnregister", memory.data_ptr())
 
 
 def _give_back(device: torch.device, address: int, nbytes: int) -> None:
     """The end of a region: whatever is mapped, and the addresses. Nobody is left to hear of an error."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
+    with _current(device):
         _driver().cuMemUnmap(address, nbytes)  # refused, and no harm, if nothing is mapped
         _driver().cuMemAddressFree(address, nbytes)
+
+
+@contextlib.contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """The device idle and its context current on this thread, whichever thread it is: driver calls need both."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
 
 
 def _call(name: str, *arguments: Any) -> None:

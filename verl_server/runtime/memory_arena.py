@@ -109,7 +109,10 @@ class HostRegion:
         self.is_mapped = True
 
     def map(self) -> None:
-        """Nothing to do: pages come, zeroed, when they are first touched."""
+        """Nothing to do: pages come, zeroed, when they are first touched.
+
+        To have them all come here would take longer: a copy into them brings them in with all its threads.
+        """
         self.is_mapped = True
 
     def unmap(self) -> None:
