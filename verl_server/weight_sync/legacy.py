@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import math
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.errors import BadRequestError
+import torch
+
+from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import Allocation, TensorHandle
 from verl_server.weight_sync.pickle_reader import Function, Globals, Record, RecordClass, read_pickle, shown
+from verl_server.weight_sync.shm_file import give_back_reference
 
 _ITEMSIZES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
@@ -60,6 +65,21 @@ def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) 
         )
     payload = read_pickle(_decoded(data), _GLOBALS)
     return _bucket(payload) if load_format == "flattened_bucket" else _pairs(payload, rank)
+
+
+def give_back(allocations: Iterable[Allocation]) -> None:
+    """Count the references down that came with allocations which will not be opened (the update was refused).
+
+    Whoever opens one gives its reference back by that. One that is neither opened nor given back keeps its memory
+    in the sender until the sender exits. What cannot be given back any more is left.
+    """
+    for allocation in allocations:
+        with contextlib.suppress(WeightUpdateError, OSError, RuntimeError, AttributeError, NotImplementedError):
+            if allocation.kind == "shm_name" and allocation.name:
+                give_back_reference(allocation)
+            elif allocation.kind == "cuda" and allocation.ref_counter_handle:
+                release = torch.UntypedStorage._release_ipc_counter_cuda  # type: ignore[no-untyped-call]
+                release(allocation.ref_counter_handle, allocation.ref_counter_offset)
 
 
 def _decoded(data: str | bytes) -> bytes:
@@ -308,6 +328,8 @@ _GLOBALS: Globals = {
     ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): Function(_rebuild_cuda_tensor),
     ("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"): Function(_rebuild_cuda_tensor),
     ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
+    # How plain pickle writes a tensor: named only to say what to do instead.
+    ("torch._utils", "_rebuild_tensor_v2"): _Class(),
     ("torch.storage", "_load_from_bytes"): Function(_load_from_bytes),
     ("torch", "Size"): Function(lambda sizes=(): tuple(_ints(sizes))),
     **{("torch", name): _Dtype(name) for name in _ITEMSIZES},

@@ -10,11 +10,13 @@ the last one removes the file.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import stat
 import struct
+from collections.abc import Iterator
 
 import torch
 
@@ -28,6 +30,22 @@ _COUNT = struct.Struct("=i")
 
 def read_shm_file(allocation: Allocation) -> torch.Tensor:
     """A copy of the storage, as bytes. Raises WeightUpdateError if the file is not what was described."""
+    with _opened(allocation) as (fd, path):
+        data = torch.empty(allocation.nbytes, dtype=torch.uint8)
+        read_exactly(fd, data.numpy().data, allocation.storage_offset_bytes, path)
+        _count_down(fd)
+        return data
+
+
+def give_back_reference(allocation: Allocation) -> None:
+    """What reading does to the count, without reading."""
+    with _opened(allocation) as (fd, _):
+        _count_down(fd)
+
+
+@contextlib.contextmanager
+def _opened(allocation: Allocation) -> Iterator[tuple[int, str]]:
+    """(descriptor, path) of a file that is one of torch's, this user's, and large enough."""
     if _NAME.fullmatch(allocation.name) is None:
         raise WeightUpdateError(f"'{allocation.name[:100]}' is not a shared-memory file of torch's.")
     path = f"/dev/shm/{allocation.name}"
@@ -44,10 +62,7 @@ def read_shm_file(allocation: Allocation) -> torch.Tensor:
             raise WeightUpdateError(f"{path} is not a file of this server's user.")
         if status.st_size < allocation.storage_offset_bytes + allocation.nbytes:
             raise WeightUpdateError(f"{path} has {status.st_size:,} bytes, too few for {allocation.nbytes:,}.")
-        data = torch.empty(allocation.nbytes, dtype=torch.uint8)
-        read_exactly(fd, data.numpy().data, allocation.storage_offset_bytes, path)
-        _give_back_reference(fd)
-        return data
+        yield fd, path
     except OSError as error:
         raise WeightUpdateError(f"Cannot read {path}: {error.strerror}.") from None
     finally:
@@ -64,7 +79,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         done += count
 
 
-def _give_back_reference(fd: int) -> None:
+def _count_down(fd: int) -> None:
     """Count down, but never the owner's own reference: one payload may have been sent to several ranks.
 
     The ranks exclude each other by a lock; the owner counts without one, but waits for the reply meanwhile.

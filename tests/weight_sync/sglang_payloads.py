@@ -1,0 +1,92 @@
+"""Payloads as SGLang's clients make them, for the tests of what reads them: `stub_modules` stands for SGLang."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+OLD = "sglang.srt.model_executor.model_runner"
+BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+
+@dataclass
+class LocalSerializedTensor:
+    values: list[bytes]
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def _rebuild_cuda_tensor_modified(*args: Any) -> None:
+    raise AssertionError("nothing is unpickled")
+
+
+class CudaTensor:
+    """Pickles as a CUDA tensor does, without one."""
+
+    def __init__(self, rebuild: Any, *args: Any) -> None:
+        self.reduced = (rebuild, args)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@contextmanager
+def stub_modules(**places: Any) -> Iterator[None]:
+    """Let pickle find `places` ({"module:name": object}) where SGLang has them."""
+    added = []
+    try:
+        for place, value in places.items():
+            path, name = place.split(":")
+            parts = path.split(".")
+            for end in range(1, len(parts) + 1):
+                module = ".".join(parts[:end])
+                if module not in sys.modules:
+                    sys.modules[module] = types.ModuleType(module)
+                    added.append(module)
+            setattr(sys.modules[path], name, value)
+            value.__module__, value.__qualname__ = path, name
+        yield
+    finally:
+        for module in added:
+            del sys.modules[module]
+
+
+def dumps(value: Any, protocol: int | None = None) -> bytes:
+    """What SGLang's MultiprocessingSerializer does, before its base64."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, protocol).dump(value)
+    return buffer.getvalue()
+
+
+def serialized(value: Any) -> str:
+    return base64.b64encode(dumps(value)).decode()
+
+
+def bucket(named_tensors: list[tuple[str, torch.Tensor]], *, count_bytes: bool = True) -> dict[str, Any]:
+    """A flattened bucket: bytes of any dtypes (0.5.23), or elements of one (before)."""
+    parts = [tensor.reshape(-1) for _, tensor in named_tensors]
+    flat = torch.cat([part.view(torch.uint8) for part in parts] if count_bytes else parts)
+    metadata, start = [], 0
+    for name, tensor in named_tensors:
+        end = start + (tensor.nbytes if count_bytes else tensor.numel())
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.numel()))
+        start = end
+    return {"flattened_tensor": flat, "metadata": metadata}
