@@ -1,0 +1,161 @@
+"""Which part of a full tensor lies in this rank's memory: boxes, found without any collective.
+
+Called by `sender` for everything that is pushed. A `DTensor` knows its mesh and placements, from which each
+rank computes alone where its local tensor belongs; a `TensorShard` says so itself; a plain tensor is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from verl_server.errors import BadRequestError
+
+Interval = tuple[int, int]
+"""(start, stop) along one dimension of the full tensor."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A plain tensor that is one box of a larger one: what trainers without `DTensor` hold (Megatron's style).
+
+    Several shards of one name may come from one rank, and equal boxes from several ranks (copies); together the
+    boxes of all ranks must cover the full tensor.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    """Of the full tensor."""
+    offset: Sequence[int]
+    """Where the box starts in the full tensor."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a full tensor that lies in one local tensor without gaps."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """In the full tensor."""
+    local_offset: tuple[int, ...]
+    """In the local tensor."""
+
+
+def boxes_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[Box]]:
+    """(shape of the full tensor, boxes of it that `value` holds on this rank; none if it holds nothing).
+
+    Raises BadRequestError for `Partial` placements and boxes that do not fit.
+    """
+    if isinstance(value, TensorShard):
+        return tuple(value.shape), _declared(name, value)
+    shape = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return shape, _products([[(0, size)] for size in shape])
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return shape, []  # the mesh is of other ranks
+    boxes = sharded_boxes(name, shape, value.device_mesh.shape, coordinate, value.placements)
+    held = tuple(local_tensor(value).shape)
+    if boxes and held != _extent(boxes):
+        raise BadRequestError(
+            f"'{name}' has placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)}, by which this "
+            f"rank holds {list(_extent(boxes))} of {list(shape)}, but its local tensor has {list(held)}."
+        )
+    return shape, boxes
+
+
+def local_tensor(value: torch.Tensor | TensorShard) -> torch.Tensor:
+    """The memory that this rank holds of `value`, outside of autograd."""
+    if isinstance(value, TensorShard):
+        return value.tensor
+    # to_local() records a view for autograd, which takes longer than all of a push's other checks together.
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def sharded_boxes(
+    name: str,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> list[Box]:
+    """Boxes of the rank at `coordinate` of a mesh, by the placements along each mesh dimension, in their order."""
+    dims: list[list[Interval]] = [[(0, size)] for size in shape]
+    for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, _StridedShard):
+            pieces = (
+                _chunk(dims[placement.dim], int(placement.split_factor), i) for i in range(placement.split_factor)
+            )
+            dims[placement.dim] = [part for piece in pieces for part in _chunk(piece, count, index)]
+        elif isinstance(placement, Shard):
+            dims[placement.dim] = _chunk(dims[placement.dim], count, index)
+        elif not isinstance(placement, Replicate):
+            raise BadRequestError(
+                f"'{name}' has placements {tuple(placements)}: with {placement} no rank holds its values. "
+                "Redistribute it to Shard or Replicate before pushing it."
+            )
+    return _products([_joined(intervals) for intervals in dims])
+
+
+def _chunk(intervals: list[Interval], count: int, index: int) -> list[Interval]:
+    """The `index`-th of `count` pieces of what the intervals hold, laid end to end, cut as `torch.chunk` does."""
+    size = -(-sum(stop - start for start, stop in intervals) // count)
+    first, last, position, piece = index * size, (index + 1) * size, 0, []
+    for start, stop in intervals:
+        low, high = max(first - position, 0), min(last - position, stop - start)
+        if low < high:
+            piece.append((start + low, start + high))
+        position += stop - start
+    return piece
+
+
+def _joined(intervals: list[Interval]) -> list[Interval]:
+    """Neighbours that touch as one interval: fewer boxes to copy."""
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _products(dims: list[list[Interval]]) -> list[Box]:
+    """One box for each combination of intervals; none where a dimension is empty."""
+    placed: list[list[tuple[int, int, int]]] = []
+    for intervals in dims:
+        local = itertools.accumulate((stop - start for start, stop in intervals), initial=0)
+        placed.append([(stop - start, start, at) for (start, stop), at in zip(intervals, local, strict=False)])
+    boxes = []
+    for combination in itertools.product(*placed):
+        if all(size for size, _, _ in combination):
+            sizes, offsets, locals_ = zip(*combination, strict=True) if combination else ((), (), ())
+            boxes.append(Box(tuple(sizes), tuple(offsets), tuple(locals_)))
+    return boxes
+
+
+def _extent(boxes: list[Box]) -> tuple[int, ...]:
+    """Shape of the local tensor that holds the boxes."""
+    ends = ([at + size for at, size in zip(box.local_offset, box.shape, strict=True)] for box in boxes)
+    return tuple(max(dim) for dim in zip(*ends, strict=True))
+
+
+def _declared(name: str, value: TensorShard) -> list[Box]:
+    tensor, shape, offset = value.tensor, tuple(value.shape), tuple(value.offset)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        raise BadRequestError(f"The TensorShard of '{name}' holds a {type(tensor).__name__}; give a plain tensor.")
+    box = tuple(tensor.shape)
+    fits = len(shape) == len(offset) == len(box) and all(
+        start >= 0 and start + size <= full for start, size, full in zip(offset, box, shape, strict=True)
+    )
+    if not fits:
+        raise BadRequestError(
+            f"The TensorShard of '{name}' has shape {list(box)} at offset {list(offset)}, which is no box of a tensor "
+            f"of shape {list(shape)}."
+        )
+    return [Box(box, offset, (0,) * len(box))] if tensor.numel() else []
