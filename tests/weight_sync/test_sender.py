@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from verl_server.errors import BadRequestError, WeightUpdateError
-from verl_server.weight_sync import sender
+from verl_server.weight_sync import exports, sender
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.receiver import OpenAllocations
 from verl_server.weight_sync.sender import WeightSender, describe_tensors
@@ -164,11 +164,12 @@ def test_freed_tensors_give_descriptors_and_memory_back() -> None:
 
 def test_a_thousand_models_leave_nothing() -> None:
     own = WeightSender()
-    before = open_files()
-    for _ in range(1000):
-        own.describe([("w", torch.ones(100))])
+    before, exported = open_files(), len(sender._exports)
+    for i in range(1000):
+        own.describe([(f"w{i % 40}", torch.ones(100))])
     assert open_files() - before <= 2
-    assert len(own._regions) <= 1
+    assert len(sender._exports) <= exported + 1
+    assert len(own._known) <= 1, "sets that can never be found again are forgotten"
 
 
 def test_numpy_keeps_seeing_the_tensor() -> None:
@@ -202,7 +203,7 @@ def test_memory_that_torch_shares_already_stays_shared() -> None:
 
 
 def test_releases_of_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "can_swap_storages", lambda: False)
+    monkeypatch.setattr(exports, "can_swap_storages", lambda: False)
     tensor = torch.arange(6.0)
     view = tensor.view(2, 3)
     (handle,) = describe(tensor)

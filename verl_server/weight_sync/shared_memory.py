@@ -18,6 +18,8 @@ import stat
 import uuid
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +35,10 @@ _REMEDIES = {
 }
 
 
+_ARENA_NAME = "/memfd:verl-"
+"""What /proc shows of an arena's memfd, before the arena's id."""
+
+
 def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
     """The error for a failed reservation, with the bytes wanted and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "")
@@ -40,6 +46,16 @@ def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
         f"Could not place {nbytes:,} bytes of weights into shared memory ({error.strerror}). {remedy} "
         "The tensors are unchanged."
     )
+
+
+class Reserved(NamedTuple):
+    """A region that was cut from an arena."""
+
+    offset: int
+    """In bytes."""
+    storage: torch.UntypedStorage
+    memory_is_alive: Callable[[], object | None]
+    """None when this memory was given back, wherever its storage's memory was swapped to before."""
 
 
 class Arena:
@@ -65,8 +81,8 @@ class Arena:
             raise out_of_memory(error, nbytes) from None
         weakref.finalize(self._map, os.close, self.fd).atexit = False
 
-    def reserve(self, nbytes: int) -> tuple[int, torch.UntypedStorage]:
-        """(offset, storage) of the next `nbytes`, page-aligned, backed by memory that is really there."""
+    def reserve(self, nbytes: int) -> Reserved:
+        """The next `nbytes`, page-aligned, backed by memory that is really there."""
         offset = self._end
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
@@ -75,8 +91,9 @@ class Arena:
         self._end = offset + page_aligned(nbytes)
         # The storage owns this view, wherever its memory may be swapped to: it dies exactly when the memory does.
         view = memoryview(self._map)[offset : offset + nbytes]
-        weakref.finalize(view, _return_pages, weakref.ref(self._map), offset, nbytes).atexit = False
-        return offset, torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        owner = os.getpid()
+        weakref.finalize(view, _return_pages, owner, weakref.ref(self._map), offset, nbytes).atexit = False
+        return Reserved(offset, torch.frombuffer(view, dtype=torch.uint8).untyped_storage(), weakref.ref(view))
 
     def describe(self) -> Allocation:
         return describe_fd(self.fd, self.nbytes, self.id)
@@ -90,10 +107,13 @@ def page_aligned(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _return_pages(mapping: weakref.ref[mmap.mmap], offset: int, nbytes: int) -> None:
-    """Give the pages of a freed region back while other regions of the arena live on."""
+def _return_pages(owner: int, mapping: weakref.ref[mmap.mmap], offset: int, nbytes: int) -> None:
+    """Give the pages of a freed region back while other regions of the arena live on.
+
+    Never in a forked child: it inherits this finalizer, but the pages are the parent's weights.
+    """
     alive = mapping()
-    if alive is not None:
+    if alive is not None and os.getpid() == owner:
         with contextlib.suppress(OSError):
             alive.madvise(mmap.MADV_REMOVE, offset, page_aligned(nbytes))
 
@@ -132,11 +152,14 @@ def _is_shared_memory(fd: int, status: os.stat_result) -> bool:
 
 def _check(fd: int, path: str, allocation: Allocation) -> None:
     """A pid or descriptor may have been reused, or mean something else in another PID namespace."""
-    status = os.fstat(fd)
-    if not _is_shared_memory(fd, status) or status.st_ino != allocation.inode:
+    status, target = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
+    # Inodes of memfds are small counters, so another process (a restarted trainer) may have the same one: an arena's
+    # name carries its id.
+    another_arena = target.startswith(_ARENA_NAME) and target.split()[0] != _ARENA_NAME + allocation.id
+    if another_arena or not _is_shared_memory(fd, status) or status.st_ino != allocation.inode:
         raise WeightUpdateError(
-            f"{path} is {os.readlink(f'/proc/self/fd/{fd}')}, not the memory that was described. The trainer freed it "
-            "before the update was answered, or runs in another PID namespace (container) than the server."
+            f"{path} is {target}, not the memory that was described. The trainer freed it before the update was "
+            "answered, or runs in another PID namespace (container) than the server."
         )
     if status.st_size < allocation.nbytes:
         raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")
