@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+_FIRST_BYTES = 4096
+"""Size of the first message between ranks; what fits, with its length, takes one collective instead of two."""
+_LENGTH_BYTES = 8
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -53,37 +56,50 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | None = None) -> bytes:
-    """Send `data` of global rank `src` to every rank of a CPU group (two collectives: length, payload)."""
+    """Send `data` of global rank `src` to every rank of a CPU group: one collective if it is short, else two."""
     import torch
     import torch.distributed as dist
 
     mine = dist.get_rank() == src
     if mine and data is None:
         raise ValueError("The source rank of broadcast_bytes must bring data.")
-    length = torch.tensor([len(data) if mine and data is not None else 0], dtype=torch.int64)
-    dist.broadcast(length, src, group=group)
-    payload = torch.empty(int(length), dtype=torch.uint8)
-    if mine and data:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if len(payload):
-        dist.broadcast(payload, src, group=group)
-    return payload.numpy().tobytes()
+    first = _first_message(data or b"")
+    dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), src, group=group)
+    length, start = _read_first(first)
+    rest = bytearray(length - len(start))
+    if rest:
+        rest[:] = data[len(start) :] if mine and data else rest
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src, group=group)
+    return start + bytes(rest)
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's `data` in rank order, on every rank of a CPU group (lengths, then padded payloads)."""
+    """Every rank's `data` in rank order, on every rank of a CPU group: one collective if all are short, else two."""
     import torch
     import torch.distributed as dist
 
-    size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64), group=group)
-    widest = max(int(n) for n in lengths)
-    if widest == 0:
-        return [b""] * size
-    mine = torch.zeros(widest, dtype=torch.uint8)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    payloads = [torch.empty(widest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(payloads, mine, group=group)
-    return [p[: int(n)].numpy().tobytes() for p, n in zip(payloads, lengths, strict=True)]
+    def gathered(mine: bytearray) -> list[bytearray]:
+        everyone = [bytearray(len(mine)) for _ in range(dist.get_world_size(group))]
+        outputs = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in everyone]
+        dist.all_gather(outputs, torch.frombuffer(mine, dtype=torch.uint8), group=group)
+        return everyone
+
+    firsts = [_read_first(first) for first in gathered(_first_message(data))]
+    widest = max(length - len(start) for length, start in firsts)
+    if not widest:
+        return [start for _, start in firsts]
+    rest = data[_FIRST_BYTES - _LENGTH_BYTES :]
+    rests = gathered(bytearray(rest + bytes(widest - len(rest))))
+    return [start + bytes(rest[: length - len(start)]) for (length, start), rest in zip(firsts, rests, strict=True)]
+
+
+def _first_message(data: bytes) -> bytearray:
+    """What always travels: the length, and as much of the data as has room."""
+    start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _FIRST_BYTES - _LENGTH_BYTES]
+    return bytearray(start.ljust(_FIRST_BYTES, b"\0"))
+
+
+def _read_first(message: bytearray) -> tuple[int, bytes]:
+    """(length of all data, its beginning)."""
+    length = int.from_bytes(message[:_LENGTH_BYTES], "little")
+    return length, bytes(message[_LENGTH_BYTES : _LENGTH_BYTES + length])

@@ -12,8 +12,8 @@ import builtins
 import contextlib
 import datetime
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -52,13 +52,17 @@ class RankGroup:
     def __init__(
         self, ranks: list[int], meet_timeout: float, silence_timeout: float, beat: float = _BEAT_SECONDS
     ) -> None:
-        self._ranks, self._beat = ranks, beat
+        self._ranks = ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._meeting = _new_group(ranks, meet_timeout)
         self._outcomes = _new_group(ranks, silence_timeout)
+        leader, outcomes = ranks[0], self._outcomes
+        self._heart = _Heart(lambda: broadcast_bytes(b"", leader, outcomes), beat)
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         """Every rank's bytes, in order, on every rank; if one could not prepare, its error on every rank."""
+        if self.size == 1:
+            return [prepare()]
         mine, failure = _Entry(what), None
         try:
             mine.payload = prepare()
@@ -76,11 +80,10 @@ class RankGroup:
             raise BadRequestError(f"The ranks called different methods: {[entry.call for entry in entries]}.")
         return [entry.payload for entry in entries]
 
-    def call(self, what: str, act: Callable[[list[bytes]], Any], prepare: Callable[[], bytes] = bytes) -> Any:
-        """The first rank's `act(what all ranks prepared)`: the same JSON-like result, or its error, on all."""
-        payloads = self.gather(what, prepare)
+    def act(self, what: str, act: Callable[[], Any]) -> Any:
+        """The first rank's `act()`: the same JSON-like result, or its error, on all. Ranks must have met (`gather`)."""
         if self.rank == 0:
-            return self._act(what, lambda: act(payloads))
+            return self._act(what, act)
         data = b""
         with _peer_errors(what):
             while not data:  # empty: still at it
@@ -90,12 +93,17 @@ class RankGroup:
             raise _rebuild(outcome.error, 0)
         return outcome.result
 
+    def call(self, what: str, act: Callable[[list[bytes]], Any], prepare: Callable[[], bytes] = bytes) -> Any:
+        """`gather`, then the first rank acts on what all prepared."""
+        payloads = self.gather(what, prepare)
+        return self.act(what, lambda: act(payloads))
+
     def _act(self, what: str, act: Callable[[], Any]) -> Any:
+        if self.size == 1:
+            return act()
         try:
-            future = _in_background(act)
-            while not wait([future], self._beat).done:
-                self._tell(what, b"")
-            data = msgspec.msgpack.encode(_Outcome(future.result()))
+            with self._heart.beating():
+                data = msgspec.msgpack.encode(_Outcome(act()))
         except BaseException as error:  # also Ctrl-C: the others must not stay behind
             self._tell(what, msgspec.msgpack.encode(_Outcome(error=_describe(error))))
             raise
@@ -107,24 +115,52 @@ class RankGroup:
             broadcast_bytes(data, self._ranks[0], self._outcomes)
 
 
+class _Heart:
+    """Tells the other ranks every few seconds that the first one still acts, from a thread of its own.
+
+    The thread lives with its group and sleeps between beats, so a call that is quick pays for a lock only.
+    """
+
+    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
+        self._beat, self._seconds = beat, seconds
+        self._acting = False
+        self._lock = threading.Lock()  # a beat that has begun ends before the outcome is sent
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_beat, args=(weakref.ref(self), self._seconds, self._stopped))
+            self._thread.name, self._thread.daemon = "verl-engine-heart", True
+            weakref.finalize(self, self._stopped.set)
+            self._thread.start()
+        self._acting = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._acting = False
+
+    def beat_if_acting(self) -> None:
+        with self._lock:
+            if self._acting:
+                with contextlib.suppress(RuntimeError):  # a rank is gone: telling the outcome will say so
+                    self._beat()
+
+
+def _beat(heart: weakref.ref[_Heart], seconds: float, stopped: threading.Event) -> None:
+    while not stopped.wait(seconds):
+        if (alive := heart()) is not None:
+            alive.beat_if_acting()
+        del alive
+
+
 def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
     bound = datetime.timedelta(seconds=timeout)
     # Local synchronization: the ranks of another replica need not take part.
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=bound, backend="gloo", use_local_synchronization=True)
     return group
-
-
-def _in_background(act: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="verl-engine-call", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager
