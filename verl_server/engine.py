@@ -34,6 +34,7 @@ class Engine(EngineBase):
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is not None and kwargs:
             raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
+        super().__init__()
         self.server_args = server_args or ServerArgs.from_kwargs(**kwargs)
         self._processes = EngineProcesses(self.server_args)
         # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
@@ -121,6 +122,7 @@ class Engine(EngineBase):
 
     def shutdown(self) -> None:
         self._finalizer()
+        self._end_pushes()
 
 
 async def _bounded(work: Coroutine[Any, Any, T], timeout: float | None) -> T:

@@ -1,42 +1,25 @@
 """`EngineBase`: what trainers and rollouts call, whichever side of HTTP the engine is on.
 
-SGLang's method and argument names. A subclass brings generation, one `_control` call and a few getters; the
-weight, memory, cache and pause methods here are the same for all. A refused update raises WeightUpdateError.
+SGLang's method and argument names. A subclass brings generation, one `_control` call and a few getters; cache and
+pause methods are here, those of weights and memory in `EngineWeights`, the same for all.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal, Self
 
-from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
-from verl_server.io_struct import (
-    ContinueGenerationReq,
-    ControlReply,
-    ControlReq,
-    FlushCacheReq,
-    GetWeightsByNameReq,
-    PauseGenerationReq,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
-    UpdateWeightVersionReq,
-    WeightsCheckerReq,
-)
+from verl_server.engine_weights import EngineWeights
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.handles import LocalSerializedTensor
 
-if TYPE_CHECKING:
-    import torch
-
-UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 Result = dict[str, Any] | list[dict[str, Any]]
 
 
-class EngineBase(abc.ABC):
+class EngineBase(EngineWeights):
     """One policy that generates. Thread-safe; a context manager that shuts down at the end."""
 
     server_args: ServerArgs
@@ -124,82 +107,7 @@ class EngineBase(abc.ABC):
             return self._async_stream(body | {"stream": True}, timeout)
         return await self._async_generate(body, timeout)
 
-    # -- weights --------------------------------------------------------------------------------------------
-
-    def update_weights_from_tensor(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor | LocalSerializedTensor]],
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        *,
-        weight_version: str | None = None,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-        strict_dtype: bool = False,
-        partial: bool = True,
-    ) -> tuple[bool, str]:
-        """Copy tensors (Hugging Face names) into the served weights; returns (True, message).
-
-        Tensors of this process travel as handles to their memory, which must not be written before this
-        returns. See `UpdateWeightsFromTensorReq` for the options.
-        """
-        kept = list(named_tensors)  # alive until the reply: the handles point into them
-        req = UpdateWeightsFromTensorReq(
-            named_tensors=_described(kept),
-            load_format=load_format,
-            flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
-            weight_version=weight_version,
-            strict_dtype=strict_dtype,
-            partial=partial,
-        )
-        return self._update(req)
-
-    def update_weights_from_disk(
-        self,
-        model_path: str,
-        load_format: str | None = None,
-        *,
-        flush_cache: bool = True,
-        weight_version: str | None = None,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-    ) -> tuple[bool, str]:
-        """Load a folder of safetensors, as the server's host sees it, over the served weights."""
-        req = UpdateWeightsFromDiskReq(
-            model_path=str(model_path),
-            load_format=load_format,
-            flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
-            weight_version=weight_version,
-        )
-        return self._update(req)
-
-    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
-        """Relabel the served weights."""
-        return self._update(UpdateWeightVersionReq(new_version=new_version, abort_all_requests=abort_all_requests))
-
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """First rows of a parameter as float32 nested lists."""
-        rows: list[Any] = self._ask(GetWeightsByNameReq(name=name, truncate_size=truncate_size))
-        return rows
-
-    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Digests of the served weights, per rank and parameter."""
-        payload = self._ask(WeightsCheckerReq(action=action))
-        return payload if isinstance(payload, dict) else {}
-
-    # -- memory, cache, pause -------------------------------------------------------------------------------
-
-    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Give memory back: "kv_cache", "weights", "cuda_graph", or None for all. Refused while requests run."""
-        self._ask(ReleaseMemoryOccupationReq(tags=tags))
-
-    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Take memory again. Resumed weights are not loaded: push them before generating."""
-        self._ask(ResumeMemoryOccupationReq(tags=tags))
+    # -- cache, pause ---------------------------------------------------------------------------------------
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
         """Empty the prefix cache, waiting `timeout` seconds for an idle engine; False if it stayed busy."""
@@ -226,10 +134,6 @@ class EngineBase(abc.ABC):
     def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]: ...
 
     @abc.abstractmethod
-    def _control(self, req: ControlReq) -> ControlReply:
-        """Bounded. Raises for a dead or unreachable engine; a refusal is `success=False`."""
-
-    @abc.abstractmethod
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
 
@@ -242,21 +146,6 @@ class EngineBase(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """End every process of ours. Idempotent."""
-
-    # -- shared ---------------------------------------------------------------------------------------------
-
-    def _ask(self, req: ControlReq, refused: type[VerlServerError] = BadRequestError) -> Any:
-        """The payload of a control call; a refusal raises."""
-        reply = self._control(req)
-        if not reply.success:
-            raise error_for_status(reply.status_code, reply.message, refused)
-        return reply.payload
-
-    def _update(self, req: ControlReq) -> tuple[bool, str]:
-        reply = self._control(req)
-        if not reply.success:
-            raise error_for_status(reply.status_code, reply.message, WeightUpdateError)
-        return True, reply.message
 
     def __enter__(self) -> Self:
         return self
@@ -286,20 +175,3 @@ def _check_finite(path: str, value: Any) -> None:
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         _check_finite(f"{path}.{key}", entry)
-
-
-def _described(named: list[tuple[str, Any]]) -> list[tuple[str, LocalSerializedTensor]]:
-    """Handles for the tensors among them, in the order given."""
-    for entry in named:
-        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
-            raise BadRequestError(
-                f"named_tensors must give (name, tensor) pairs, not {type(entry).__name__}: pass "
-                "model.named_parameters() or model.state_dict().items()."
-            )
-    plain = [(name, value) for name, value in named if not isinstance(value, LocalSerializedTensor)]
-    if not plain:
-        return named
-    from verl_server.weight_sync.sender import describe_tensors
-
-    described = iter(describe_tensors(plain))
-    return [(n, v) if isinstance(v, LocalSerializedTensor) else next(described) for n, v in named]

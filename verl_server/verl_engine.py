@@ -17,20 +17,32 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from verl_server.distributed import free_port
 from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.io_struct import UpdateWeightsFromTensorReq
 from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
-from verl_server.weight_sync.handles import LocalSerializedTensor, TensorHandle
-from verl_server.weight_sync.sender import describe_tensors, gather_full_tensors, is_whole
+from verl_server.weight_sync.handles import LocalSerializedTensor
+from verl_server.weight_sync.pusher import Push, Source, WeightPusher
+from verl_server.weight_sync.sender import Mapping
+from verl_server.weight_sync.shards import TensorShard
 
 _MEET_TIMEOUT = 1800.0
 """Seconds that trainer ranks may be apart when they come to a call: torch's own default."""
 
-_Described = list[tuple[str, TensorHandle]]
+_UPDATE_OPTIONS = (
+    "load_format",
+    "flush_cache",
+    "weight_version",
+    "mode",
+    "abort_all_requests",
+    "strict_dtype",
+    "partial",
+    "transaction_id",
+    "checksums",
+)
 
 
 class _Place(msgspec.Struct, array_like=True):
@@ -58,6 +70,7 @@ class VerlEngine:
         """
         settings = _given(server_args) | kwargs
         self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
+        self._pusher = WeightPusher(self._group)
         settings.setdefault("tp_size", self._group.size)
         self._engine: EngineBase | None = None
         self._launch_server = launch_server
@@ -145,33 +158,60 @@ class VerlEngine:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor | LocalSerializedTensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor | TensorShard | LocalSerializedTensor]],
         load_format: str | None = None,
         flush_cache: bool = True,
+        mapping: Mapping | None = None,
         **options: Any,
     ) -> tuple[bool, str]:
-        """Push what each rank owns: server rank i reads trainer rank i's memory, in one update for all tensors.
+        """Push what the ranks own, in one update: whole tensors (each server rank reads one rank's), `DTensor`s and
+        `TensorShard`s, which are read shard by shard from their owners.
 
-        Every rank brings the same names. When it returns on any rank, no rank's tensors are read any more.
-        `options` are those of `Engine.update_weights_from_tensor` (weight_version, mode, strict_dtype, ...).
+        What several ranks bring under one name must be one tensor. When it returns on any rank, no rank's tensors
+        are read any more. `options` are those of `Engine.update_weights_from_tensor` (weight_version, mode, ...).
         """
-        alive: list[tuple[str, Any]] = []
-        sharded = self._collect(named_tensors, alive)
 
-        def describe() -> bytes:
-            if sharded:
-                alive[:] = gather_full_tensors(alive)
-            return msgspec.msgpack.encode(self._describe(alive))
+        def send(push: Push) -> tuple[bool, str]:
+            req = _update_request(load_format=load_format, flush_cache=flush_cache, **options)
+            return self._serving.send_update(push, req)
 
-        # The gathering of handles is the barrier: every rank's writes are done before rank 0 posts.
-        result = self._group.call(
-            "update_weights_from_tensor",
-            lambda described: self._serving.update_weights_from_tensor(
-                self._combine(described), load_format, flush_cache, **options
-            ),
-            describe,
-        )
+        result = self._pusher.update(named_tensors, mapping, send)
         return result[0], result[1]
+
+    def register_weights(self, weights: Source, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
+        """Have the server open and plan the memory of all ranks now; see `Engine.register_weights`."""
+        self._pusher.register(weights, mapping, lambda push: self._serving.send_registration(push, strict_dtype))
+
+    def push_weights(self, version: str | int | None = None, **options: Any) -> tuple[bool, str]:
+        """Copy what the ranks registered into the served weights, as it is now."""
+
+        def send(push: Push) -> tuple[bool, str]:
+            weight_version = None if version is None else str(version)
+            return self._serving.send_update(push, _update_request(weight_version=weight_version, **options))
+
+        result = self._pusher.push(send)
+        return result[0], result[1]
+
+    def unregister_weights(self) -> None:
+        """Have the server close the memory of all ranks; afterwards it may be freed or offloaded."""
+        self._pusher.unregister(lambda ids: self._serving.send_unregistration(ids))
+
+    def begin_weight_update(self, transaction_id: str | None = None, **options: Any) -> Any:
+        return self._on_engine("begin_weight_update", transaction_id, **options)
+
+    def end_weight_update(self, transaction_id: str | None = None, **options: Any) -> Any:
+        return self._on_engine("end_weight_update", transaction_id, **options)
+
+    def init_weights_update_group(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.init_weights_update_group`; rank 0's arguments count. Whoever joins does so in another thread."""
+        return self._on_engine("init_weights_update_group", *args, **options)
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Any:
+        return self._on_engine("destroy_weights_update_group", group_name)
+
+    def update_weights_from_distributed(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.update_weights_from_distributed`; the broadcasts are made in another thread."""
+        return self._on_engine("update_weights_from_distributed", *args, **options)
 
     def update_weights_from_disk(self, model_path: str, load_format: str | None = None, **options: Any) -> Any:
         return self._on_engine("update_weights_from_disk", model_path, load_format, **options)
@@ -183,7 +223,9 @@ class VerlEngine:
         return self._on_engine("weights_checker", action)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        return self._on_engine("release_memory_occupation", tags)
+        result = self._on_engine("release_memory_occupation", tags)
+        self._pusher.released(tags)
+        return result
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
         return self._on_engine("resume_memory_occupation", tags)
@@ -195,6 +237,7 @@ class VerlEngine:
 
     def shutdown(self) -> None:
         """End what this rank owns. Waits for no other rank, so it is safe after an error. Idempotent."""
+        self._pusher.end()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
@@ -209,36 +252,6 @@ class VerlEngine:
 
     def _on_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._group.call(method, lambda _: getattr(self._serving, method)(*args, **kwargs))
-
-    def _collect(self, named_tensors: Iterable[tuple[str, Any]], into: list[tuple[str, Any]]) -> bool:
-        """Whether the ranks bring shards. They agree on which first: gathering them pairs ranks by order."""
-
-        def shards() -> bytes:
-            into.extend(named_tensors)
-            return msgspec.msgpack.encode([n for n, t in into if isinstance(t, DTensor) and not is_whole(t)])
-
-        every = [msgspec.msgpack.decode(e, type=list[str]) for e in self._group.gather("sharded parameters", shards)]
-        for rank, names in enumerate(every):
-            _check_same("sharded parameters", every[0], names, rank)
-        return bool(every[0])
-
-    def _describe(self, named_tensors: list[tuple[str, Any]]) -> _Described:
-        handles = {n: v for n, v in named_tensors if isinstance(v, LocalSerializedTensor)}
-        tensors = [(n, t) for n, t in named_tensors if n not in handles]
-        described = iter(describe_tensors(tensors))
-        rank = self._group.rank
-        return [(n, handles[n].get(rank) if n in handles else next(described)[1].get(0)) for n, _ in named_tensors]
-
-    def _combine(self, described: list[bytes]) -> list[tuple[str, LocalSerializedTensor]]:
-        """One value for each server rank, from what each trainer rank described."""
-        ranks = [msgspec.msgpack.decode(data, type=_Described) for data in described]
-        names = [name for name, _ in ranks[0]]
-        for rank, handles in enumerate(ranks):
-            _check_same("parameters", names, [name for name, _ in handles], rank)
-        readers = ranks[: self._serving.server_args.tp_size]
-        return [
-            (name, LocalSerializedTensor(values=[handles[i][1] for handles in readers])) for i, name in enumerate(names)
-        ]
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -272,13 +285,8 @@ def _place() -> bytes:
     return msgspec.msgpack.encode(_Place(host, address, uuid))
 
 
-def _check_same(what: str, first: list[str], other: list[str], rank: int) -> None:
-    """All ranks must bring the same names in the same order."""
-    if first == other:
-        return
-    only_first = [name for name in first if name not in set(other)][:4]
-    only_other = [name for name in other if name not in set(first)][:4]
-    detail = f"only rank 0 has {only_first}, only rank {rank} has {only_other}"
-    if not (only_first or only_other):
-        detail = "the order differs" if len(first) == len(other) else "some come more than once"
-    raise BadRequestError(f"Rank 0 pushes {len(first)} {what}, rank {rank} pushes {len(other)}: {detail}.")
+def _update_request(**options: Any) -> UpdateWeightsFromTensorReq:
+    unknown = [name for name in options if name not in _UPDATE_OPTIONS]
+    if unknown:
+        raise BadRequestError(f"Unknown option(s) {unknown}; an update takes {', '.join(_UPDATE_OPTIONS)}.")
+    return UpdateWeightsFromTensorReq(**options)

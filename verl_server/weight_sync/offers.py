@@ -1,0 +1,94 @@
+"""What a server keeps open of a trainer's memory, as the trainer must assume it, and what the next push offers.
+
+Each rank of an engine holds one `Offers`, fed with the same ids and outcomes, so all ranks come to the same
+decisions: whether a push travels by id, whether the server shall keep the memory open afterwards, and what it
+shall forget. Freeing CUDA memory that another process maps is undefined, so storages are referred to here from
+before a request is sent until the server is known to have closed them, also after an error that left its outcome
+unknown.
+
+*Second sight*: a set of tensors is kept open only when two pushes in a row brought it in the same memory.
+Temporaries (a copied state dict, gathered parameters) are thus never held.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+
+import torch
+
+from verl_server.errors import ControlTimeoutError
+
+_SETS = 16
+"""Sets of names that are remembered: one version may come in several pushes. The least recently used goes first."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the next request says."""
+
+    id: str
+    by_id: bool
+    """The server has it: the id is enough."""
+    keep: bool
+    """The server shall keep it open."""
+    forget: list[str]
+    """Registrations that it shall close first."""
+
+
+@dataclass
+class _Set:
+    last: str = ""
+    """Id of its last push."""
+    kept: str = ""
+    """Id under which the server keeps it open, as far as we know."""
+
+
+class Offers:
+    """The sets of tensors that go to one engine. Not thread-safe: its pushes come one after the other."""
+
+    def __init__(self) -> None:
+        self.second_sight = True
+        """Off for an engine that shares its memory with the trainer: what is held could not be offloaded."""
+        self._sets: collections.OrderedDict[str, _Set] = collections.OrderedDict()
+        self._open: dict[str, list[torch.UntypedStorage]] = {}
+        """Every id that the server may have open or may still read, with the CUDA storages behind it."""
+
+    def offer(
+        self, names_id: str, id: str, storages: list[torch.UntypedStorage], *, register: bool, can_be_kept: bool
+    ) -> Offer:
+        """Decide about a set of names (`names_id`) that lies in the memory `id`; from now on its storages are held."""
+        known = self._sets.setdefault(names_id, _Set())
+        self._sets.move_to_end(names_id)
+        while len(self._sets) > _SETS:
+            self._sets.popitem(last=False)
+        seen_before = self.second_sight and id == known.last
+        keep = can_be_kept and (register or id in self._open or seen_before)
+        kept = {other.kept for other in self._sets.values() if other is not known} | {id}
+        offer = Offer(id, by_id=keep and id == known.kept, keep=keep, forget=[k for k in self._open if k not in kept])
+        known.last = id
+        self._open[id] = [storage for storage in storages if storage.device.type == "cuda"]
+        return offer
+
+    def succeeded(self, names_id: str, offer: Offer) -> None:
+        """The request was carried out: the server has closed what it was told to forget."""
+        for id in offer.forget:
+            self._open.pop(id, None)
+        if not offer.keep:
+            self._open.pop(offer.id, None)
+        if names_id in self._sets:  # not if everything was cleared meanwhile, at shutdown
+            self._sets[names_id].kept = offer.id if offer.keep else ""
+
+    def failed(self, offer: Offer, error: Exception) -> None:
+        """The request was refused, or the server is gone. After a timeout it may still be carried out."""
+        if not offer.keep and not isinstance(error, ControlTimeoutError):
+            self._open.pop(offer.id, None)
+
+    def open_ids(self) -> list[str]:
+        """Everything that the server may have open."""
+        return list(self._open)
+
+    def clear(self) -> None:
+        """The server has closed everything, or ended."""
+        self._sets.clear()
+        self._open.clear()
