@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import http.client
 import inspect
 import socket
 import time
@@ -25,6 +26,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from verl_server import errors
 from verl_server.child_process import ChildProcess, describe_exit
+from verl_server.control_connection import Answer, ControlConnections
 from verl_server.engine_base import EngineBase, Result
 from verl_server.errors import (
     BadRequestError,
@@ -35,16 +37,23 @@ from verl_server.errors import (
     error_for_status,
 )
 from verl_server.io_struct import (
+    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
     FlushCacheReq,
     GetInternalStateReq,
     GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
     PauseGenerationReq,
+    RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
     UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightsCheckerReq,
@@ -57,6 +66,13 @@ _PATHS: dict[type[msgspec.Struct], str] = {
     ContinueGenerationReq: "/continue_generation",
     UpdateWeightsFromTensorReq: "/update_weights_from_tensor",
     UpdateWeightsFromDiskReq: "/update_weights_from_disk",
+    UpdateWeightsFromDistributedReq: "/update_weights_from_distributed",
+    RegisterWeightsReq: "/register_weights",
+    UnregisterWeightsReq: "/unregister_weights",
+    BeginWeightUpdateReq: "/begin_weight_update",
+    EndWeightUpdateReq: "/end_weight_update",
+    InitWeightsUpdateGroupReq: "/init_weights_update_group",
+    DestroyWeightsUpdateGroupReq: "/destroy_weights_update_group",
     UpdateWeightVersionReq: "/update_weight_version",
     GetWeightsByNameReq: "/get_weights_by_name",
     WeightsCheckerReq: "/weights_checker",
@@ -70,6 +86,7 @@ _CONTROL_GRACE = 30.0
 """Over the server's own bound, so that its error, which knows more, arrives first."""
 _DEATH_WAIT = 5.0
 """How long a broken connection is given to turn out as the end of our child."""
+_BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
 _KEEP_ALIVE_EXPIRY = 60.0
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_EXPIRY)
 _KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -115,6 +132,7 @@ class HttpServerEngineAdapter(EngineBase):
         return adapter
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
+        super().__init__()
         self.url = url
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
@@ -125,6 +143,7 @@ class HttpServerEngineAdapter(EngineBase):
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
             transport=httpx.HTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
         )
+        self._controls = ControlConnections(url, _CONNECT_TIMEOUT, _KEEP_ALIVE_OPTIONS)
         self._async_clients: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[AsyncGenerator[httpx.AsyncClient, None], httpx.AsyncClient]
         ] = weakref.WeakKeyDictionary()
@@ -137,7 +156,10 @@ class HttpServerEngineAdapter(EngineBase):
     # -- generation -----------------------------------------------------------------------------------------
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        result: Result = self._call("POST", "/generate", body, timeout).json()
+        with self._translated(timeout):
+            response = self._client.post("/generate", **self._request("/generate", body, timeout))
+        _raise_for(response)
+        result: Result = orjson.loads(response.content)
         return result
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
@@ -193,20 +215,17 @@ class HttpServerEngineAdapter(EngineBase):
         if isinstance(req, FlushCacheReq):
             path += f"?timeout={req.timeout}"
         timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
-        with self._translated(timeout):
-            response = self._client.post(path, **self._request(path, msgspec.to_builtins(req), timeout))
-        return _reply(response)
+        given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
+        return _reply(self._send("POST", path, given, timeout))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        self._call("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT)
+        _raise_for(self._send("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
 
     def get_server_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._call("GET", "/server_info", None, _INFO_TIMEOUT).json()
-        return info
+        return self._call("GET", "/server_info")
 
     def get_model_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._call("GET", "/model_info", None, _INFO_TIMEOUT).json()
-        return info
+        return self._call("GET", "/model_info")
 
     def get_internal_state(self) -> dict[str, Any]:
         """The scheduler's load and memory figures."""
@@ -214,20 +233,37 @@ class HttpServerEngineAdapter(EngineBase):
         return payload if isinstance(payload, dict) else {}
 
     def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._let_go()
         self._closed = True
         self._client.close()
+        self._controls.close()
         for loop, (lifetime, _) in list(self._async_clients.items()):
             if loop.is_running():
                 asyncio.run_coroutine_threadsafe(_close(lifetime), loop)
         self._finalizer()
 
+    def _let_go(self) -> None:
+        """Hold none of our memory any more. A server that we only attached to lives on, and must close it first."""
+        registrations = self._end_pushes()
+        if registrations and self._child is None:
+            req = UnregisterWeightsReq(registrations=registrations)
+            with contextlib.suppress(VerlServerError):  # it is gone, or slow: then it notices the end of this process
+                self._send("POST", _PATHS[UnregisterWeightsReq], msgspec.to_builtins(req), _INFO_TIMEOUT)
+
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> httpx.Response:
+    def _call(self, method: str, path: str) -> dict[str, Any]:
+        answer = self._send(method, path, None, _INFO_TIMEOUT)
+        _raise_for(answer)
+        info: dict[str, Any] = orjson.loads(answer.content)
+        return info
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
+        request = self._request(path, body, timeout)
         with self._translated(timeout):
-            response = self._client.request(method, path, **self._request(path, body, timeout))
-        _raise_for(response)
-        return response
+            return self._controls.request(method, path, request.get("content"), request["headers"], timeout)
 
     def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
         control = path.split("?")[0] in (*_PATHS.values(), "/abort_request") and path != "/server_info"
@@ -245,7 +281,9 @@ class HttpServerEngineAdapter(EngineBase):
         self._check_open()
         try:
             yield
-        except (httpx.TransportError, httpx.StreamError) as error:
+        except VerlServerError:
+            raise
+        except _BROKEN as error:
             deadline = time.monotonic() + _DEATH_WAIT
             while self._may_be_dying(error) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -257,7 +295,9 @@ class HttpServerEngineAdapter(EngineBase):
         self._check_open()
         try:
             yield
-        except (httpx.TransportError, httpx.StreamError) as error:
+        except VerlServerError:
+            raise
+        except _BROKEN as error:
             deadline = time.monotonic() + _DEATH_WAIT
             while self._may_be_dying(error) and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
@@ -313,7 +353,8 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 def _is_timeout(error: Exception) -> bool:
     """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
-    return isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+    silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+    return silent or isinstance(error, TimeoutError)
 
 
 def _terminate(child: ChildProcess | None) -> None:
@@ -339,7 +380,7 @@ def _frame(line: str) -> dict[str, Any] | None:
     return frame
 
 
-def _raise_for(response: httpx.Response) -> None:
+def _raise_for(response: httpx.Response | Answer) -> None:
     if response.status_code < 400:
         return
     message = _message(response)
@@ -351,7 +392,7 @@ def _raise_for(response: httpx.Response) -> None:
     raise error_for_status(response.status_code, message)
 
 
-def _message(response: httpx.Response) -> str:
+def _message(response: httpx.Response | Answer) -> str:
     """The human part of any of the error bodies."""
     try:
         body = orjson.loads(response.content)
@@ -363,7 +404,7 @@ def _message(response: httpx.Response) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-def _reply(response: httpx.Response) -> ControlReply:
+def _reply(response: Answer) -> ControlReply:
     """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
     if response.status_code != 200:
         kind = response.headers.get("X-Verl-Error", "")
