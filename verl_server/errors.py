@@ -7,6 +7,8 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
     ├── BadRequestError        400  the caller's input; nothing was changed
     ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, shutting down, queue full)
     ├── WeightUpdateError      400  an update was refused; the old weights are still served
+    │   ├── UnknownRegistrationError 404  the server does not know it (any more): send the description
+    │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
     ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
     ├── ServerDiedError        503  the server was up and is gone
     └── ControlTimeoutError    504  a control call got no answer within its bound
@@ -33,6 +35,14 @@ class WeightUpdateError(VerlServerError):
     status_code = 400
 
 
+class UnknownRegistrationError(WeightUpdateError):
+    status_code = 404
+
+
+class UpdateConflictError(WeightUpdateError):
+    status_code = 409
+
+
 class ServerLaunchError(VerlServerError):
     status_code = 500
 
@@ -50,7 +60,9 @@ def error_for_status(
 ) -> VerlServerError:
     """The error that an HTTP status stands for; `bad_request` is the class of 4xx."""
     kinds: dict[int, type[VerlServerError]] = {503: ServerUnavailableError, 504: ControlTimeoutError}
-    kind = bad_request if 400 <= status_code < 500 else kinds.get(status_code, VerlServerError)
+    if issubclass(bad_request, WeightUpdateError):
+        kinds |= {404: UnknownRegistrationError, 409: UpdateConflictError}
+    kind = kinds.get(status_code, bad_request if 400 <= status_code < 500 else VerlServerError)
     error = kind(message)
     error.status_code = status_code if status_code >= 400 else kind.status_code
     return error

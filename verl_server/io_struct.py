@@ -193,7 +193,8 @@ class UnregisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
 
 
 class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Open a session: several update calls become one version. One at a time; a second is refused (400).
+    """Open a session: several update calls become one version. One at a time; a second is refused (409, or 400 if
+    neither has an id).
 
     From its reply to its end no step is taken (requests wait). Its calls renew the lease.
     """
@@ -202,7 +203,7 @@ class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     transaction_id: TransactionId | None = None
     """Calls of this session carry it, all others are refused (409). None: SGLang's sessions, whose calls carry
     no id: calls without an id belong to it."""
-    lease_seconds: float | None = None
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Silence after which the session is over: old weights if nothing was written, else torn.
     Default: `ServerArgs.weight_update_lease`."""
     full: bool = False
@@ -273,6 +274,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     abort_all_requests: bool = False
     mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
+    transaction_id: TransactionId | None = None
     keep_pause: bool = False
 
 
@@ -311,7 +313,8 @@ class ReleaseMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
 
 
 class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
-    """Take memory again. Resumed weights are *not loaded*: generation answers 503 until a full update."""
+    """Take memory again. Resumed weights are *not loaded*: generation answers 503 until a full update, unless
+    `enable_weights_cpu_backup` kept their contents."""
 
     id: int = 0
     tags: list[str] | None = None

@@ -12,23 +12,27 @@ from typing import Any
 
 import torch
 
+from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
+    BeginWeightUpdateReq,
     ControlReply,
+    EndWeightUpdateReq,
     FinishReason,
     PromptLogprobs,
     SchedulerOutput,
+    StagedReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     UpdateReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightReq,
 )
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.prepared import Prepared
 from verl_server.runtime.scheduler import Scheduler
+from verl_server.runtime.stager import Staged
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
 from verl_server.sampling_params import SamplingParams
@@ -164,46 +168,103 @@ class FakeModelRunner:
 
 
 class FakeWeights:
-    """Same interface as `WeightUpdater`: every update counts the salt up."""
+    """Same interface as `WeightUpdater`: every update counts the salt up, in a session its end does."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
         self.runner = runner
-        self.version, self.state = "0", "serving"
+        self.version, self.state, self.epoch = "0", "serving", 0
         self.reason: str | None = None
         self.next_outcome = "ok"  # or "refused", "torn"
-        self.next_precheck: str | None = None
+        self.next_check: VerlServerError | None = None
         self.handled: list[WeightReq] = []
+        self.in_session = False
+        self.wrote_in_session = False
 
     def refusal(self) -> str | None:
         return self.reason
 
-    def precheck(self, req: UpdateReq) -> ControlReply | None:
-        if self.next_precheck is None:
-            return None
-        message, self.next_precheck = self.next_precheck, None
-        return ControlReply(id=req.id, success=False, message=message, status_code=400)
+    def check(self, req: WeightReq) -> None:
+        if self.next_check is not None:
+            error, self.next_check = self.next_check, None
+            raise error
 
-    def handle(self, req: WeightReq) -> ControlReply:
+    def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
         self.handled.append(req)
         name = type(req).__name__
-        if isinstance(req, (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)):
-            outcome, self.next_outcome = self.next_outcome, "ok"
-            if outcome == "refused":
-                return ControlReply(id=req.id, success=False, message="shape mismatch", status_code=400)
-            self.runner.salt += 1
+        outcome, self.next_outcome = self.next_outcome, "ok"
+        if outcome == "refused":
+            return ControlReply(id=req.id, success=False, message="refused", status_code=400)
+        if isinstance(req, UpdateReq):
             if outcome == "torn":
+                self._change()
                 self.state, self.reason = "torn", "The weights are torn."
                 return ControlReply(id=req.id, success=False, message="torn", status_code=500)
-            self.version = req.weight_version or str(self.runner.salt)
-            self.state, self.reason = "serving", None
+            if self.in_session:
+                self.wrote_in_session = True
+            else:
+                self._change(req.weight_version)
+        elif isinstance(req, BeginWeightUpdateReq):
+            self.in_session = True
+        elif isinstance(req, EndWeightUpdateReq):
+            if self.wrote_in_session and req.discard:
+                self._change()
+                self.state, self.reason = "torn", "The weights are torn."
+            elif self.wrote_in_session:
+                self._change(req.weight_version)
+            self.in_session = self.wrote_in_session = False
         elif isinstance(req, UpdateWeightVersionReq):
             self.version = req.new_version
         elif name == "ReleaseMemoryOccupationReq":
             self.state, self.reason = "asleep", "The KV cache is released."
             self.runner.kv = [_GARBAGE] * len(self.runner.kv)
+            self.epoch += 1
         elif name == "ResumeMemoryOccupationReq":
             self.state, self.reason = "serving", None
         return ControlReply(id=req.id, success=True, message=name)
+
+    def _change(self, label: str | None = None) -> None:
+        self.runner.salt += 1
+        self.epoch += 1
+        self.version = label or str(self.runner.salt)
+        self.state, self.reason = "serving", None
+
+
+class FakeStager:
+    """Same interface as `Stager`: done at once, or when told, and refused if told."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        """Keep what is submitted until `finish`."""
+        self.next_refusal: VerlServerError | None = None
+        self.waiting: list[StagedReq] = []
+        self.staged: dict[int, StagedReq] = {}
+        self.dropped: list[int] = []
+        self._outcomes: list[tuple[int, VerlServerError | None]] = []
+
+    def submit(self, req: StagedReq) -> None:
+        self.waiting.append(req)
+        if not self.hold:
+            self.finish()
+
+    def finish(self) -> None:
+        """All that was submitted is staged, or refused."""
+        for req in self.waiting:
+            error, self.next_refusal = self.next_refusal, None
+            if error is None and req.id not in self.dropped:
+                self.staged[req.id] = req
+            self._outcomes.append((req.id, error))
+        self.waiting = []
+
+    def finished(self) -> list[tuple[int, VerlServerError | None]]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def take(self, request_id: int) -> Staged:
+        return Staged(self.staged.pop(request_id))
+
+    def drop(self, request_id: int) -> None:
+        self.dropped.append(request_id)
+        self.staged.pop(request_id, None)
 
 
 class Clock:
@@ -226,7 +287,8 @@ class Harness:
         self.runner = FakeModelRunner(num_pages, page_size, max_rows, context_length)
         self.weights = FakeWeights(self.runner)
         self.clock = Clock()
-        self.worker = TpWorker(self.runner, self.weights, TpGroup())
+        self.stager = FakeStager()
+        self.worker = TpWorker(self.runner, self.weights, self.stager, TpGroup())
         self.scheduler = Scheduler(self.args, self.worker, self.receive, self.clock)
         self.sent: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}

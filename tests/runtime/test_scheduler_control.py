@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from verl_server.errors import WeightUpdateError
 from verl_server.io_struct import (
     AbortReq,
     ContinueGenerationReq,
@@ -206,7 +207,7 @@ def test_an_update_that_is_plainly_wrong_disturbs_nobody(mode: Any) -> None:
     h = serving()
     h.add("a", prompt(0, 9), 20)
     h.steps()
-    h.weights.next_precheck = "no parameter 'foo'"
+    h.stager.next_refusal = WeightUpdateError("no parameter 'foo'")
     reply = h.control(update(1, mode=mode))
     assert reply is not None and not reply.success and "foo" in reply.message
     assert not h.weights.handled

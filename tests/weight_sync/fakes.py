@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, StagedReq
 from verl_server.models.loader import WeightMap, WeightSlot
+from verl_server.runtime.agreement import agree
+from verl_server.runtime.weight_sources import WeightSources, needs_staging
 from verl_server.runtime.weight_updater import WeightUpdater
 from verl_server.server_args import ServerArgs
+
+T = TypeVar("T")
 
 EMBED = "model.embed_tokens.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -51,16 +57,19 @@ class FakeRunner:
         )
         self.calls: list[str] = []
         self.fail: dict[str, Exception] = {}
+        self.has_backup = False
+        """Whether `resume_weights` restores them."""
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
+    def __getattr__(self, name: str) -> Callable[[], bool]:
         """release_weights() and its like are noted, and fail if told to."""
         if not name.startswith(("release_", "resume_", "synchronize")):
             raise AttributeError(name)
 
-        def call() -> None:
+        def call() -> bool:
             self.calls.append(name)
             if name in self.fail:
                 raise self.fail[name]
+            return self.has_backup
 
         return call
 
@@ -72,49 +81,98 @@ class FakeRunner:
         )
 
 
-class FakeTp:
-    """Ranks are threads; a gather is a barrier around a shared list."""
+class Board:
+    """Where ranks that are threads meet: a gather is a barrier around a shared list."""
 
-    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._board, self._barrier = board, barrier
+    def __init__(self, size: int) -> None:
+        self._barrier, self._slots = threading.Barrier(size), [b""] * size
 
-    def gather(self, data: bytes) -> list[bytes]:
-        self._board[self.rank] = data
+    def gather(self, rank: int, data: bytes) -> list[bytes]:
+        self._slots[rank] = data
         self._barrier.wait(timeout=10)
-        everyone = list(self._board)
+        everyone = list(self._slots)
         self._barrier.wait(timeout=10)
         return everyone
 
+    def abort(self) -> None:
+        """What a dead rank does to the others."""
+        self._barrier.abort()
+
+
+class FakeTp:
+    """A `TpGroup` whose ranks are threads; the loop and the two threads of the stager vote on boards of their own."""
+
+    def __init__(self, rank: int, size: int, boards: list[Board]) -> None:
+        self.rank, self.size, self._boards = rank, size, boards
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._boards[0].gather(self.rank, data)
+
+    def for_staging(self) -> FakeTp:
+        return FakeTp(self.rank, self.size, self._boards[1:])
+
+    def for_joining(self) -> FakeTp:
+        return FakeTp(self.rank, self.size, self._boards[2:])
+
 
 class Ranks:
-    """`size` updaters; `handle` runs a request on all of them at once and returns their replies."""
+    """`size` updaters and their sources; `handle` runs a request on all of them at once and returns their reply."""
 
-    def __init__(self, size: int = 1, **runner: Any) -> None:
-        barrier, board = threading.Barrier(size), [None] * size
+    def __init__(self, size: int = 1, *, args: dict[str, Any] | None = None, **runner: Any) -> None:
+        boards = [Board(size) for _ in range(3)]
         self.runners = [FakeRunner(rank, size, **runner) for rank in range(size)]
-        args = ServerArgs(model_path="none", tp_size=size)
+        self.args = ServerArgs(model_path="none", tp_size=size, **(args or {}))
+        self.tps = [FakeTp(rank, size, boards) for rank in range(size)]
+        self.sources = [WeightSources(r, tp, self.args) for r, tp in zip(self.runners, self.tps, strict=True)]  # type: ignore[arg-type]
         self.updaters = [
-            WeightUpdater(runner, FakeTp(rank, size, board, barrier), args)  # type: ignore[arg-type]
-            for rank, runner in enumerate(self.runners)
+            WeightUpdater(runner, tp, sources, self.args)  # type: ignore[arg-type]
+            for runner, tp, sources in zip(self.runners, self.tps, self.sources, strict=True)
         ]
 
     def handle(self, req: Any) -> Any:
-        """Rank 0's reply; the ranks agree on success, state and version."""
-        replies: list[Any] = [None] * len(self.updaters)
+        """Check, stage and carry out; the ranks agree on success, state and version."""
+        try:
+            self.updaters[0].check(req)
+        except VerlServerError as error:
+            return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        replies = self.on_all_ranks(lambda rank: self._handle(rank, req))
+        assert len({(reply.success, reply.message) for reply in replies}) == 1
+        assert len({(u.state, u.version, u.epoch, u.refusal()) for u in self.updaters}) == 1
+        return replies[0]
+
+    def _handle(self, rank: int, req: Any) -> Any:
+        prepared = None
+        if isinstance(req, StagedReq) and needs_staging(req):
+            try:
+                prepared = self.stage(rank, req)
+            except VerlServerError as error:
+                return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        return self.updaters[rank].handle(req, prepared)
+
+    def stage(self, rank: int, req: Any) -> Any:
+        """What the stager does on one rank."""
+        done: list[Any] = []
+        try:
+            agree(self.tps[rank].for_staging(), lambda: done.append(self.sources[rank].prepare(req)))  # type: ignore[arg-type]
+        except VerlServerError:
+            for prepared in done:
+                prepared.discard()
+            raise
+        return done[0]
+
+    def on_all_ranks(self, call: Callable[[int], T]) -> list[T]:
+        results: list[Any] = [None] * len(self.updaters)
 
         def run(rank: int) -> None:
-            replies[rank] = self.updaters[rank].handle(req)
+            results[rank] = call(rank)
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(self.updaters))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=20)
-        assert all(reply is not None for reply in replies), "a rank did not answer"
-        assert len({(reply.success, reply.message) for reply in replies}) == 1
-        assert len({(u.state, u.version, u.refusal()) for u in self.updaters}) == 1
-        return replies[0]
+        assert all(result is not None for result in results), "a rank did not answer"
+        return results
 
     def hold(self, weights: dict[str, torch.Tensor]) -> bool:
         return all(runner.holds(weights) for runner in self.runners)

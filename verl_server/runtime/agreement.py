@@ -1,7 +1,8 @@
 """Doing one thing on every tensor-parallel rank, or knowing on every rank that it failed.
 
 Used by `WeightUpdater` and `WeightInspector`, whose methods run on all ranks at the same point of the command
-order: after `agree` all ranks continue, or all raise the same error.
+order, and by `Stager`, whose threads take the same requests in the same order: after `agree` all ranks continue,
+or all raise the same error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from verl_server.errors import BadRequestError, ServerUnavailableError, VerlServerError, WeightUpdateError
+from verl_server.errors import VerlServerError, WeightUpdateError, error_for_status
 from verl_server.runtime.tp_group import TpGroup
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,12 @@ class _Vote(msgspec.Struct, array_like=True):
 
 
 def agree(tp: TpGroup, step: Callable[[], T]) -> T:
-    """Run `step` on this rank. If it failed on any, raise WeightUpdateError (or a 500) on all of them."""
+    """Run `step` on this rank. If it failed on any, raise the same error on all of them: the refusal
+    (WeightUpdateError and its kin), or a 500 for a fault. Raises RuntimeError if a rank is dead."""
     mine, result = _Vote(), None
     try:
         result = step()
-    except (BadRequestError, WeightUpdateError, ServerUnavailableError) as error:
+    except VerlServerError as error:
         mine = _Vote(str(error), error.status_code)
     except Exception as error:
         logger.exception("A weight or memory operation failed on rank %d", tp.rank)
@@ -47,10 +49,4 @@ def _common_error(failed: dict[int, _Vote], size: int) -> VerlServerError:
     if len(failed) < size or len(errors) > 1:
         text = "; ".join(f"tensor-parallel rank {rank}: {vote.error}" for rank, vote in failed.items())
     status = max(vote.status for vote in failed.values())
-    return WeightUpdateError(text) if status == 400 else _status_error(text, status)
-
-
-def _status_error(text: str, status: int) -> VerlServerError:
-    error = VerlServerError(text)
-    error.status_code = status
-    return error
+    return error_for_status(status, text, WeightUpdateError)

@@ -118,9 +118,12 @@ class ModelRunner:
         return result
 
     def synchronize(self) -> None:
-        """Wait until the device has finished everything submitted."""
+        """Wait until the device has finished what this thread submitted.
+
+        Not for other threads: a stager may be receiving what its trainer has not sent yet.
+        """
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     # -- memory ------------------------------------------------------------------------------------------------
 

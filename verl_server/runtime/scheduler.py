@@ -59,7 +59,7 @@ class Scheduler:
         )
         self.requests: dict[str, Req] = {}
         """Every accepted request that has not had its terminal entry."""
-        self.control = ControlQueue(self, server_args.control_timeout)
+        self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self.stats = SchedulerStats(clock)
         self._output = BatchOutput()
         self._arrivals = 0
@@ -83,7 +83,7 @@ class Scheduler:
         """One turn: control requests whose moment has come, then one step, then what there is to say."""
         self.control.run_ready()
         self.emit()  # an abort is answered before the next step, not after it
-        if not self.control.paused and self.requests:
+        if self.has_runnable():
             refusal = self.worker.weights.refusal()
             if refusal is not None:
                 self.abort_all(refusal, status_code=503)
@@ -95,7 +95,7 @@ class Scheduler:
 
     def has_runnable(self) -> bool:
         """Whether the next turn has a step to take."""
-        return bool(self.requests) and not self.control.paused
+        return bool(self.requests) and not self.control.holds_generation
 
     def has_work(self) -> bool:
         """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
@@ -153,7 +153,7 @@ class Scheduler:
                 f"{capacity} tokens. Ask for less, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
             )
         refusal = self.worker.weights.refusal()
-        if refusal is not None and not self.control.paused:
+        if refusal is not None and not self.control.holds_generation:
             return _refused(503, refusal)
         bound = self.server_args.max_queued_requests
         if bound is not None and len(self.planner.waiting) >= bound:

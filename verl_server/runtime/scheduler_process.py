@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,21 @@ from verl_server.child_process import child_main
 from verl_server.io_struct import SchedulerInput, SchedulerOutput
 from verl_server.runtime.model_runner import ModelRunner, device_of
 from verl_server.runtime.scheduler import Scheduler
+from verl_server.runtime.stager import Stager
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
+from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
+_STAGER_GRACE = 2.0
+"""Seconds that staging gets to end with the process."""
+
 
 class SchedulerSockets:
-    """Rank 0's ends of the two message queues, and a doorbell that signals ring."""
+    """Rank 0's ends of the two message queues, and a doorbell for signals and the stager."""
 
     def __init__(self, in_addr: str, out_addr: str) -> None:
         self._context = zmq.Context(1)
@@ -49,18 +55,22 @@ class SchedulerSockets:
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._encoder = msgspec.msgpack.Encoder()
         self._doorbell, self._button = socket.socketpair()
+        self._doorbell.setblocking(False)
         self._button.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until a message or a signal comes, or until `seconds` passed."""
+        """Sleep until a message comes, somebody rings, or `seconds` passed."""
         self._poller.poll(None if seconds is None else math.ceil(seconds * 1000.0))
+        with contextlib.suppress(BlockingIOError):
+            while self._doorbell.recv(4096):  # or every later wait would end at once
+                pass
 
     def ring(self) -> None:
-        """End a `wait`, from a signal handler."""
-        with contextlib.suppress(BlockingIOError):
+        """End a `wait`, or the next one, from a signal handler or another thread."""
+        with contextlib.suppress(OSError):  # full of rings already, or closed at the end
             self._button.send(b"!")
 
     def receive(self) -> list[SchedulerInput]:
@@ -124,7 +134,9 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
         control_timeout=server_args.control_timeout,
     )
     runner = ModelRunner(server_args, tp, device)
-    worker = TpWorker(runner, WeightUpdater(runner, tp, server_args), tp)
+    sources = WeightSources(runner, tp, server_args)
+    stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
+    worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
     gc.collect()
     gc.freeze()  # the model and the imports live as long as the process: keep them out of every collection
     info = scheduler_info(server_args, worker, runner, rank)
@@ -133,8 +145,10 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready(info)
         worker.follow()
+        stager.close(_STAGER_GRACE)
         return
     sockets = SchedulerSockets(argument["in_addr"], argument["out_addr"])
+    stager.on_finished = sockets.ring
     loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     ready(info)
@@ -146,6 +160,7 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
             raise
         logger.info("Another rank had left already: %s", error)
     finally:
+        stager.close(_STAGER_GRACE)
         sockets.close()
     logger.info("stopped")
 
@@ -185,6 +200,9 @@ def _set_up_process(server_args: ServerArgs, rank: int) -> None:
     )
     with contextlib.suppress(OSError):  # what `ps` and `top` show; Linux keeps 15 characters
         Path("/proc/self/comm").write_text(f"verl-sched-tp{rank}"[:15])
+    # A step gives up the GIL at each of its hundreds of operators. At Python's 5 ms, a stager that opens and plans
+    # would make it wait that long each time.
+    sys.setswitchinterval(2e-4)
     random.seed(server_args.random_seed)
     torch.manual_seed(server_args.random_seed)
 

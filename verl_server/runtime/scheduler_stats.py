@@ -68,5 +68,6 @@ def internal_state(scheduler: Scheduler) -> dict[str, Any]:
         "refusal": weights.refusal(),
         "paused": scheduler.control.paused,
         "draining": scheduler.control.draining,
+        "session": scheduler.control.session.name if scheduler.control.session.is_open else None,
         "memory": scheduler.worker.runner.memory_figures(),
     }

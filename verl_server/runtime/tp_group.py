@@ -1,12 +1,14 @@
 """`TpGroup`: the tensor-parallel ranks of one engine and how they talk.
 
-Each scheduler process holds one. Three channels: `command` (rank 0 tells the others what to run; they wait
-on it as long as rank 0 lives, a dead peer ends the wait), `sync` (votes on control calls, which may include
-loading a checkpoint) and the device group of the model's collectives (Gloo on CPU, NCCL on CUDA).
+Each scheduler process holds one. Five channels: `command` (rank 0 tells the others what to run; they wait
+on it as long as rank 0 lives, a dead peer ends the wait), `sync` (the loop's votes on control calls), `stage` and
+`join` (the votes of the stager's threads, beside the loop's: a group is no place for two threads) and the device
+group of the model's collectives (Gloo on CPU, NCCL on CUDA). A dead peer fails all of them at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ class TpGroup:
     size: int = 1
     command_group: dist.ProcessGroup | None = None
     sync_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
+    join_group: dist.ProcessGroup | None = None
     device_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -59,9 +63,20 @@ class TpGroup:
         )
         command = dist.new_group(backend="gloo", timeout=_FOREVER)
         sync = dist.new_group(backend="gloo", timeout=seconds(max(startup_timeout, control_timeout)))
+        # A rank may be done with its part while another still reads from a slow disk, or waits for a trainer.
+        patience = seconds(startup_timeout + 2 * control_timeout)
+        stage, join = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
         backend = "nccl" if device.type == "cuda" else "gloo"
         model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
-        return cls(rank, size, command, sync, model)
+        return cls(rank, size, command, sync, stage, join, model)
+
+    def for_staging(self) -> TpGroup:
+        """The same ranks, voting on what one of the stager's threads prepared."""
+        return dataclasses.replace(self, sync_group=self.stage_group)
+
+    def for_joining(self) -> TpGroup:
+        """The same, for the other thread."""
+        return dataclasses.replace(self, sync_group=self.join_group)
 
     def broadcast_command(self, data: bytes | None) -> bytes:
         """Rank 0's bytes on every rank; the others block until rank 0 has a command."""

@@ -2,7 +2,7 @@
 
 Rank 0's belongs to the `Scheduler`: every command is broadcast to the other ranks first, then carried out here.
 The other ranks have nothing but a worker in `follow()`: they take no decision and hold no queue, so all ranks
-run the same steps and the same weight updates in the same order.
+run the same steps, stage the same requests and write the same updates in the same order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from verl_server.io_struct import (
-    ControlReply,
-    UpdateReq,
-    WeightReq,
-)
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, StagedReq, WeightReq
 from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.prepared import Prepared
+from verl_server.runtime.stager import Staged
 from verl_server.runtime.tp_group import TpGroup
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,26 @@ class StopCommand(msgspec.Struct, tag=True):
     """Rank 0 is leaving in good order."""
 
 
-_COMMANDS = msgspec.msgpack.Decoder(ForwardBatch | StopCommand | WeightReq)
+class StageCommand(msgspec.Struct, tag=True):
+    """Begin to stage a request."""
+
+    req: StagedReq
+
+
+class RunStagedCommand(msgspec.Struct, tag=True):
+    """Carry out a request that every rank staged."""
+
+    id: int
+
+
+class DropStagedCommand(msgspec.Struct, tag=True):
+    """Let go of a request that was, or is being, staged."""
+
+    id: int
+
+
+Command = ForwardBatch | WeightReq | StageCommand | RunStagedCommand | DropStagedCommand | StopCommand
+_COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
 class Runner(Protocol):
@@ -55,19 +73,35 @@ class Weights(Protocol):
     @property
     def state(self) -> str: ...
 
-    def precheck(self, req: UpdateReq) -> ControlReply | None: ...
+    @property
+    def epoch(self) -> int: ...
 
-    def handle(self, req: WeightReq) -> ControlReply: ...
+    def check(self, req: WeightReq) -> None: ...
+
+    def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply: ...
 
     def refusal(self) -> str | None: ...
 
 
-class TpWorker:
-    """One rank's model runner and weight updater behind one sequence of commands."""
+class Staging(Protocol):
+    """What scheduling needs of a `Stager`."""
 
-    def __init__(self, runner: Runner, weights: Weights, tp: TpGroup) -> None:
+    def submit(self, req: StagedReq) -> None: ...
+
+    def finished(self) -> list[tuple[int, VerlServerError | None]]: ...
+
+    def take(self, request_id: int) -> Staged: ...
+
+    def drop(self, request_id: int) -> None: ...
+
+
+class TpWorker:
+    """One rank's model runner, weight updater and stager behind one sequence of commands."""
+
+    def __init__(self, runner: Runner, weights: Weights, stager: Staging, tp: TpGroup) -> None:
         self.runner = runner
         self.weights = weights
+        self.stager = stager
         self.tp = tp
 
     def forward(self, batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
@@ -81,6 +115,21 @@ class TpWorker:
         """Carry out a weight or memory request on all ranks (rank 0)."""
         self._broadcast(req)
         return self.weights.handle(req)
+
+    def stage(self, req: StagedReq) -> None:
+        """Let all ranks' stagers begin with `req`; rank 0's has the outcome in `stager.finished()` (rank 0)."""
+        self._broadcast(StageCommand(req))
+        self.stager.submit(req)
+
+    def run_staged(self, req: StagedReq) -> ControlReply:
+        """Carry out a request that all ranks staged (rank 0)."""
+        self._broadcast(RunStagedCommand(req.id))
+        return self._run_staged(req.id)
+
+    def drop_staged(self, req: StagedReq) -> None:
+        """Let all ranks let go of a request that was given to `stage` (rank 0)."""
+        self._broadcast(DropStagedCommand(req.id))
+        self.stager.drop(req.id)
 
     def stop(self) -> None:
         """Let the other ranks end (rank 0)."""
@@ -96,10 +145,17 @@ class TpWorker:
             command = _COMMANDS.decode(data)
             if isinstance(command, StopCommand):
                 return
-            if isinstance(command, ForwardBatch):
-                self.runner.forward(command, None)
-            else:
-                self.weights.handle(command)
+            match command:
+                case ForwardBatch():
+                    self.runner.forward(command, None)
+                case StageCommand(req):
+                    self.stager.submit(req)
+                case RunStagedCommand(id):
+                    self._run_staged(id)
+                case DropStagedCommand(id):
+                    self.stager.drop(id)
+                case _:
+                    self.weights.handle(command)
 
     def is_recoverable(self, error: Exception) -> bool:
         """Whether the next step can run after `error` in a step.
@@ -111,6 +167,10 @@ class TpWorker:
             return False
         return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or self.runner.device.type == "cpu"
 
-    def _broadcast(self, command: ForwardBatch | WeightReq | StopCommand) -> None:
+    def _run_staged(self, request_id: int) -> ControlReply:
+        staged = self.stager.take(request_id)
+        return self.weights.handle(staged.req, staged.prepared)
+
+    def _broadcast(self, command: Command) -> None:
         if self.tp.size > 1:
             self.tp.broadcast_command(msgspec.msgpack.encode(command))

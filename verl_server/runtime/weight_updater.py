@@ -2,20 +2,20 @@
 
 One in each scheduler process. `handle` runs on every tensor-parallel rank at the same point of the command
 order, with no step in flight; around it the scheduler drains requests and renews its prefix cache. Who may do
-what (`kv_cache` and `cuda_graph` besides are just present or released):
+what (docs/scheduler-states.md has the rest: sessions, staging, generation):
 
-    weights     generate  update  release(weights)  resume(weights)  after a successful update
-    ----------  --------  ------  ----------------  ---------------  -------------------------------------
-    serving     yes       yes     -> asleep         400              serving
-    torn        503       yes     -> asleep         400              serving as soon as every parameter was
-    not_loaded  503       yes     -> asleep         400              written since (in several calls)
-    asleep      503       400     400               -> not_loaded    -
+    weights     generate  update, session  release(weights)  resume(weights)  after a success
+    ----------  --------  ---------------  ----------------  ---------------  ---------------------------------
+    serving     yes       yes              -> asleep         400              serving
+    torn        503       yes              -> asleep         400              serving as soon as every parameter
+    not_loaded  503       yes              -> asleep         400              was written since
+    asleep      503       400              400               -> as before, if a backup restored it; not_loaded
 
     kv_cache released: generation 503; updates work. Releasing twice or resuming what is there: 400.
 
-An update is staged (checked, opened) on all ranks, which then vote: one refusal refuses it everywhere, and
-nothing was written. From the first write the weights are *torn*, until all ranks have copied and voted again,
-so no error, of whatever kind, can leave half an update being served.
+Every write belongs to a session (`UpdateSession`); a single update is a session of one call. From the first write
+until its session ends the weights count as *torn*, so no fault of any kind, and no writer that goes away, can leave
+half an update being served. All ranks vote before the first write, whether each can, and again after the copy.
 """
 
 from __future__ import annotations
@@ -24,73 +24,81 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, TypeVar
+
+import torch
 
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import (
+    BeginWeightUpdateReq,
     ControlReply,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
     GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
     UpdateReq,
-    UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightReq,
     WeightsCheckerReq,
 )
-from verl_server.models.config import resolve_model_folder
-from verl_server.models.loader import iter_checkpoint
 from verl_server.runtime.agreement import agree
 from verl_server.runtime.model_runner import ModelRunner
+from verl_server.runtime.prepared import Prepared
+from verl_server.runtime.stager import discard
 from verl_server.runtime.tp_group import TpGroup
+from verl_server.runtime.update_session import State, UpdateSession
 from verl_server.runtime.weight_inspector import WeightInspector
+from verl_server.runtime.weight_sources import WeightSources
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.receiver import UpdatePlan, WeightReceiver
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-State = Literal["serving", "torn", "not_loaded", "asleep"]
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+_IN_SESSION = "a session wrote some of them and has not ended"
 Outcome = tuple[str, Any]
 """(message, payload) of a reply."""
 
 
 class WeightUpdater:
-    def __init__(self, runner: ModelRunner, tp: TpGroup, server_args: ServerArgs) -> None:
+    def __init__(self, runner: ModelRunner, tp: TpGroup, sources: WeightSources, server_args: ServerArgs) -> None:
         self.state: State = "serving"
         self.version = server_args.weight_version
+        self.epoch = 0
+        """Counts up whenever KV pages that were computed before may serve no new request any more."""
         self._newest_number = int(self.version) if self.version.isdecimal() else 0
-        self._runner, self._tp = runner, tp
-        self._receiver = WeightReceiver(runner.weight_map, tp.rank, tp.size, runner.device)
+        self._runner, self._tp, self._sources = runner, tp, sources
         self._inspector = WeightInspector(runner.weight_map, tp)
+        self._session: UpdateSession | None = None
         self._unwritten: dict[str, None] = {}
         """Parameters that must still be written before the weights can serve (torn, not_loaded)."""
         self._torn_by = ""
         self._released: dict[str, None] = {}
+        self._before_sleep: tuple[State, dict[str, None]] | None = None
+        """State and unwritten parameters that a backup brings back."""
 
-    def handle(self, req: WeightReq) -> ControlReply:
-        """Carry out a request on every rank; rank 0's reply is the answer. Raises only if a rank is dead."""
-        try:
-            message, payload = self._dispatch(req)
-        except VerlServerError as error:
-            return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
-        return ControlReply(id=req.id, success=True, message=message, payload=payload)
+    def check(self, req: WeightReq) -> None:
+        """Raise what is wrong with `req` itself (rank 0, on arrival). Opens and changes nothing."""
+        self._sources.check(req)
 
-    def precheck(self, req: UpdateReq) -> ControlReply | None:
-        """The refusal of an update that is wrong whatever the other ranks say; None if there is none to see yet.
+    def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
+        """Carry out a request on every rank; rank 0's reply is the answer. Raises only if a rank is dead.
 
-        Rank 0, before any running request is disturbed for the update. Writes nothing, and what it opened is
-        found open by `handle`.
+        `prepared` is what staging left for a staged request; it is let go of here, whatever the result.
         """
         try:
-            self._staging(req)()
+            message, payload = self._dispatch(req, prepared)
         except VerlServerError as error:
-            self._receiver.close()  # thousands of regions may be open by now, each with a descriptor
             return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
-        except Exception:
-            logger.exception("The check of an update failed")  # so will the vote on it, on all ranks alike
-        return None
+        finally:
+            if prepared is not None:
+                discard(prepared)
+        return ControlReply(id=req.id, success=True, message=message, payload=payload)
 
     def refusal(self) -> str | None:
         """Why generation cannot be served now; None if it can."""
@@ -104,16 +112,35 @@ class WeightUpdater:
             return "The KV cache is released. Call resume_memory_occupation(['kv_cache'])."
         return None
 
-    def _dispatch(self, req: WeightReq) -> Outcome:
+    def _dispatch(self, req: WeightReq, prepared: Prepared | None) -> Outcome:
+        if isinstance(req, UpdateReq):
+            return self._update(req, prepared)
         match req:
-            case UpdateWeightsFromTensorReq() | UpdateWeightsFromDiskReq():
-                try:
-                    return self._update(self._staging(req), req.weight_version)
-                finally:
-                    self._receiver.finish()
+            case BeginWeightUpdateReq():
+                return self._begin(req)
+            case EndWeightUpdateReq():
+                return self._end(req)
+            case RegisterWeightsReq():
+                assert prepared is not None
+                prepared.commit()
+                self._sources.forget(req.forget)
+                return f"Registered {len(req.description.tensors)} tensors.", {"registration": req.description.id}
+            case UnregisterWeightsReq():
+                self._sources.forget(req.registrations)
+                return "Success", None
+            case InitWeightsUpdateGroupReq():
+                assert prepared is not None
+                prepared.commit()
+                return "Succeeded to initialize custom process group.", None
+            case DestroyWeightsUpdateGroupReq():
+                agree(self._tp, lambda: self._sources.groups.destroy(req.group_name))
+                return "Succeeded to destroy custom process group.", None
             case UpdateWeightVersionReq():
                 self._label(req.new_version)
-                return f"Weight version updated to {self.version}", {"new_version": self.version}
+                return f"Weight version updated to {self.version}", {
+                    "new_version": self.version,
+                    "weight_version": self.version,
+                }
             case GetWeightsByNameReq():
                 self._need_weights("read")
                 return "Success", self._inspector.rows(req)
@@ -126,46 +153,96 @@ class WeightUpdater:
 
     # -- updates -----------------------------------------------------------------------------------------------
 
-    def _staging(self, req: UpdateReq) -> Callable[[], UpdatePlan]:
-        """The check of an update's source, which gives the plan of its copies."""
+    def _update(self, req: UpdateReq, prepared: Prepared | None) -> Outcome:
         if isinstance(req, UpdateWeightsFromTensorReq):
-            if req.load_format not in (None, "auto"):
-                raise BadRequestError(f"load_format={req.load_format!r} is not supported here; leave it unset.")
-            named, strict_dtype, partial = req.named_tensors, req.strict_dtype, req.partial
-            return lambda: self._receiver.stage(named, strict_dtype=strict_dtype, partial=partial)
-        if req.load_format not in (None, "auto", "safetensors"):
-            raise BadRequestError(f"load_format={req.load_format!r} is not supported; use 'auto' or 'safetensors'.")
-        path = req.model_path
-
-        def stage() -> UpdatePlan:
-            tensors = list(iter_checkpoint(resolve_model_folder(path, None)))  # mapped, not read yet
-            return self._receiver.plan(tensors, strict_dtype=False, partial=False)
-
-        return stage
-
-    def _update(self, stage: Callable[[], UpdatePlan], label: str | None) -> Outcome:
+            self._sources.forget(req.forget)
         self._need_weights("updated")
         start = time.perf_counter()
-        plan = agree(self._tp, stage)
-        staged = time.perf_counter()
-        before, unwritten = self.state, self._unwritten
+        session = self._session or self._new_session()
+        names = self._write(session, req, prepared)
+        session.label = req.weight_version or session.label
+        payload: dict[str, Any] = {"num_tensors": len(names), "seconds": {"commit": time.perf_counter() - start}}
+        if self._session is not None:
+            return "Success", payload
+        return self._settle(session), payload | {"weight_version": self.version}
+
+    def _write(self, session: UpdateSession, req: UpdateReq, prepared: Prepared | None) -> list[str]:
+        """Copy on all ranks, or raise on all. Two votes: a rank that cannot write keeps all others from writing."""
+
+        def find() -> Prepared:
+            update = self._sources.registered(req) if prepared is None else prepared
+            update.ready()
+            return update
+
+        update = agree(self._tp, find)
         self._tear("an update failed half way")
-        agree(self._tp, lambda: self._commit(plan))
-        written = dict.fromkeys(plan.names)
-        self._unwritten = {name: None for name in unwritten if name not in written}
-        self.state = before if self._unwritten else "serving"
-        self._label(label or str(self._newest_number + 1))
-        done = time.perf_counter()
-        seconds = {"stage": staged - start, "commit": done - staged}
-        logger.debug("Weights are now version %s: %d tensors, %s", self.version, len(plan.names), seconds)
+        try:
+            agree(self._tp, lambda: self._copy(update))
+        except VerlServerError as error:
+            session.fail()
+            self.epoch += 1
+            if error.status_code < 500:  # those promise that nothing was changed
+                raise VerlServerError(str(error)) from error
+            raise
+        session.wrote(update.names)
+        self._tear(_IN_SESSION)
+        return update.names
+
+    def _copy(self, update: Prepared) -> None:
+        try:
+            update.commit()
+            self._runner.synchronize()
+            update.confirm()
+        except RuntimeError as error:
+            # A CUDA context is lost with its first error: torn "until a full update" would be for ever.
+            if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
+                raise SystemExit(f"The device failed while weights were copied: {error}") from error
+            raise
+
+    def _settle(self, session: UpdateSession) -> str:
+        """What the session wrote is the new version."""
+        self._unwritten = session.still_unwritten() if not session.failed else {}
+        self.state = session.state if self._unwritten else "serving"
+        self.epoch += 1
+        self._label(session.label or str(self._newest_number + 1))
+        logger.debug("Weights are now version %s: %d parameters", self.version, len(session.written))
         message = f"Success Weight version updated to {self.version}."
         if self._unwritten:
             message += f" Not serving yet: {self._still_unwritten()}"
-        return message, {"weight_version": self.version, "num_tensors": len(plan.names), "seconds": seconds}
+        return message
 
-    def _commit(self, plan: UpdatePlan) -> None:
-        plan.commit()
-        self._runner.synchronize()
+    def _new_session(self) -> UpdateSession:
+        return UpdateSession(self.state, self._unwritten)
+
+    def _begin(self, req: BeginWeightUpdateReq) -> Outcome:
+        self._need_weights("updated")
+        self._session = self._new_session()
+        self._session.full = req.full
+        return "Success", None
+
+    def _end(self, req: EndWeightUpdateReq) -> Outcome:
+        session = self._session
+        assert session is not None, "rank 0 lets nobody end what is not open"
+        if req.discard:
+            self._session = None
+            if not session.touched:
+                return "Success The session wrote nothing; the old weights go on.", None
+            self.epoch += 1
+            self._tear("a session wrote some of them and was given up")
+            return f"Success The weights are torn: {self._still_unwritten()}", None
+        missing = session.missing(self._runner.weight_map.slots)
+        if missing:
+            raise WeightUpdateError(
+                f"The session cannot end: {'a write failed, and ' if session.failed else ''}{len(missing)} parameters "
+                f"are missing ({_listed(missing)}). Bring them and end it again, or discard it."
+            )
+        session.label = req.weight_version or session.label
+        self._session = None
+        if session.touched:
+            return self._settle(session), {"weight_version": self.version, "num_tensors": len(session.written)}
+        if session.label is not None:
+            self._label(session.label)
+        return "Success The session wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
 
     def _tear(self, reason: str) -> None:
         self.state, self._torn_by = "torn", reason
@@ -181,6 +258,7 @@ class WeightUpdater:
         self._need_weights("checked")
         if req.action != "reset_tensors":
             return self._inspector.check(req)
+        self.epoch += 1
         self._tear("they were reset by weights_checker")
         agree(self._tp, self._inspector.reset)
         return "The weights are noise now; update all of them.", None
@@ -193,8 +271,7 @@ class WeightUpdater:
 
     def _still_unwritten(self) -> str:
         names, total = list(self._unwritten), len(self._runner.weight_map.slots)
-        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        return f"update the remaining {len(names)} of {total} parameters ({listed})."
+        return f"update the remaining {len(names)} of {total} parameters ({_listed(names)})."
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -203,10 +280,13 @@ class WeightUpdater:
         for tag in _chosen(tags, present, "released already"):
             # Marked before it is done: should it fail on a rank, resume puts all ranks in order again.
             self._released[tag] = None
+            self.epoch += 1
             if tag == "weights":
+                before, self._before_sleep = (self.state, self._unwritten), None
                 self.state = "asleep"
-                self._receiver.close()
+                self._sources.release()
                 agree(self._tp, self._runner.release_weights)
+                self._before_sleep = before
             elif tag == "kv_cache":
                 agree(self._tp, self._runner.release_kv_cache)
         return "Success", None
@@ -214,22 +294,29 @@ class WeightUpdater:
     def _resume(self, tags: list[str] | None) -> Outcome:
         for tag in _chosen(tags, list(self._released), "not released"):
             if tag == "weights":
-                self._take_or_none(self._runner.resume_weights, self._runner.release_weights)
-                self.state = "not_loaded"
-                self._unwritten = dict.fromkeys(self._runner.weight_map.slots)
+                restored = self._take_or_none(self._runner.resume_weights, self._runner.release_weights)
+                everywhere = all(flag == b"1" for flag in self._tp.gather(b"1" if restored else b"0"))
+                if everywhere and self._before_sleep is not None:
+                    self.state, self._unwritten = self._before_sleep
+                else:
+                    self.state, self._unwritten = "not_loaded", dict.fromkeys(self._runner.weight_map.slots)
             elif tag == "kv_cache":
                 self._take_or_none(self._runner.resume_kv_cache, self._runner.release_kv_cache)
             del self._released[tag]
         return "Success", None
 
-    def _take_or_none(self, take: Callable[[], None], give_back: Callable[[], None]) -> None:
+    def _take_or_none(self, take: Callable[[], T], give_back: Callable[[], None]) -> T:
         """Memory may be short on one rank only: then no rank keeps it."""
         try:
-            agree(self._tp, take)
+            return agree(self._tp, take)
         except VerlServerError:
             with contextlib.suppress(Exception):
                 give_back()
             raise
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _chosen(tags: list[str] | None, possible: list[str], why_not: str) -> list[str]:
