@@ -7,6 +7,7 @@ import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
@@ -355,10 +356,91 @@ def test_update_weights_from_tensor(stack: Stack) -> None:
     (req,) = stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq)
     assert req.named_tensors[0][0] == "w" and req.named_tensors[0][1].get(0).allocation.handle == b"hi"
     assert (req.weight_version, req.flush_cache) == ("v7", False)
-    pickled = stack.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]})
-    assert pickled.status_code == 400 and "named_tensors" in pickled.json()["message"]
-    nothing = stack.post("/update_weights_from_tensor", {})
-    assert nothing.status_code == 400 and "named_tensors" in nothing.json()["message"]
+    assert stack.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}).status_code == 200
+    assert stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq, 2)[1].serialized_named_tensors == ["gASV"]
+
+
+_DESCRIPTION = {
+    "id": "d1",
+    "allocations": [{"id": "a", "kind": "shm", "nbytes": 8, "pid": 1, "fd": 3, "inode": 5}],
+    "tensors": [
+        {"name": "w", "dtype": "float32", "shape": [2], "shards": [
+            {"allocation": 0, "shape": [2], "offset": [0], "stride": [1]}]}
+    ],
+}  # fmt: skip
+_WEIGHT_CALLS: list[tuple[str, dict[str, Any], type[Any]]] = [
+    ("/update_weights_from_tensor", {"description": _DESCRIPTION, "keep": True}, io.UpdateWeightsFromTensorReq),
+    ("/update_weights_from_tensor", {"registration": "d1", "forget": ["d0"]}, io.UpdateWeightsFromTensorReq),
+    ("/register_weights", {"description": _DESCRIPTION}, io.RegisterWeightsReq),
+    ("/unregister_weights", {"registrations": ["d1"]}, io.UnregisterWeightsReq),
+    ("/unregister_weights", {}, io.UnregisterWeightsReq),
+    ("/begin_weight_update", {"selector": "all"}, io.BeginWeightUpdateReq),
+    ("/begin_weight_update", {"transaction_id": "t", "lease_seconds": "5", "full": True}, io.BeginWeightUpdateReq),
+    ("/end_weight_update", {}, io.EndWeightUpdateReq),
+    (
+        "/init_weights_update_group",
+        {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 3, "backend": "gloo"},
+        io.InitWeightsUpdateGroupReq,
+    ),
+    ("/destroy_weights_update_group", {"group_name": "g"}, io.DestroyWeightsUpdateGroupReq),
+    (
+        "/update_weights_from_distributed",
+        {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2]], "load_format": "flattened_bucket"},
+        io.UpdateWeightsFromDistributedReq,
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "kind"), _WEIGHT_CALLS)
+def test_weight_routes_are_their_struct_in_and_success_out(
+    stack: Stack, path: str, body: dict[str, Any], kind: type[Any]
+) -> None:
+    payload = {"weight_version": "7", "lease_seconds": 60.0, "internal": 1}
+    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, message="Success", payload=payload)
+    response = stack.post(path, body)
+    expected = {"success": True, "message": "Success", "weight_version": "7", "lease_seconds": 60.0}
+    assert (response.status_code, response.json()) == (200, expected)
+    (req,) = stack.scheduler.wait_for(kind)
+    for name, value in body.items():
+        found = msgspec.to_builtins(getattr(req, name), builtin_types=())
+        if isinstance(value, dict):
+            assert found["id"] == value["id"] and found["tensors"][0]["shards"] == value["tensors"][0]["shards"]
+        else:
+            assert found == value or str(found).removesuffix(".0") == value
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, "WeightUpdateError"),
+        (404, "UnknownRegistrationError"),
+        (409, "UpdateConflictError"),
+        (503, "ServerUnavailableError"),
+        (504, "ControlTimeoutError"),
+    ],
+)
+def test_a_refused_update_says_why_by_status_and_class(stack: Stack, status: int, error: str) -> None:
+    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=False, message="No.", status_code=status)
+    response = stack.post("/update_weights_from_tensor", {"registration": "d1"})
+    assert (response.status_code, response.json()) == (status, {"success": False, "message": "No."})
+    assert response.headers["X-Verl-Error"] == error, "a proxy's 404 is not ours"
+
+
+def test_post_process_weights_is_harmless(stack: Stack) -> None:
+    assert stack.post("/post_process_weights", {"restore_weights_before_load": False}).json()["success"]
+    assert stack.post("/post_process_weights").status_code == 200
+
+
+def test_health_while_a_session_holds_generation(stack: Stack) -> None:
+    """No token can come: then the health of the process is the answer, until the session ends or its lease does."""
+    stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"lease_seconds": 60.0})
+    stack.post("/begin_weight_update")
+    stack.scheduler.hold = True
+    assert stack.manager.updating_weights
+    assert stack.get("/health_generate").status_code == 200
+    stack.scheduler.control = None
+    stack.post("/end_weight_update")
+    assert not stack.manager.updating_weights
 
 
 def test_update_weight_version_and_get_weights(stack: Stack) -> None:
@@ -378,6 +460,9 @@ def test_update_weight_version_and_get_weights(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
+        ("/begin_weight_update", {"lease_seconds": -1}, "lease_seconds"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": "gASV"}, "serialized_named_tensors"),
+        ("/init_weights_update_group", {"master_address": "h"}, "master_port"),
         ("/pause_generation", {"mode": "later"}, "mode"),
         ("/update_weights_from_disk", {}, "model_path"),
         ("/get_weights_by_name", {"name": 5}, "name"),

@@ -16,15 +16,22 @@ from starlette.routing import Route
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
 from verl_server.io_struct import (
     AbortReq,
+    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
     FlushCacheReq,
     GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
     PauseGenerationReq,
+    RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
     UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightsCheckerReq,
@@ -42,14 +49,29 @@ _FLUSHED = (
 _BASE_FIELDS = ("rid", "http_worker_ipc", "selector", "torch_empty_cache", "is_async", "recapture_cuda_graph")
 """Keys of SGLang's control bodies without effect here; accepted, not counted as unknown."""
 
+_WEIGHT_ROUTES: dict[str, type[ControlReq]] = {
+    "/update_weights_from_tensor": UpdateWeightsFromTensorReq,
+    "/update_weights_from_distributed": UpdateWeightsFromDistributedReq,
+    "/register_weights": RegisterWeightsReq,
+    "/unregister_weights": UnregisterWeightsReq,
+    "/begin_weight_update": BeginWeightUpdateReq,
+    "/end_weight_update": EndWeightUpdateReq,
+    "/init_weights_update_group": InitWeightsUpdateGroupReq,
+    "/destroy_weights_update_group": DestroyWeightsUpdateGroupReq,
+}
+"""Routes that are nothing but their struct in and {"success", "message"} out."""
+_PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration", "seconds")
+"""What such a reply carries besides, as far as there is any."""
+
 ADMIN_PATHS = {
+    *_WEIGHT_ROUTES,
     "/flush_cache",
     "/abort_request",
     "/pause_generation",
     "/continue_generation",
-    "/update_weights_from_tensor",
     "/update_weights_from_disk",
     "/update_weight_version",
+    "/post_process_weights",
     "/get_weights_by_name",
     "/weights_checker",
     "/release_memory_occupation",
@@ -69,9 +91,10 @@ class ControlApi:
             Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/pause_generation", self.pause_generation, methods=["POST"]),
             Route("/continue_generation", self.continue_generation, methods=["POST"]),
-            Route("/update_weights_from_tensor", self.update_weights_from_tensor, methods=["POST"]),
+            *(Route(path, self.change_weights, methods=["POST"]) for path in _WEIGHT_ROUTES),
             Route("/update_weights_from_disk", self.update_weights_from_disk, methods=["POST"]),
             Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+            Route("/post_process_weights", self.post_process_weights, methods=["POST"]),
             Route("/get_weights_by_name", self.get_weights_by_name, methods=both),
             Route("/weights_checker", self.weights_checker, methods=both),
             Route("/release_memory_occupation", self.release_memory_occupation, methods=both),
@@ -111,16 +134,17 @@ class ControlApi:
 
     # -- weights --------------------------------------------------------------------------------------------
 
-    async def update_weights_from_tensor(self, request: Request) -> Response:
-        body = await read_json(request, self._args.max_request_bytes)
-        if isinstance(body, dict) and "serialized_named_tensors" in body:
-            message = (
-                "`serialized_named_tensors` holds pickles, which this server does not accept yet. Send `named_tensors` "
-                "(handles, no pickle) with verl_server's HttpServerEngineAdapter or VerlEngine, or write a checkpoint "
-                "and use /update_weights_from_disk."
-            )
-            return _success(ControlReply(id=0, success=False, message=message, status_code=400))
-        return _success(await self._control(self._convert(request, body, UpdateWeightsFromTensorReq)))
+    async def change_weights(self, request: Request) -> Response:
+        """Everything in `_WEIGHT_ROUTES`."""
+        reply = await self._control(await self._parse(request, _WEIGHT_ROUTES[request.url.path.rstrip("/")]))
+        payload = reply.payload if isinstance(reply.payload, dict) else {}
+        return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
+
+    async def post_process_weights(self, request: Request) -> Response:
+        """Older clients call it after their updates; weights are not quantized here, so nothing is left to do."""
+        await read_json(request, self._args.max_request_bytes)
+        self._manager.check_serving()
+        return json_response({"success": True, "message": "Success"})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         reply = await self._control(await self._parse(request, UpdateWeightsFromDiskReq))

@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import zmq
@@ -30,9 +30,11 @@ from verl_server.errors import (
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
+    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
+    EndWeightUpdateReq,
     FinishReq,
     FlushCacheReq,
     GetInternalStateReq,
@@ -40,8 +42,8 @@ from verl_server.io_struct import (
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
+    UpdateReq,
     UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
 )
 from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
 from verl_server.server.generation import Generation
@@ -75,6 +77,8 @@ class TokenizerManager:
         self.is_paused = False
         self.ready = False
         """The warm-up was answered."""
+        self._session_end = 0.0
+        """Until then an open weight-update session may hold generation (its lease, renewed by its calls)."""
         self.weight_version = server_args.weight_version
         self.model_path = server_args.model_path
         self.last_message = time.monotonic()
@@ -261,10 +265,15 @@ class TokenizerManager:
             self.is_paused = True
         elif isinstance(req, ContinueGenerationReq):
             self.is_paused = False
+        elif isinstance(req, EndWeightUpdateReq):
+            self._session_end = 0.0
         elif isinstance(req, UpdateWeightsFromDiskReq):
             self.model_path = req.model_path
-        if isinstance(reply.payload, dict) and "weight_version" in reply.payload:
-            self.weight_version = str(reply.payload["weight_version"])
+        payload = reply.payload if isinstance(reply.payload, dict) else {}
+        if "lease_seconds" in payload:
+            self._session_end = time.monotonic() + float(payload["lease_seconds"])
+        if "weight_version" in payload:
+            self.weight_version = str(payload["weight_version"])
 
     @property
     def controls_in_flight(self) -> list[str]:
@@ -274,9 +283,10 @@ class TokenizerManager:
 
     @property
     def updating_weights(self) -> bool:
-        updates = (UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq)
+        """Whether an update, or a session of updates, may keep generation waiting."""
+        updates = (*get_args(UpdateReq), BeginWeightUpdateReq, EndWeightUpdateReq)
         names = [t.__name__.removesuffix("Req") for t in updates]
-        return any(name in names for name in self.controls_in_flight)
+        return time.monotonic() < self._session_end or any(name in names for name in self.controls_in_flight)
 
     @property
     def num_requests(self) -> int:
