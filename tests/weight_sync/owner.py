@@ -1,19 +1,42 @@
-"""A trainer process for the receiver's tests: describes two tensors, then does what stdin says."""
+"""A trainer process for the receiver's tests, without torch, so that it is there at once.
+
+`python -m tests.weight_sync.owner` describes an embedding (0 to 31) in two shards and a norm (ones), as JSON, then
+does what stdin says: "write" multiplies all of it by ten, "free" closes the memory.
+"""
 
 from __future__ import annotations
 
+import array
+import json
+import mmap
+import os
 import sys
+import uuid
 
-import msgspec
-import torch
+id = uuid.uuid4().hex
+fd = os.memfd_create(f"verl-{id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+os.ftruncate(fd, 1 << 20)
+memory = mmap.mmap(fd, 1 << 20)
+values = array.array("f", [*range(32), 1, 1, 1, 1])
+memory[: 36 * 4] = values.tobytes()
 
-from verl_server.weight_sync.sender import describe_tensors
 
-weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
-print(msgspec.json.encode(describe_tensors(weights.items())).decode(), flush=True)
+def shard(shape: list[int], offset: list[int], start: int) -> dict[str, object]:
+    stride = [4, 1][2 - len(shape) :]
+    return {"allocation": 0, "shape": shape, "offset": offset, "stride": stride, "storage_offset": start}
+
+
+allocation = {"id": id, "kind": "shm", "nbytes": 1 << 20, "pid": os.getpid(), "fd": fd, "inode": os.fstat(fd).st_ino}
+embed = [shard([5, 4], [0, 0], 0), shard([3, 4], [5, 0], 20)]
+tensors = [
+    {"name": "model.embed_tokens.weight", "dtype": "float32", "shape": [8, 4], "shards": embed},
+    {"name": "model.norm.weight", "dtype": "float32", "shape": [4], "shards": [shard([4], [0], 32)]},
+]
+print(json.dumps({"id": "theirs", "allocations": [allocation], "tensors": tensors}), flush=True)
 for line in sys.stdin:
     if line.strip() == "write":
-        weights["a"].mul_(10)
+        values = array.array("f", [value * 10 for value in values])
+        memory[: 36 * 4] = values.tobytes()
     elif line.strip() == "free":
-        weights.clear()
+        os.close(fd)
     print("done", flush=True)

@@ -6,8 +6,10 @@ filled from the parts that share something with it, so trainer and server may cu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from verl_server.errors import WeightUpdateError
@@ -22,7 +24,7 @@ from verl_server.weight_sync.sources import Source
 class UpdatePlan:
     """A checked update, ready to be copied once or, if its memory stays what it is, many times.
 
-    Made on one thread and committed on another. It holds its sources' memory open until `close`.
+    Made on one thread, committed on another, and closed by any: it holds its sources' memory open until `close`.
     """
 
     names: list[str]
@@ -45,6 +47,8 @@ class UpdatePlan:
         Raises WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
         """
         self._memory = memory
+        self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
+        self._copied: torch.cuda.Event | None = None
         self._given = {source.name: source for _, source in sources}
         found, self.changes_under_its_names = _without_aliases(weight_map, sources)
         if not found:
@@ -99,22 +103,29 @@ class UpdatePlan:
     def check_memory(self) -> None:
         """Raise WeightUpdateError if some source cannot be read any more. Cheap: for right before a commit."""
         if self._copy is None:
-            raise WeightUpdateError("The update's memory is closed already.")
+            raise WeightUpdateError("The memory of this update is closed already: it was unregistered meanwhile.")
         self._memory.check()
 
     def commit(self) -> None:
         """Copy in place, converting dtypes. An error in here may leave the weights torn.
 
-        On CUDA this only enqueues: synchronize before `close`, and before the owner writes again.
+        On CUDA this only enqueues: synchronize before the owner writes again.
         """
-        self.check_memory()
-        assert self._copy is not None
-        self._copy.run()
+        with self._lock:
+            self.check_memory()
+            assert self._copy is not None
+            self._copy.run()
+            if any(destination.is_cuda for destination in self.destinations[:1]):
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def close(self) -> None:
-        """Let go of the memory; what other plans read besides stays open for them. Not during a commit."""
-        self._copy, self.destinations, self.sources, self._given = None, [], [], {}
-        self._memory.clear()
+        """Let go of the memory, after a commit that runs; what other plans read besides stays open for them."""
+        with self._lock:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._copy, self.destinations, self.sources, self._given = None, [], [], {}
+            self._memory.clear()
 
 
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:

@@ -57,10 +57,12 @@ class Registrations:
             return any(kept is plan for kept in self._plans.values())
 
     def forget(self, ids: list[str] | None) -> None:
-        """Drop some registrations, or all; their memory closes now, or when the commit that reads it is over."""
+        """Drop some registrations, or all. Their memory is closed when this returns, whoever has their plans."""
         with self._lock:
             dropped = [self._plans.pop(id, None) for id in (list(self._plans) if ids is None else ids)]
-        del dropped
+        for plan in dropped:
+            if plan is not None:
+                plan.close()
 
     def _watch(self, pid: int) -> None:
         try:
@@ -82,7 +84,10 @@ class Registrations:
         watch.start()
 
     def _owner_ended(self, pid: int) -> None:
-        """Close what it owned. Otherwise a model's worth of its memory would stay until the next update."""
+        """Forget what it owned. Otherwise a model's worth of its memory would stay until the next update.
+
+        Plans are dropped, not closed: one that the loop is about to commit still brings exactly the new weights.
+        """
         with self._lock:
             del self._watched[pid]
             dropped = [self._plans.pop(id) for id, plan in list(self._plans.items()) if pid in plan.owners]
