@@ -84,7 +84,9 @@ def test_start_version_hides_old_pages_and_frees_them_with_their_last_holder() -
     cache.lock(first)
     cache.start_version()
     assert cache.match([1] * 8, 8) is cache.root and cache.match([2] * 8, 8) is cache.root
-    assert pool.available == 6 and cache.detached == 2
+    assert (cache.evictable, cache.num_shareable, cache.detached) == (2, 0, 2)
+    cache.check_invariants([first, first])
+    assert cache.evict(8) == 2 and pool.available == 6
     with pytest.raises(AssertionError, match="older version"):
         cache.extend(first, [1] * 12, [*cache.path_pages(first), 7], 3)
     cache.unlock(first)
@@ -92,6 +94,24 @@ def test_start_version_hides_old_pages_and_frees_them_with_their_last_holder() -
     cache.start_version()  # a second update while the pages are still held
     cache.unlock(first)
     assert pool.available == 8 and cache.detached == 0
+    cache.check_invariants([])
+
+
+def test_older_versions_are_collected_before_anything_else_goes_and_no_page_twice() -> None:
+    pool, cache = make(16)
+    held = insert(pool, cache, [1] * 16)
+    cache.lock(held)
+    insert(pool, cache, [1] * 4 + [5] * 8)
+    cache.start_version()
+    cache.unlock(held)  # freed by its holder, before the collection came by
+    assert pool.available == 14
+    new = insert(pool, cache, [1] * 8)
+    cache.start_version()
+    young = insert(pool, cache, [3] * 8)
+    cache.check_invariants([])
+    assert cache.evict(1) == 1 and cache.evict(3) == 3, "one at a time, over both older versions"
+    assert new.page == -1 and cache.match([3] * 8, 8) is young
+    assert sorted(pool.free_pages() + cache.path_pages(young)) == list(range(16))
     cache.check_invariants([])
 
 

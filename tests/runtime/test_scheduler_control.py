@@ -186,7 +186,7 @@ def test_abort_returns_partial_output_before_the_reply(fields: dict[str, Any]) -
 def test_a_cached_prompt_is_computed_anew_after_an_update() -> None:
     h = serving()
     h.run()
-    assert h.control(update(1)).success and h.scheduler.planner.pages.available == 64
+    assert h.control(update(1)).success and h.scheduler.planner.available_pages() == 64
     h.add("a", prompt(0, 9), 4)
     h.run()
     assert h.last["a"][0].cached_tokens == [0] and h.tokens["a"] == generate(prompt(0, 9), 4, 1)
@@ -222,7 +222,7 @@ def test_torn_weights_refuse_everyone_until_a_full_update() -> None:
     assert not h.control(update(1, "in_place")).success
     for rid in ("r0", "r1", "queued"):
         assert h.finished[rid].status_code == 503 and h.finished[rid].message == "The weights are torn."
-    assert h.scheduler.planner.cache.num_pages == 0
+    assert h.scheduler.planner.cache.num_shareable == 0
     h.add("new", prompt(8, 9), 5)
     h.steps()
     assert h.finished["new"].status_code == 503
@@ -399,7 +399,7 @@ def test_flush_only_when_idle_and_waits_at_most_its_timeout() -> None:
     assert h.replies[2].success is False and 3 not in h.replies
     h.run()
     h.steps()
-    assert h.replies[3].success and h.scheduler.planner.pages.available == 64
+    assert h.replies[3].success and h.scheduler.planner.available_pages() == 64
     assert h.scheduler.control.wait_seconds() is None
 
 
@@ -408,9 +408,9 @@ def test_flush_while_paused_ignores_waiting_but_not_frozen_requests() -> None:
     h.control(PauseGenerationReq(id=1, mode="in_place"))
     assert h.control(FlushCacheReq(id=2)).success is False
     h.control(PauseGenerationReq(id=3, mode="retract"))
-    assert h.scheduler.planner.cache.num_pages > 0
+    assert h.scheduler.planner.cache.num_shareable > 0
     assert h.control(FlushCacheReq(id=4)).success
-    assert h.scheduler.planner.pages.available == 64
+    assert h.scheduler.planner.available_pages() == 64
     h.control(ContinueGenerationReq(id=5))
     h.run()
     assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0)
@@ -424,7 +424,7 @@ def test_release_is_refused_while_anything_runs() -> None:
     assert h.control(ReleaseMemoryOccupationReq(id=3)).success is False
     h.control(PauseGenerationReq(id=4, mode="abort"))
     assert h.control(ReleaseMemoryOccupationReq(id=5)).success
-    assert h.scheduler.planner.pages.available == 64, "no page of released memory is remembered"
+    assert h.scheduler.planner.available_pages() == 64, "no page of released memory is remembered"
 
 
 def test_internal_state() -> None:

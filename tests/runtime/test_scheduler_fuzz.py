@@ -160,7 +160,7 @@ class Monkey:
             if h.logprobs[rid]:
                 assert len(h.logprobs[rid]) == len(h.tokens[rid])
         planner = h.scheduler.planner
-        planner.cache.start_version()
+        planner.cache.evict(planner.pages.num_pages)
         assert planner.pages.available == planner.pages.num_pages
 
 

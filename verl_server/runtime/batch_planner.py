@@ -324,6 +324,7 @@ class BatchPlanner:
         assert len(holders) == len(self.running)
         self.cache.check_invariants(holders)
         owned = self.pages.free_pages() + [node.page for node in self.cache.nodes()]
+        owned += [node.page for node in self.cache.outdated()]
         for req in self.running:
             assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
             assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not the tree's"

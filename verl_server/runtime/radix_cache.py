@@ -6,13 +6,16 @@ pressure. A node that some request holds keeps its whole path locked; all others
 least recently used first.
 
 `start_version` is called when the weights changed: the whole tree is detached, so that no page computed under
-older weights can be matched again. Pages that running requests still hold stay theirs until they let go.
+older weights can be matched again. That takes no time, however large the tree: the pages that nobody holds are
+collected when they are needed, before any page of the current tree is evicted. Pages that running requests still hold
+stay theirs until they let go.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from verl_server.runtime.memory_pool import PagePool
 
@@ -47,7 +50,7 @@ class RadixCache:
         self.version = 0
         self.root = PageNode((), _FREED, None, self.version)
         self.evictable = 0
-        """Pages in the tree that no request holds."""
+        """Pages that no request holds: in the tree, and those of older versions that were not collected yet."""
         self.protected = 0
         """Pages in the tree that some request holds."""
         self.detached = 0
@@ -55,10 +58,20 @@ class RadixCache:
         self._tick = 0  # least recently used by counter, not by clock: every run replays alike
         self._pushes = 0
         self._leaves: list[tuple[int, int, PageNode]] = []  # heap; entries go stale and are checked when popped
+        self._outdated: list[PageNode] = []
+        """Nodes of older versions, below which everything is still to be collected."""
+        self._uncollected = 0
+        """Pages there that nobody holds."""
 
     @property
     def num_pages(self) -> int:
+        """Pages that are neither free nor a request's own."""
         return self.evictable + self.protected + self.detached
+
+    @property
+    def num_shareable(self) -> int:
+        """Pages that a new request could be given: those in the tree."""
+        return self.evictable + self.protected - self._uncollected
 
     def match(self, token_ids: Sequence[int], limit: int) -> PageNode:
         """Deepest node whose path equals a prefix of `token_ids[:limit]`. Changes nothing."""
@@ -136,8 +149,11 @@ class RadixCache:
         return node, swapped
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody holds, least recently used leaves first; returns how many."""
-        freed: list[int] = []
+        """Free up to `count` pages that nobody holds, older versions first, then the least recently used leaves.
+
+        Returns how many.
+        """
+        freed = self._collect(count)
         while len(freed) < count and self._leaves:
             entry = heapq.heappop(self._leaves)
             if not _is_evictable(entry):
@@ -154,27 +170,38 @@ class RadixCache:
         return len(freed)
 
     def start_version(self) -> None:
-        """Detach everything: unheld pages are free at once, held ones when their last holder lets go."""
-        freed = []
-        for node in list(self.nodes()):
-            node.children = {}
-            if node.lock_ref == 0:
-                freed.append(node.page)
-                node.page = _FREED
-        self.pool.free(freed)
+        """Detach everything: unheld pages can be had at once, held ones when their last holder lets go."""
+        self._outdated.append(self.root)
+        self._uncollected = self.evictable
         self.detached += self.protected
-        self.evictable = self.protected = 0
+        self.protected = 0
         self.version += 1
         self.root = PageNode((), _FREED, None, self.version)
         self._leaves.clear()
 
+    def _collect(self, count: int) -> list[int]:
+        """Up to `count` pages of older versions that nobody holds; they are the caller's now."""
+        pages: list[int] = []
+        while self._outdated and len(pages) < count:
+            node = self._outdated.pop()
+            self._outdated.extend(node.children.values())
+            node.children = {}  # nobody walks down here again
+            if node.lock_ref == 0 and node.page != _FREED:
+                pages.append(node.page)
+                node.page = _FREED
+        self._uncollected -= len(pages)
+        return pages
+
     def nodes(self) -> Iterator[PageNode]:
         """All nodes of the current tree, the root excepted."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+        return _below([self.root])
+
+    def outdated(self) -> Iterator[PageNode]:
+        """Nodes of older versions whose page is still to be collected."""
+        left = [node for node in self._outdated if node.parent is not None]
+        for node in itertools.chain(left, _below(self._outdated)):
+            if node.lock_ref == 0 and node.page != _FREED:
+                yield node
 
     def check_invariants(self, holders: list[PageNode]) -> None:
         """Every lock belongs to one of `holders` (one node for each running request), and the counts agree."""
@@ -194,6 +221,9 @@ class RadixCache:
             assert node.page != _FREED and node.version == self.version
             evictable += expected == 0
             protected += expected > 0
+        uncollected = sum(1 for _ in self.outdated())
+        assert uncollected == self._uncollected, f"{uncollected} pages are outdated, accounted {self._uncollected}"
+        evictable += uncollected
         counted = (evictable, protected, len(detached))
         kept = (self.evictable, self.protected, self.detached)
         assert counted == kept, f"(evictable, protected, detached) is {counted}, accounted {kept}"
@@ -216,6 +246,14 @@ class RadixCache:
     def _drop_stale_leaves(self) -> None:
         self._leaves = [entry for entry in self._leaves if _is_evictable(entry)]
         heapq.heapify(self._leaves)
+
+
+def _below(nodes: Iterable[PageNode]) -> Iterator[PageNode]:
+    stack = [child for node in nodes for child in node.children.values()]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        yield node
 
 
 def _is_evictable(entry: tuple[int, int, PageNode]) -> bool:

@@ -54,7 +54,7 @@ def internal_state(scheduler: Scheduler) -> dict[str, Any]:
         "max_total_num_tokens": total,
         "token_usage": used / total,
         "cache_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
-        "num_cached_pages": planner.cache.num_pages,
+        "num_cached_pages": planner.cache.num_shareable,
         "gen_throughput": stats.gen_throughput(),
         "num_retractions": planner.num_retractions,
         "num_requests": stats.num_requests,
