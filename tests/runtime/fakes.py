@@ -20,12 +20,14 @@ from verl_server.io_struct import (
     ControlReply,
     EndWeightUpdateReq,
     FinishReason,
+    InitWeightsUpdateGroupReq,
     PromptLogprobs,
     SchedulerOutput,
     StagedReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     UpdateReq,
+    UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightReq,
 )
@@ -37,6 +39,7 @@ from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.handles import WeightsDescription
 
 VOCAB = 1009
 _MASK = (1 << 61) - 1
@@ -344,3 +347,24 @@ class Harness:
 def prompt(seed: int, length: int) -> list[int]:
     """A deterministic prompt of its own for every seed."""
     return [10 + (seed * 7919 + i * i * 31 + i) % (VOCAB - 10) for i in range(length)]
+
+
+def update(id: int, mode: Any = "wait", **fields: Any) -> UpdateWeightsFromTensorReq:
+    return UpdateWeightsFromTensorReq(id=id, named_tensors=[], mode=mode, **fields)
+
+
+def join(id: int) -> InitWeightsUpdateGroupReq:
+    return InitWeightsUpdateGroupReq(id=id, master_address="h", master_port=1, rank_offset=1, world_size=2)
+
+
+NOWHERE = WeightsDescription(id="d", allocations=[], tensors=[])
+ELSEWHERE = WeightsDescription(id="e", allocations=[], tensors=[])
+
+
+def serving(new: int = 10, count: int = 2, **settings: Any) -> Harness:
+    """`count` requests, three steps in."""
+    h = Harness(**({"chunked_prefill_size": 64} | settings))
+    for i in range(count):
+        h.add(f"r{i}", prompt(i, 9), new)
+    h.steps(3)
+    return h

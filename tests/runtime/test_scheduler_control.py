@@ -1,4 +1,4 @@
-"""docs/scheduler-states.md, row by row: pause, flush, weight updates and memory requests between steps."""
+"""docs/scheduler-states.md, "Generation", row by row: pause, flush, updates and memory requests between steps."""
 
 from __future__ import annotations
 
@@ -24,21 +24,7 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
 )
 
-from .fakes import Harness, chain, generate, kv_entry, logprob_of, next_token, prompt
-
-
-def update(id: int, mode: Any = "wait", **fields: Any) -> UpdateWeightsFromTensorReq:
-    return UpdateWeightsFromTensorReq(id=id, named_tensors=[], mode=mode, **fields)
-
-
-def serving(new: int = 10, count: int = 2, **settings: Any) -> Harness:
-    """`count` requests, three steps in."""
-    h = Harness(**({"chunked_prefill_size": 64} | settings))
-    for i in range(count):
-        h.add(f"r{i}", prompt(i, 9), new)
-    h.steps(3)
-    return h
-
+from .fakes import Harness, chain, generate, kv_entry, logprob_of, next_token, prompt, serving, update
 
 # -- weight updates while serving ------------------------------------------------------------------------------
 
