@@ -154,9 +154,10 @@ class Ranks:
         done: list[Any] = []
         try:
             agree(self.tps[rank].for_staging(), lambda: done.append(self.sources[rank].prepare(req)))  # type: ignore[arg-type]
-        except VerlServerError:
+        except VerlServerError as error:
             for prepared in done:
                 prepared.discard()
+            self.sources[rank].refused(req, error)
             raise
         return done[0]
 
