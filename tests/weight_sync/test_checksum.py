@@ -91,7 +91,7 @@ def test_swaps_and_lengths_are_seen() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("count", [1, 3, 16384 * 256 * 2 + 5])
+@pytest.mark.parametrize("count", [1, 3, checksum._BLOCK * checksum._CUDA_BLOCKS + 5])
 def test_a_gpu_says_the_same(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)

@@ -24,11 +24,14 @@ CPU = torch.device("cpu")
 
 
 class Owner:
-    """`owner.py` in a process of its own."""
+    """`owner.py`, or another of its kind, in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "owner", *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.weight_sync.owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", f"tests.weight_sync.{module}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.description = msgspec.json.decode(self.process.stdout.readline(), type=WeightsDescription)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 _G = 0x5851F42D4C957F2D  # 5 modulo 8: its powers repeat as late as they can, and no two of them add up to 0
-_BLOCK = 1 << 14
+_BLOCK = 1 << 15
 """Words whose powers of g are tabulated. Block j counts g^(j * _BLOCK) times its own sum."""
 _CUDA_BLOCKS = 1 << 8
-"""Blocks in one kernel, which writes 8 bytes for each word (32 MiB)."""
+"""Blocks in one kernel, which writes 8 bytes for each word (64 MiB)."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -27,7 +27,7 @@ def tensor_checksum(tensor: Tensor) -> str:
     total = tensor.numel() * 8 + tensor.element_size()  # tells zeros from nothing
     # The products' operand, allocated once: one block of it fits the processor's cache.
     wide = torch.empty(min(blocks * _BLOCK, tensor.nbytes // 4 + 1), dtype=torch.int64, device=tensor.device)
-    sums = [_block_sums(_words(chunk), wide) for chunk in _chunks(tensor.detach(), blocks * _BLOCK * 4)]
+    sums = [_block_sums(words, wide) for words in _words(tensor.detach(), blocks * _BLOCK)]
     factor, step = 1, pow(_G, _BLOCK, 2**64)
     for value in torch.cat(sums).tolist() if sums else []:
         total += value * factor
@@ -35,41 +35,42 @@ def tensor_checksum(tensor: Tensor) -> str:
     return f"{total % 2**64:016x}"
 
 
-def _chunks(tensor: Tensor, nbytes: int) -> Iterator[Tensor]:
-    """The elements' bytes in order, `nbytes` at a time; rows that do not lie in order are copied piecewise."""
-    if tensor.is_contiguous():
-        yield from (chunk for chunk in torch.split(tensor.reshape(-1).view(torch.uint8), nbytes) if len(chunk))
+def _words(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """The elements' bits in order as int32, `count` words at a time; zeros fill the last word."""
+    if tensor.numel() == 0:
         return
+    if tensor.is_contiguous():
+        data = tensor.reshape(-1).view(torch.uint8)
+        if len(data) % 4 == 0 and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0:
+            yield from torch.split(data.view(torch.int32), count)
+            return
+    for chunk in _copied(tensor, count * 4):
+        yield torch.nn.functional.pad(chunk, (0, -len(chunk) % 4)).view(torch.int32)
+
+
+def _copied(tensor: Tensor, nbytes: int) -> Iterator[Tensor]:
+    """The elements' bytes in order, `nbytes` at a time, for rows that are not aligned or do not lie in order."""
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    row = tensor[0].numel() * tensor.element_size() if tensor.numel() else 1
-    for rows in torch.split(tensor, max(1, nbytes // row)):
-        rest = torch.cat([rest, rows.contiguous().reshape(-1).view(torch.uint8)])
+    rows = tensor.reshape(-1) if tensor.is_contiguous() else tensor
+    row = rows[0].numel() * tensor.element_size()
+    for some in torch.split(rows, max(1, nbytes // row)):
+        rest = torch.cat([rest, some.contiguous().reshape(-1).view(torch.uint8)])
         whole = len(rest) - len(rest) % nbytes
-        yield from (chunk for chunk in torch.split(rest[:whole], nbytes) if len(chunk))
-        rest = rest[whole:]
+        yield from torch.split(rest[:whole], nbytes) if whole else ()
+        rest = rest[whole:].clone()
     if len(rest):
         yield rest
-
-
-def _words(data: Tensor) -> Tensor:
-    """The bytes as int32, zeros behind an odd end; a copy if they are not aligned."""
-    if len(data) % 4:
-        data = torch.nn.functional.pad(data, (0, 4 - len(data) % 4))
-    if data.storage_offset() % 4 or data.data_ptr() % 4:
-        data = data.clone()
-    return data.view(torch.int32)
 
 
 def _block_sums(words: Tensor, wide: Tensor) -> Tensor:
     """The sum of word * g^(i+1) of each block of a chunk, i counting from the block's start; int64 [blocks]."""
     powers = _powers(words.device)
-    wide = wide[: len(words)].copy_(words)
     if words.device.type == "cpu":
-        return torch.dot(wide, powers[: len(words)]).reshape(1)
+        return torch.dot(wide[: len(words)].copy_(words), powers[: len(words)]).reshape(1)
     whole = len(words) - len(words) % _BLOCK
-    sums = wide[:whole].view(-1, _BLOCK).mul_(powers).sum(1)
-    rest = wide[whole:]
-    return torch.cat([sums, rest.mul_(powers[: len(rest)]).sum().reshape(1)]) if len(rest) else sums
+    rows, rest = words[:whole].view(-1, _BLOCK), words[whole:]
+    sums = torch.mul(rows, powers, out=wide[:whole].view(-1, _BLOCK)).sum(1)
+    return torch.cat([sums, (rest * powers[: len(rest)]).sum().reshape(1)]) if len(rest) else sums
 
 
 @functools.cache

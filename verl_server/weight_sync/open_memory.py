@@ -29,6 +29,8 @@ _ARENA_NAME = "/memfd:verl-"
 """What /proc shows of an `Arena`'s memfd, before the arena's id."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ, Linux 5.14."""
+_IPC_HANDLE = 64
+"""Bytes of a cudaIpcMemHandle_t. torch puts a version and a type in front."""
 
 
 class Region:
@@ -229,6 +231,7 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
     """Open with the local device current, also a peer's memory, or a context would appear on the peer's GPU."""
     if device.type != "cuda":
         raise WeightUpdateError("This server runs on the CPU and cannot read GPU memory. Push CPU tensors.")
+    _check_handle(allocation)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     # A pickle of torch's brings a counter of importers, which closing decrements; our sender's needs none.
     counter = allocation.ref_counter_handle or b"/verl_no_counter"
@@ -254,12 +257,28 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
             torch.cuda.current_stream().synchronize()
         data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (allocation.nbytes,), (1,))
         room = _room_behind(data.data_ptr() - allocation.storage_offset_bytes) - allocation.storage_offset_bytes
-    if allocation.storage_offset_bytes < 0 or room < allocation.nbytes:
+    if room < allocation.nbytes:
         raise WeightUpdateError(
             f"The GPU memory of process {allocation.pid} has {max(0, room):,} bytes from where "
             f"{allocation.nbytes:,} were described."
         )
     return data
+
+
+def _check_handle(allocation: Allocation) -> None:
+    """Of what torch exports only cudaMalloc's own handles: it parses the others without a check, and may die of it."""
+    handle = allocation.handle
+    if len(handle) >= 2 and len(handle) != _IPC_HANDLE and handle[1:2] == b"e":
+        raise WeightUpdateError(
+            f"The GPU memory of process {allocation.pid} lies in an expandable segment, which cannot be shared: do not "
+            "set expandable_segments for the trainer's allocator."
+        )
+    if len(handle) != _IPC_HANDLE and (len(handle) != _IPC_HANDLE + 2 or handle[1:2] != b"c"):
+        raise WeightUpdateError(
+            f"Cannot open GPU memory of process {allocation.pid}: {len(handle)} bytes are no handle."
+        )
+    if not 0 <= allocation.storage_offset_bytes < 1 << 62 or not 0 < allocation.nbytes < 1 << 62:
+        raise WeightUpdateError(f"The GPU memory of process {allocation.pid} has an impossible size or offset.")
 
 
 def _room_behind(address: int) -> int:

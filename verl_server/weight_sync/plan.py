@@ -116,7 +116,7 @@ class UpdatePlan:
             assert self._copy is not None
             self._copy.run()
             if any(destination.is_cuda for destination in self.destinations[:1]):
-                self._copied = torch.cuda.Event()
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied.record()
 
     def close(self) -> None:

@@ -1,0 +1,69 @@
+"""A trainer process on a GPU: describes an embedding in two shards and a norm, as JSON, then does what stdin says.
+
+`python -m tests.weight_sync.cuda_owner [DEVICE]`. "write" multiplies all of it by ten, "free" gives the memory back.
+The embedding's second shard is a large allocation of its own (64 MiB); the rest lies in one small segment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+
+import msgspec
+import torch
+
+from verl_server.weight_sync.handles import Allocation, Shard, TensorSource, WeightsDescription
+
+device = torch.device("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+allocations: list[Allocation] = []
+tensors: list[torch.Tensor] = []
+
+
+def shard(values: torch.Tensor, offset: list[int], storage: torch.Tensor | None = None) -> Shard:
+    """`values` at the start of `storage`, or in an allocation of their own size."""
+    base = torch.empty_like(values, device=device) if storage is None else storage[: values.numel()].view(values.shape)
+    base.copy_(values)
+    tensors.append(base)
+    _, handle, nbytes, start, counter, at, _, _ = base.untyped_storage()._share_cuda_()
+    torch.UntypedStorage._release_ipc_counter(counter, at, device=base.device)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    allocations.append(
+        Allocation(
+            id=uuid.uuid4().hex,
+            kind="cuda",
+            nbytes=nbytes,
+            pid=os.getpid(),
+            device_uuid=gpu,
+            handle=handle,
+            storage_offset_bytes=start,
+        )
+    )
+    strides = list(base.stride())
+    return Shard(allocation=len(allocations) - 1, shape=list(values.shape), offset=offset, stride=strides)
+
+
+def main() -> None:
+    embed, norm = torch.arange(32.0).reshape(8, 4), torch.ones(4)
+    large = torch.zeros(16 << 20, device=device)
+    shards = [shard(embed[:5], [0, 0]), shard(embed[5:], [5, 0], large)]
+    sources = [
+        TensorSource(name="model.embed_tokens.weight", dtype="float32", shape=[8, 4], shards=shards),
+        TensorSource(name="model.norm.weight", dtype="float32", shape=[4], shards=[shard(norm, [0])]),
+    ]
+    del large
+    torch.cuda.synchronize(device)
+    description = WeightsDescription(id="theirs", allocations=allocations, tensors=sources)
+    print(msgspec.json.encode(description).decode(), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "write":
+            for tensor in tensors:
+                tensor.mul_(10)
+        elif line.strip() == "free":
+            tensors.clear()
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize(device)
+        print("done", flush=True)
+
+
+main()
