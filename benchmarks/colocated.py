@@ -1,0 +1,233 @@
+"""Trainer and server take turns on one device: release everything, train, push, generate, again and again.
+
+    python -m benchmarks.colocated --device cpu --shape tiny --cycles 100
+    python -m benchmarks.colocated --device cuda --shape 8b
+
+One cycle: release weights and KV cache, take a training step, resume the weights, push, resume the KV cache,
+generate; with `--offload` the trainer's weights wait in host memory while the server generates. In each cycle the
+released memory must really be free (the server's resident bytes on CPU, the device's used bytes on CUDA), the
+checksum of every parameter must be the trainer's, generation between resuming and pushing must be refused with
+503, and on CPU (float32) greedy tokens must be what the trainer's own model says. Anything else ends the run with
+an error. Prints one JSON line per figure, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
+
+from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.shapes import SHAPES, shape_folder
+from verl_server import HttpServerEngineAdapter, VerlEngine, __version__
+from verl_server.errors import ServerUnavailableError
+from verl_server.models.tiny import random_model
+from verl_server.weight_sync.checksum import tensor_checksum
+
+_PROMPT = [9, 8, 7, 6, 5]
+_TOKENS = 16
+_FREED = 0.95
+"""The share of what the server says it holds that must come back."""
+
+
+class Cycle:
+    """A trainer, its server, and what was measured."""
+
+    def __init__(self, engine: VerlEngine, model: Any, device: torch.device, offload: bool) -> None:
+        self.milliseconds: dict[str, list[float]] = defaultdict(list)
+        self.serving_bytes: list[int] = []
+        self.released_bytes: list[int] = []
+        self._engine, self._model, self._device, self._offload = engine, model, device, offload
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def run(self) -> None:
+        engine = self._engine
+        held, serving = self._held_bytes(), self.resident_bytes()
+        with self._timed("release"):
+            engine.release_memory_occupation()
+        released = self.resident_bytes()
+        self.serving_bytes.append(serving)
+        self.released_bytes.append(released)
+        if serving - released < _FREED * held:
+            raise AssertionError(
+                f"Released memory is not free: the server said that it holds {held:,} bytes, "
+                f"but only {serving - released:,} of {serving:,} came back."
+            )
+        with self._timed("train"):
+            self._train()
+        with self._timed("resume_weights"):
+            engine.resume_memory_occupation(["weights"])
+        self._expect_refusal()
+        with self._timed("push"):
+            engine.update_weights_from_tensor(self._model.named_parameters(), partial=False)
+        if self._offload:
+            self._move_model("cpu")
+        with self._timed("resume_kv_cache"):
+            engine.resume_memory_occupation()
+        with self._timed("generate"):
+            tokens = self._generate()
+        self._expect_parity(tokens)
+        if self._offload:
+            self._move_model(self._device)
+
+    def resident_bytes(self) -> int:
+        """On CPU the server's own memory, on CUDA the device's, with the trainer's caches given back."""
+        if self._device.type == "cuda":
+            return device_used_bytes(self._device)
+        assert isinstance(self._engine.engine, HttpServerEngineAdapter) and self._engine.engine.pid is not None
+        return footprint(process_tree(self._engine.engine.pid))["private_bytes"]
+
+    def _move_model(self, to: torch.device | str) -> None:
+        """Between GPU and host, as a trainer does to make room. What it leaves must be free, pushed or not."""
+        before, size = self.resident_bytes(), sum(p.nbytes for p in self._model.parameters())
+        with self._timed("offload" if to == "cpu" else "onload"):
+            self._engine.unregister_weights()  # freeing memory that the server still maps is undefined
+            self._model.to(to)
+        freed = before - self.resident_bytes()
+        if to == "cpu" and freed < _FREED * size:
+            raise AssertionError(f"The trainer offloaded {size:,} bytes, but only {freed:,} came back: who holds them?")
+
+    def _held_bytes(self) -> int:
+        """Weights and KV cache as the server counts them. On CPU an unused KV page is no memory yet: not counted."""
+        memory = self._engine.get_server_info()["internal_states"][0]["memory"]
+        return int(memory["weight_bytes"] + (memory["kv_cache_bytes"] if self._device.type == "cuda" else 0))
+
+    def _train(self) -> None:
+        vocab = self._model.config.vocab_size
+        ids = torch.randint(5, vocab, (2, 64), generator=self._generator).to(self._device)
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _generate(self) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True}
+        tokens: list[int] = self._engine.generate(input_ids=_PROMPT, sampling_params=sampling)["output_ids"]
+        return tokens
+
+    def _expect_refusal(self) -> None:
+        try:
+            self._generate()
+        except ServerUnavailableError:
+            return
+        raise AssertionError("The server generated with weights that were resumed, but not loaded.")
+
+    def _expect_parity(self, tokens: list[int]) -> None:
+        served = self._engine.weights_checker()["ranks"][0]["checksums"]
+        wrong = [n for n, p in self._model.named_parameters() if served[n] != tensor_checksum(p)]
+        if wrong:
+            raise AssertionError(f"Served weights differ from the trainer's: {wrong[:4]}")
+        if self._device.type == "cpu":
+            with torch.no_grad():
+                logits = self._model(torch.tensor([_PROMPT + tokens])).logits[0, len(_PROMPT) - 1 : -1]
+            if logits.argmax(-1).tolist() != tokens:
+                raise AssertionError(f"The server says {tokens}, the trainer's model {logits.argmax(-1).tolist()}.")
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.milliseconds[phase].append(1e3 * (time.perf_counter() - start))
+
+
+def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+    # Large enough weights that greedy tokens are not decided by rounding; the largest shape is made on the device.
+    config = AutoConfig.from_pretrained(folder)
+    with device:
+        model = random_model(config, dtype=dtype) if device.type == "cpu" else _fast_random_model(config, dtype)
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": args.device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "mem_fraction_static": args.mem_fraction_static,
+        "kv_cache_gib": 0.5,
+        "log_level": "warning",
+    }
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    with VerlEngine(mesh, launch_server=True, **settings) as engine:
+        engine.update_weights_from_tensor(model.named_parameters(), partial=False)
+        cycle = Cycle(engine, model, device, args.offload)
+        for number in range(args.cycles):
+            cycle.run()
+            if (number + 1) % 10 == 0:
+                print(f"{number + 1} of {args.cycles} cycles", file=sys.stderr, flush=True)
+        report(cycle, args.cycles, command)
+    dist.destroy_process_group()
+
+
+def _fast_random_model(config: Any, dtype: torch.dtype) -> Any:
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def report(cycle: Cycle, cycles: int, command: str) -> None:
+    versions = {"verl_server": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    run = {"cycles": cycles, "command": command, "versions": versions}
+    for phase, times in cycle.milliseconds.items():
+        figure = {"name": f"colocated_{phase}", "value": round(statistics.median(times), 3), "unit": "ms"}
+        print(json.dumps(figure | {"worst_ms": round(max(times), 3)} | run), flush=True)
+    freed = [a - b for a, b in zip(cycle.serving_bytes, cycle.released_bytes, strict=True)]
+    for name, values in (
+        ("serving", cycle.serving_bytes),
+        ("released", cycle.released_bytes),
+        ("freed", freed),
+    ):
+        figure = {"name": f"colocated_{name}_bytes", "value": int(statistics.median(values)), "unit": "bytes"}
+        print(json.dumps(figure | {"first": values[0], "last": values[-1]} | run), flush=True)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.colocated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server (cpu)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="of the model (tiny)")
+    parser.add_argument("--cycles", type=int, default=100, help="cycles (100)")
+    parser.add_argument(
+        "--mem-fraction-static", type=float, default=0.5, help="GPU memory for served weights and KV cache (0.5)"
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="move the trainer's weights to the host while the server generates"
+    )
+    args = parser.parse_args(argv)
+    if args.device == "cpu" and args.offload:
+        parser.error("--offload moves weights off a GPU: it needs --device cuda.")
+    if args.device == "cpu" and args.shape == "8b":
+        parser.error("--shape 8b needs a GPU: on CPU it is 33 GB for the trainer and as much for the server. Use 0.6b.")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no GPU.")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    args = parse_args(given)
+    with tempfile.TemporaryDirectory(prefix="verl-colocated-") as temporary:
+        folder = shape_folder(temporary, args.shape)
+        benchmark(args, folder, "python -m benchmarks.colocated " + " ".join(given))
+
+
+if __name__ == "__main__":
+    main()

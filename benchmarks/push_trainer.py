@@ -1,0 +1,333 @@
+"""The trainer of `benchmarks.weight_sync`: one process per rank, each with a `VerlEngine` and parameters to push.
+
+`run_rank` is what `benchmarks.weight_sync` spawns. Rank 0 talks to it through a pipe: it sends `Ready`, waits for
+"go", sends `Result`, and keeps the server alive until "end".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.served_slices import ServedTensor, served_tensors
+from benchmarks.token_gaps import Interval
+from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server.io_struct import ControlReply, ControlReq
+from verl_server.weight_sync.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
+
+Source = Literal["registered", "named", "disk", "group"]
+_PROGRESS_SECONDS = 5.0
+_REGISTRATIONS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told."""
+
+    folder: Path
+    """The model: config only. Checkpoints of `source="disk"` and the ranks' meeting place are made in it."""
+    device: Literal["cpu", "cuda"]
+    ranks: int
+    tp: int
+    trainer_dtype: torch.dtype
+    server_dtype: torch.dtype
+    source: Source
+    mode: Literal["in_place", "retract", "wait", "abort"]
+    updates: int
+    warmup: int
+    check_every: int
+    interval: float
+    """Seconds of quiet before and after each push."""
+    settings: dict[str, Any]
+    """Of the server."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    url: str
+    token_capacity: int
+
+
+@dataclass
+class Result:
+    bytes: int = 0
+    """Of the trainer's parameters, each counted once."""
+    first_ms: float = 0.0
+    """The first push, which opens and plans (with `source="registered"`: registering, without a push)."""
+    registrations: list[Interval] = field(default_factory=list)
+    """Later ones, while requests ran."""
+    pushes: list[Interval] = field(default_factory=list)
+    busy: list[Interval] = field(default_factory=list)
+    """When the trainer wrote its parameters or had the server's checked."""
+    checked: int = 0
+    """Pushes after which every parameter of every server rank had the trainer's checksum."""
+    commit_ms: list[float] = field(default_factory=list)
+    """What the server says that each push took from its turn on: votes, copy, device sync."""
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    """`footprint` after the warm-up and at the end: of the trainer's rank 0 and of the server."""
+    extra_device_bytes: list[int] = field(default_factory=list)
+    """For each GPU: in use after all pushes more than before the first."""
+
+    @property
+    def milliseconds(self) -> list[float]:
+        return [1e3 * (end - start) for start, end in self.pushes]
+
+
+def run_rank(rank: int, job: Job, parent: Connection) -> None:
+    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
+    if job.device == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
+    try:
+        _Rank(rank, job, device, parent).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Rank:
+    def __init__(self, rank: int, job: Job, device: torch.device, parent: Connection) -> None:
+        self._rank, self._job, self._device, self._parent = rank, job, device, parent
+        self._model = build_parameters(job, rank, device)
+        self._served = served_tensors(job.folder, job.tp)
+        self._result = Result(bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()))
+
+    def run(self) -> None:
+        job, result = self._job, self._result
+        self._full_tensors(lambda name, full: None)  # the collectives of the checks take their device memory now
+        mesh = init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("tp",))
+        with VerlEngine(mesh, launch_server=True, **job.settings) as engine:
+            engine.weights_checker()  # likewise
+            untouched = device_used_bytes(self._device)
+            ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
+            if self._rank == 0:
+                self._parent.send(ready)
+                self._parent.recv()
+            dist.barrier()
+            if isinstance(engine.engine, HttpServerEngineAdapter):
+                _note_commits(engine.engine, result.commit_ms)
+            start = time.perf_counter()
+            push, seconds = self._open(engine)
+            for step in range(job.warmup):
+                seconds.append(self._update(push, step))
+            result.first_ms = 1e3 * seconds[0]
+            self._check(engine)
+            result.before = self._footprint(engine)
+            result.pushes, result.busy = [], [(start, time.perf_counter())]
+            result.commit_ms.clear()
+            if job.source == "registered" and job.interval:
+                self._register_again(engine)
+            self._push_all(engine, push)
+            with _noted(result.busy):
+                result.after = self._footprint(engine)
+            used = torch.tensor([device_used_bytes(self._device) - untouched])
+            every = [torch.zeros_like(used) for _ in range(job.ranks)]
+            dist.all_gather(every, used)
+            result.extra_device_bytes = [int(each) for each in every]
+            if self._rank == 0:
+                self._parent.send(result)
+                self._parent.recv()
+            dist.barrier()
+
+    def _push_all(self, engine: VerlEngine, push: Callable[[], Any]) -> None:
+        job, result, told = self._job, self._result, time.monotonic()
+        for step in range(job.updates):
+            self._update(push, job.warmup + step)
+            if step % job.check_every == 0 or step == job.updates - 1:
+                self._check(engine)
+                result.checked += 1
+            if self._rank == 0 and time.monotonic() - told > _PROGRESS_SECONDS:
+                told = time.monotonic()
+                median = statistics.median(result.milliseconds)
+                print(
+                    f"{step + 1} of {job.updates} pushes, median {median:.2f} ms, {result.checked} checked",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _register_again(self, engine: VerlEngine) -> None:
+        """Opening and planning, some times, for what it costs the requests that run."""
+        for _ in range(_REGISTRATIONS):
+            with _noted(self._result.busy):
+                engine.unregister_weights()
+            time.sleep(self._job.interval)
+            with _noted(self._result.registrations):
+                engine.register_weights(self._model)
+            time.sleep(self._job.interval)
+
+    # -- one update ---------------------------------------------------------------------------------------------
+
+    def _open(self, engine: VerlEngine) -> tuple[Callable[[], Any], list[float]]:
+        """What one push calls, and the seconds that preparing took where there is something to prepare."""
+        job = self._job
+        options: dict[str, Any] = {"mode": job.mode, "partial": False}
+        if job.source == "registered":
+            start = time.perf_counter()
+            engine.register_weights(self._model)
+            return lambda: engine.push_weights(**options), [time.perf_counter() - start]
+        if job.source == "disk":
+            return lambda: engine.update_weights_from_disk(str(job.folder / "checkpoint"), mode=job.mode), []
+        if job.source == "group":
+            start = time.perf_counter()
+            group = self._join(engine)
+            return lambda: self._broadcast(group, options), [time.perf_counter() - start]
+        return lambda: engine.update_weights_from_tensor(self._model.named_parameters(), **options), []
+
+    def _update(self, push: Callable[[], Any], step: int) -> float:
+        """Write every parameter, push, and note when; returns the push's seconds, of the slowest rank."""
+        with _noted(self._result.busy):
+            write_parameters(self._model, step)
+            if self._job.source == "disk":
+                self._save()
+            if self._job.device == "cuda":
+                torch.cuda.synchronize(self._device)
+        time.sleep(self._job.interval)
+        dist.barrier()
+        start = time.perf_counter()
+        push()
+        times = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        self._result.pushes.append((-float(times[0]), float(times[1])))
+        time.sleep(self._job.interval)
+        return float(times.sum())
+
+    def _check(self, engine: VerlEngine) -> None:
+        """Every parameter on every server rank is what the trainer has: raises AssertionError if not."""
+        with _noted(self._result.busy):
+            reported = [rank["checksums"] for rank in engine.weights_checker()["ranks"]]
+            wrong: list[str] = []
+            by_name = {tensor.name: tensor for tensor in self._served}
+
+            def compare(name: str, full: torch.Tensor) -> None:
+                served: ServedTensor = by_name[name]
+                expected = served.checksums(full, self._job.server_dtype)
+                wrong.extend(f"{name} on rank {i}" for i, c in enumerate(expected) if reported[i][name] != c)
+
+            self._full_tensors(compare)
+        if wrong:
+            push = len(self._result.pushes)
+            raise AssertionError(f"After push {push}, {len(wrong)} parameters are not the trainer's: {wrong[:4]}")
+
+    def _full_tensors(self, use: Callable[[str, torch.Tensor], None]) -> None:
+        """Each parameter in full, one after the other; on rank 0 they are used."""
+        for name, parameter in self._model.named_parameters():
+            full = parameter.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            if self._rank == 0:
+                use(name, full)
+
+    def _join(self, engine: VerlEngine) -> BroadcastGroup | None:
+        """The process group that a trainer on another host would use; on rank 0."""
+        group = None
+        if self._rank == 0:
+            assert engine.engine is not None
+            backend = "nccl" if self._job.device == "cuda" else "gloo"
+            tp, device = self._job.tp, self._device
+            group = init_weights_update_group([engine.engine], "127.0.0.1", tp_size=tp, backend=backend, device=device)
+        dist.barrier()
+        return group
+
+    def _broadcast(self, group: BroadcastGroup | None, options: dict[str, Any]) -> None:
+        tensors: list[tuple[str, torch.Tensor]] = []
+        self._full_tensors(lambda name, full: tensors.append((name, full)))
+        if group is not None:
+            broadcast_weights(group, tensors, **options)
+        dist.barrier()
+
+    def _save(self) -> None:
+        from safetensors.torch import save_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        self._full_tensors(lambda name, full: tensors.update({name: full.cpu()}))
+        if self._rank == 0:
+            folder = self._job.folder / "checkpoint"
+            folder.mkdir(exist_ok=True)
+            save_file(tensors, folder / "model.safetensors.new")
+            os.replace(folder / "model.safetensors.new", folder / "model.safetensors")
+        dist.barrier()
+
+    def _footprint(self, engine: VerlEngine) -> dict[str, int]:
+        """Of rank 0 and the server, which is rank 0's child; on the other ranks only their GPU's memory."""
+        held = {"device_bytes": device_used_bytes(self._device)}
+        if self._rank != 0:
+            return held
+        assert isinstance(engine.engine, HttpServerEngineAdapter) and engine.engine.pid is not None
+        server = process_tree(engine.engine.pid)
+        held |= {f"trainer_{key}": value for key, value in footprint([os.getpid()]).items()}
+        return held | {f"server_{key}": value for key, value in footprint(server).items()}
+
+
+def build_parameters(job: Job, rank: int, device: torch.device) -> nn.Module:
+    """The parameters of the model at `job.folder`, by their names: sharded by FSDP2 if there are several ranks."""
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # a tied head comes once
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(torch.empty(shape, dtype=job.trainer_dtype, device="meta")))
+    if job.ranks > 1:
+        mesh = init_device_mesh(job.device, (job.ranks,))
+        for layer in root.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(root, mesh=mesh)
+    root.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(rank)
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
+    return root
+
+
+@torch.no_grad()
+def write_parameters(model: nn.Module, step: int) -> None:
+    """What an optimizer does to memory: every element changes, in place. The change is another at every step."""
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.add_(0.02 * math.sin(1.0 + step))
+
+
+def _note_commits(adapter: HttpServerEngineAdapter, into: list[float]) -> None:
+    """The engine's calls return messages; what else the server's replies say is caught here."""
+    control = adapter._control
+
+    def noted(req: ControlReq) -> ControlReply:
+        reply = control(req)
+        seconds = reply.payload.get("seconds") if isinstance(reply.payload, dict) else None
+        if seconds is not None:
+            into.append(1e3 * seconds["commit"])
+        return reply
+
+    adapter._control = noted  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _noted(intervals: list[Interval]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    intervals.append((start, time.perf_counter()))

@@ -1,0 +1,72 @@
+"""Which parts of which tensors a tensor-parallel server holds: what a push must read, and what it must leave there.
+
+Benchmarks use it in the trainer, to compute the checksums that the server should report, and to count the bytes
+that go over each link. It builds the server's own parameter map on the meta device, without memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_server.models.config import load_model_config
+from verl_server.models.loader import Index, WeightMap
+from verl_server.models.transformer import Decoder
+from verl_server.runtime.tp_group import TpGroup
+from verl_server.weight_sync.checksum import tensor_checksum
+
+
+@dataclass(frozen=True)
+class ServedTensor:
+    """One tensor of the checkpoint, as the ranks of a server hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    pieces: list[list[Index]]
+    """For each server rank, the parts of the full tensor that it holds."""
+
+    def checksums(self, full: Tensor, dtype: torch.dtype) -> list[str]:
+        """What `/weights_checker` must report for each server rank that got `full`, converted to `dtype`."""
+        return ["".join(tensor_checksum(full[index].to(dtype)) for index in rank) for rank in self.pieces]
+
+
+def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:
+    """Every tensor that a server with `tp_size` ranks takes, by its Hugging Face name, in model order."""
+    maps = [_weight_map(folder, TpGroup(rank, tp_size)) for rank in range(tp_size)]
+    return [
+        ServedTensor(name, slot.shape, [[index for _, index in m.slots[name].pieces] for m in maps])
+        for name, slot in maps[0].slots.items()
+    ]
+
+
+def _weight_map(folder: Path, tp: TpGroup) -> WeightMap:
+    config = load_model_config(folder)
+    meta = torch.device("meta")
+    with meta:
+        return Decoder(config, tp, config.max_position_embeddings, meta).weight_map()
+
+
+def traffic(served: list[ServedTensor], trainer_ranks: int) -> Counter[tuple[int, int]]:
+    """(server rank, trainer rank) -> elements that the one reads from the other.
+
+    The trainer's ranks hold equal blocks of rows, as FSDP2 cuts parameters.
+    """
+    elements: Counter[tuple[int, int]] = Counter()
+    for tensor in served:
+        rows_per_owner = -(-tensor.shape[0] // trainer_ranks)
+        for reader, pieces in enumerate(tensor.pieces):
+            for index in pieces:
+                (first, last), *others = [part.indices(n)[:2] for part, n in zip(index, tensor.shape, strict=True)]
+                width = 1
+                for start, stop in others:
+                    width *= stop - start
+                for owner in range(trainer_ranks):
+                    start, stop = owner * rows_per_owner, (owner + 1) * rows_per_owner
+                    if (rows := min(last, stop) - max(first, start)) > 0:
+                        elements[reader, owner] += rows * width
+    return elements

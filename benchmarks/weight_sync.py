@@ -1,0 +1,277 @@
+"""How long a weight push takes, as the trainer sees it, and what it costs requests that generate meanwhile.
+
+    python -m benchmarks.weight_sync --device cpu --shape tiny
+    python -m benchmarks.weight_sync --device cuda --shape 8b --generate 64
+    python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
+
+A trainer process for each rank (FSDP2 if there are several) launches a server of random weights through
+`VerlEngine`. Before each push it writes every parameter in place, as an optimizer does; after it, outside the
+measured time, it compares the checksum of every parameter on every server rank with its own. A wrong one ends
+the run with exit code 1.
+
+One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
+`commit_ms`, the server's part of it from its turn on (votes, copy, device sync); `bytes` of the trainer's
+parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run (converting, if
+the dtypes differ), and `ratio`, how many times that the median is. With `--generate`, `token_gap`: milliseconds
+between two tokens of any of N streaming requests: `quiet` gaps, those that overlap a push, and what each push
+added to its longest one; the same for registering. With `--leaks`, `leak`: what trainer and server hold after the
+warm-up, and how much more at the end. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.multiprocessing import Pipe
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.copy_limit import Limit, measure
+from benchmarks.push_trainer import Job, Ready, Result, run_rank
+from benchmarks.served_slices import served_tensors, traffic
+from benchmarks.shapes import SHAPES, shape_folder
+from benchmarks.token_gaps import Outcome, Streams, gap_figures
+from verl_server import __version__
+
+_PROMPT_LEN = 64
+_QUIET_SECONDS = 3.0
+_START_SECONDS = 900.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Report = Callable[..., None]
+
+
+def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
+    """Run it and report; False if a request was lost."""
+    job = make_job(args, folder)
+    bytes_read = traffic(served_tensors(folder, args.tp), args.trainer_ranks)
+    if args.device == "cpu":  # one memory: all that is read, in one copy
+        bytes_read = type(bytes_read)({(0, 0): sum(bytes_read.values())})
+    progress("measuring plain copies of the same bytes")
+    limit = measure(args.device, bytes_read, job.trainer_dtype, job.server_dtype)
+    progress("starting trainer and server")
+    ours, theirs = Pipe()
+    ranks: Any = spawn(run_rank, (job, theirs), nprocs=args.trainer_ranks, join=False)  # type: ignore[no-untyped-call]
+    theirs.close()
+
+    def hear() -> Any:
+        """The next message of the trainer's first rank; raises what a rank raised."""
+        with contextlib.suppress(EOFError):
+            while not ours.poll(0.2):
+                ranks.join(timeout=0)
+            return ours.recv()
+        ranks.join()
+        raise RuntimeError("The trainer ended before it was done.")
+
+    ready = hear()
+    assert isinstance(ready, Ready)
+    streams = start_streams(args, ready) if args.generate else None
+    ours.send("go")
+    result = hear()
+    assert isinstance(result, Result)
+    outcome = streams.stop() if streams is not None else None
+    ours.send("end")
+    while not ranks.join():
+        pass
+    report_pushes(report, args, result, limit)
+    if args.leaks:
+        report_leaks(report, result)
+    if outcome is not None:
+        report_gaps(report, args, result, outcome)
+    return outcome is None or not outcome.lost
+
+
+def make_job(args: argparse.Namespace, folder: Path) -> Job:
+    on_gpu = args.device == "cuda"
+    server_dtype = torch.bfloat16 if on_gpu else torch.float32
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": args.device,
+        "dtype": str(server_dtype).removeprefix("torch."),
+        "tp_size": args.tp,
+        "mem_fraction_static": args.mem_fraction_static,
+        "kv_cache_gib": 0.5,
+        "max_running_requests": max(args.generate, 8),
+        "log_level": "warning",
+    }
+    if on_gpu and args.source == "group":  # NCCL wants a GPU for each rank of a group: the server's come after ours
+        gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
+        settings["gpu_uuids"] = tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
+    return Job(
+        folder=folder,
+        device=args.device,
+        ranks=args.trainer_ranks,
+        tp=args.tp,
+        trainer_dtype=_DTYPES[args.trainer_dtype] if args.trainer_dtype else server_dtype,
+        server_dtype=server_dtype,
+        source=args.source,
+        mode=args.mode,
+        updates=args.updates,
+        warmup=args.warmup,
+        check_every=args.check_every,
+        interval=args.interval if args.generate else 0.0,
+        settings=settings,
+    )
+
+
+def start_streams(args: argparse.Namespace, ready: Ready) -> Streams:
+    """`--generate` requests, of a length that fits the KV cache: none must be retracted for want of pages."""
+    shape = SHAPES[args.shape]
+    room = min(shape["max_position_embeddings"], int(0.9 * ready.token_capacity) // args.generate)
+    output_len = min(512, room - _PROMPT_LEN - 32)
+    if output_len < 32:
+        sys.exit(f"--generate {args.generate}: the KV cache of {ready.token_capacity} tokens is too small for them.")
+    progress(f"starting {args.generate} streams of {_PROMPT_LEN} + {output_len} tokens")
+    streams = Streams(ready.url, args.generate, _PROMPT_LEN, output_len, shape["vocab_size"])
+    streams.start(_START_SECONDS)
+    time.sleep(_QUIET_SECONDS)
+    return streams
+
+
+def report_pushes(report: Report, args: argparse.Namespace, result: Result, limit: Limit) -> None:
+    median, worst = statistics.median(result.milliseconds), max(result.milliseconds)
+    report(
+        "push",
+        median,
+        "ms",
+        bytes=result.bytes,
+        median_ms=round(median, 3),
+        worst_ms=round(worst, 3),
+        GB_per_s=round(result.bytes / 1e6 / median, 2),
+        limit_ms=round(limit["all_ms"], 3),
+        ratio=round(median / limit["all_ms"], 3),
+        first_ms=round(result.first_ms, 3),
+        commit_ms=round(statistics.median(result.commit_ms), 3) if result.commit_ms else None,
+        updates=len(result.pushes),
+        checked=result.checked,
+    )
+    for link, rate in limit["links"].items():
+        report("link", rate, "GB/s", gpus=link)
+    if args.device == "cuda":
+        for gpu, extra in enumerate(result.extra_device_bytes):
+            report("extra_device_memory", extra / 2**20, "MiB", gpu=gpu)
+
+
+def report_leaks(report: Report, result: Result) -> None:
+    for what, before in result.before.items():
+        report("leak", result.after[what] - before, "bytes" if what.endswith("bytes") else "", what=what, before=before)
+
+
+def report_gaps(report: Report, args: argparse.Namespace, result: Result, outcome: Outcome) -> None:
+    events = {"push": result.pushes, "register": result.registrations}
+    gaps = gap_figures(outcome.arrivals, events, result.busy)
+    longest = gaps["push"].get("longest", 0.0)
+    report("token_gap", longest, "ms", requests=args.generate, mode=args.mode, **gaps)
+    report(
+        "lost_requests",
+        len(outcome.lost),
+        "requests",
+        completed=outcome.completed,
+        aborted=outcome.aborted,
+        restarted=outcome.restarted,
+        errors=outcome.lost[:3],
+    )
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def reporter(args: argparse.Namespace, argv: list[str]) -> Report:
+    """Prints a figure with how it came about."""
+    run: dict[str, Any] = {
+        "command": "python -m benchmarks.weight_sync " + " ".join(argv),
+        "versions": {
+            "verl_server": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
+    }
+    if args.device == "cuda":
+        run["versions"]["triton"] = importlib.metadata.version("triton")
+
+    def report(name: str, value: float, unit: str, **more: Any) -> None:
+        print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | more | run), flush=True)
+
+    return report
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weight_sync",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server (cpu)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="of the model (tiny)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; from 2 on, FSDP2 shards (1)")
+    parser.add_argument("--trainer-dtype", choices=list(_DTYPES), help="of the parameters (the server's)")
+    parser.add_argument("--updates", type=int, default=50, help="measured pushes (50)")
+    parser.add_argument("--warmup", type=int, default=5, help="pushes before them (5)")
+    parser.add_argument(
+        "--check-every", type=int, default=1, metavar="K", help="compare checksums at each K-th push (1)"
+    )
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="requests that run all the time (0)")
+    parser.add_argument(
+        "--interval", type=float, default=0.2, help="with --generate: seconds of quiet before and after a push (0.2)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["in_place", "retract", "wait", "abort"],
+        default="in_place",
+        help="what a push does to running requests (in_place)",
+    )
+    parser.add_argument(
+        "--source",
+        choices=["registered", "named", "disk", "group"],
+        default="registered",
+        help="register_weights once and push_weights; named tensors at every push; a checkpoint written before each "
+        "push; a process group as for another host (registered)",
+    )
+    parser.add_argument("--leaks", action="store_true", help="report what trainer and server hold before and after")
+    parser.add_argument(
+        "--mem-fraction-static", type=float, default=0.5, help="GPU memory for served weights and KV cache (0.5)"
+    )
+    args = parser.parse_args(argv)
+    for name in ("tp", "trainer_ranks", "updates", "warmup", "check_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1.")
+    if args.device == "cpu" and args.shape == "8b":
+        parser.error("--shape 8b needs a GPU: on CPU it is 33 GB for the trainer and as much for the server. Use 0.6b.")
+    gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
+    if args.device == "cuda" and torch.cuda.device_count() < gpus:
+        parser.error(
+            f"--source {args.source} --tp {args.tp} --trainer-ranks {args.trainer_ranks} needs {gpus} GPUs, torch sees "
+            f"{torch.cuda.device_count()}."
+        )
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    args = parse_args(given)
+    with tempfile.TemporaryDirectory(prefix="verl-weight-sync-") as temporary:
+        folder = shape_folder(temporary, args.shape)
+        if not benchmark(args, folder, reporter(args, given)):
+            sys.exit("Requests were lost: see lost_requests.")
+
+
+if __name__ == "__main__":
+    main()
