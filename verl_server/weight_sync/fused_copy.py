@@ -1,15 +1,24 @@
 """Many tensors into many tensors, in place, at the rate of one flat copy.
 
 A `CopyPlan` is made once for a set of (destination, source) views, off the serving loop, and run at every
-update. The `WeightReceiver` makes it from what it planned; `UpdatePlan.commit` runs it.
+update: `UpdatePlan` makes and runs it. On a GPU one Triton kernel goes over a table of all pairs (`copy_table`,
+`copy_kernel`), in host memory a few threads share them (`host_copy`); what neither can take, torch copies.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from verl_server.weight_sync.copy_table import build_tables
+from verl_server.weight_sync.host_copy import HostCopies, Pair
+
+TILE_BYTES = 2**15
+NUM_WARPS = 16
 
 
 class CopyPlan:
@@ -17,27 +26,36 @@ class CopyPlan:
 
     A pair has one shape; dtypes may differ, then values are converted as `Tensor.copy_` does. Sources may lie in
     another process's memory, or on a peer GPU opened through CUDA IPC. Destinations may be views, but must not
-    overlap each other or a source. The memory behind all of them must stay where it is while the plan is used.
+    overlap each other or a source. The plan keeps all of them alive; their memory must stay where it is.
     """
 
     nbytes: int
     """Bytes that one run writes."""
 
     def __init__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, fused: bool = True) -> None:
-        """Prepare the copies. `fused=False` leaves them all to torch. ValueError if the pairs do not fit."""
-        pairs = _checked_pairs(destinations, sources)
-        self.nbytes = sum(destination.nbytes for destination, _ in pairs)
-        self._steps: list[Callable[[], object]] = []
-        if pairs:
-            self._steps.append(lambda: torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs]))
+        """Prepare the copies: compiles and loads, so it may take a second. Waits for no other work on the device.
 
+        `fused=False` leaves everything to torch. ValueError if the pairs do not fit.
+        """
+        self._pairs = _checked_pairs(destinations, sources)
+        self.nbytes = sum(destination.nbytes for destination, _ in self._pairs)
+        self._steps: list[Callable[[], object]] = []
+        for device, pairs in _by_device(self._pairs).items():
+            if fused and device is not None and device.type == "cuda":
+                self._steps += _device_steps(pairs, device)
+            elif fused and device is not None and device.type == "cpu":
+                self._steps.append(HostCopies(pairs).run)
+            else:
+                self._steps.append(_by_torch(pairs))
+
+    @torch.inference_mode()  # destinations may be inference tensors
     def run(self) -> None:
-        """Copy. On CUDA this only enqueues work on the current stream: synchronize before the sources change."""
+        """Copy. Between GPUs this only enqueues work on the current stream: synchronize before the sources change."""
         for step in self._steps:
             step()
 
 
-def _checked_pairs(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _checked_pairs(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pair]:
     """The pairs that have bytes, detached: an update in place is no business of autograd's."""
     if len(destinations) != len(sources):
         raise ValueError(
@@ -47,3 +65,31 @@ def _checked_pairs(destinations: Sequence[Tensor], sources: Sequence[Tensor]) ->
         if destination.shape != source.shape:
             raise ValueError(f"Copy {i}: shape {list(source.shape)} does not fit into {list(destination.shape)}.")
     return [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True) if d.numel()]
+
+
+def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[Pair]]:
+    """Pairs by the device that both sides are on; None for those between devices (a checkpoint's, say)."""
+    groups: dict[torch.device | None, list[Pair]] = {}
+    for destination, source in pairs:
+        device = destination.device if destination.device == source.device else None
+        groups.setdefault(device, []).append((destination, source))
+    return groups
+
+
+def _device_steps(pairs: list[Pair], device: torch.device) -> list[Callable[[], object]]:
+    tables, left = build_tables(pairs, TILE_BYTES)
+    try:
+        from verl_server.weight_sync.copy_kernel import TileCopies
+
+        copies = TileCopies(tables, device, num_warps=NUM_WARPS)
+    except Exception as error:  # no Triton, no C compiler for its launcher, ...: slower, but as right
+        warnings.warn(
+            f"The fused weight copy is off, torch's takes about half as long again. Triton says: {error!r}",
+            stacklevel=3,
+        )
+        return [_by_torch(pairs)]
+    return [copies.launch, *([_by_torch([pairs[i] for i in left])] if left else [])]
+
+
+def _by_torch(pairs: Sequence[Pair]) -> Callable[[], object]:
+    return partial(torch._foreach_copy_, [d for d, _ in pairs], [s for _, s in pairs])

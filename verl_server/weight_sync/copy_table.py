@@ -1,0 +1,155 @@
+"""Tables of a fused copy: pairs of tensors as rows of words, the rows cut into tiles.
+
+`CopyPlan` makes the tables on the host, `copy_kernel` runs one program for each tile. Everything is decided here,
+from shapes, strides and addresses; the kernel only looks its work up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FIELDS = 8
+"""int64 numbers in a record: source and destination address, words, words in a row, the source's and the
+destination's words from row to row, first tile, 0."""
+_WORD_BYTES = 16
+"""The widest load and store of a GPU thread."""
+_MAX_TILE_WORDS = 4096
+_MAX_ROW_WORDS = 2**30
+"""Inside a tile the kernel counts in 32 bits."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Rows(NamedTuple):
+    """A pair of equal shape as `rows` x `columns`: what is adjacent in a row is so on both sides."""
+
+    rows: int
+    columns: int
+    destination_stride: int
+    """Elements from row to row; likewise `source_stride`. 0 if there is one row."""
+    source_stride: int
+
+
+class Kind(NamedTuple):
+    """What one launch can copy together. Equal dtypes travel as integers as wide as alignment allows."""
+
+    source: torch.dtype
+    destination: torch.dtype
+    vector: int
+    """Elements in a word."""
+
+    def tile_words(self, tile_bytes: int) -> int:
+        """Words in a tile, a power of two if `tile_bytes`, which counts the wider side, is one."""
+        word_bytes = self.vector * max(self.source.itemsize, self.destination.itemsize)
+        return min(tile_bytes // word_bytes, _MAX_TILE_WORDS)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All blocks of one kind."""
+
+    kind: Kind
+    tile_words: int
+    records: Tensor
+    """int64 [blocks, FIELDS], on the host."""
+    tiles: Tensor
+    """int32 [tiles], on the host: the record that each tile belongs to."""
+
+
+def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
+    """The pair's elements, in any order, as rows that are contiguous on both sides; None if that takes more dimensions.
+
+    Elements that have no neighbours are rows of one column.
+    """
+    dims = [d for d in zip(destination.shape, destination.stride(), source.stride(), strict=True) if d[0] > 1]
+    dims.sort(key=lambda d: (d[1], d[2]), reverse=True)
+    merged: list[tuple[int, int, int]] = []
+    for size, to_stride, from_stride in dims:
+        if merged and merged[-1][1:] == (size * to_stride, size * from_stride):
+            merged[-1] = (merged[-1][0] * size, to_stride, from_stride)
+        else:
+            merged.append((size, to_stride, from_stride))
+    if not merged or merged[-1][1:] != (1, 1):
+        merged.append((1, 1, 1))
+    if len(merged) > 2:
+        return None
+    rows, to_stride, from_stride = merged[0] if len(merged) == 2 else (1, 0, 0)
+    return Rows(rows, merged[-1][0], to_stride, from_stride)
+
+
+def build_tables(pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int) -> tuple[list[Table], list[int]]:
+    """Tables that cover the pairs, and the indices of pairs that no table can take."""
+    blocks: dict[Kind, list[tuple[int, ...]]] = {}
+    left = []
+    for i, (destination, source) in enumerate(pairs):
+        found = _blocks(destination, source)
+        if not found:
+            left.append(i)
+        for kind, block in found:
+            blocks.setdefault(kind, []).append(block)
+    return [_table(kind, rows, kind.tile_words(tile_bytes)) for kind, rows in blocks.items()], left
+
+
+def _table(kind: Kind, blocks: list[tuple[int, ...]], tile_words: int) -> Table:
+    """`blocks`: records without their last two fields."""
+    records = torch.zeros(len(blocks), FIELDS, dtype=torch.int64)
+    records[:, : FIELDS - 2] = torch.tensor(blocks)
+    counts = (records[:, 2] + tile_words - 1) // tile_words
+    records[:, FIELDS - 2] = counts.cumsum(0) - counts
+    tiles = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), counts)
+    return Table(kind, tile_words, records, tiles)
+
+
+def _blocks(destination: Tensor, source: Tensor) -> list[tuple[Kind, tuple[int, ...]]]:
+    """The pair's words, and the elements at its end that do not fill one. Empty: this pair is not for the kernel."""
+    rows = as_rows(destination, source)
+    converts = destination.dtype != source.dtype
+    if rows is None or (converts and not {destination.dtype, source.dtype} <= set(_CONVERTIBLE)):
+        return []
+    to, to_rest = divmod(destination.data_ptr(), destination.itemsize)
+    start, start_rest = divmod(source.data_ptr(), source.itemsize)
+    if to_rest or start_rest:
+        return []
+    widest = max(1, _WORD_BYTES // min(destination.itemsize, source.itemsize))
+    if rows.rows > 1:
+        vector = _lowest_bit(to | start | rows.columns | rows.destination_stride | rows.source_stride | widest)
+        if rows.columns // vector > _MAX_ROW_WORDS:
+            return []
+        return [_block(destination, source, rows, vector, 0)]
+    vector = _lowest_bit(to | start | widest)
+    body = rows.columns // vector * vector
+    blocks = [_block(destination, source, Rows(1, body, 0, 0), vector, 0)] if body else []
+    if body < rows.columns:
+        blocks.append(_block(destination, source, Rows(1, rows.columns - body, 0, 0), 1, body))
+    return blocks
+
+
+def _block(destination: Tensor, source: Tensor, rows: Rows, vector: int, skip: int) -> tuple[Kind, tuple[int, ...]]:
+    """Rows that start `skip` elements into the pair, in words of `vector` elements."""
+    row_words = rows.columns // vector
+    return _kind(destination.dtype, source.dtype, vector), (
+        source.data_ptr() + skip * source.itemsize,
+        destination.data_ptr() + skip * destination.itemsize,
+        rows.rows * row_words,
+        row_words,
+        rows.source_stride // vector,
+        rows.destination_stride // vector,
+    )
+
+
+def _kind(destination: torch.dtype, source: torch.dtype, vector: int) -> Kind:
+    if destination != source:
+        return Kind(source, destination, vector)
+    word_bytes = vector * source.itemsize
+    integer = _INTEGERS[min(word_bytes, 8)]
+    return Kind(integer, integer, word_bytes // integer.itemsize)
+
+
+def _lowest_bit(number: int) -> int:
+    """The largest power of two that divides it."""
+    return number & -number
