@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_server.errors import VerlServerError, WeightUpdateError
-from verl_server.weight_sync.process_group import connect, in_thread
+from verl_server.weight_sync.group_connection import connect_gloo, connect_nccl, in_thread
 
 _ANSWER_SECONDS = 5.0
 
@@ -81,15 +81,22 @@ class BroadcastGroup:
 
     def broadcast(self, parts: Iterable[Tensor]) -> None:
         """Send contiguous byte tensors in order; on CUDA they were written on the current stream."""
-        group = self._group
-        if group is None:
-            raise WeightUpdateError(f"The group '{self.name}' is closed; call init_weights_update_group again.")
+        group = self._opened()
         options = dist.BroadcastOptions()
         options.rootRank = 0
         for work in [group.broadcast([part], options) for part in parts]:
             work.wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def check_open(self) -> None:
+        """Raise WeightUpdateError after `close`, or after an update that failed."""
+        self._opened()
+
+    def _opened(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise WeightUpdateError(f"The group '{self.name}' is closed; call init_weights_update_group again.")
+        return self._group
 
 
 def init_weights_update_group(
@@ -128,7 +135,12 @@ def init_weights_update_group(
             backend=backend,
         )
 
-    joined = in_thread(lambda: connect(backend, group_name, store, 0, world_size, device, limit))
+    def join() -> dist.ProcessGroup:
+        if backend == "nccl":
+            return connect_nccl(group_name, store, 0, world_size, device)
+        return connect_gloo(group_name, store, 0, world_size, master_address, limit)
+
+    joined = in_thread(join)
     calls = [in_thread(ask(engine, 1 + index * tp_size)) for index, engine in enumerate(engines)]
     _all(calls, joined, 2 * timeout, f"The group '{group_name}' did not form")
     return BroadcastGroup(group_name, list(engines), joined.result(), device, timeout, store)
@@ -161,6 +173,7 @@ def _send(
     group: BroadcastGroup, named_tensors: list[tuple[str, Tensor]], *, flattened: bool, options: dict[str, Any]
 ) -> list[Any]:
     """One update call to every engine, and the broadcast that it waits for."""
+    group.check_open()
     names = [name for name, _ in named_tensors]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors]
     shapes = [list(tensor.shape) for _, tensor in named_tensors]

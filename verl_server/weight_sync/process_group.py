@@ -6,63 +6,71 @@ an engine is `rank_offset + i`. `broadcast` has the trainer's side.
 
 Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
 when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
-Whatever can block for ever runs in a thread of its own, which is given up if it must be, and NCCL's own
-watchers, which end the process, are off for these groups. After a fault the group is broken: each further call
-says so, until it was destroyed and joined again. It does not heal, for both sides count their broadcasts.
+After a fault the group is broken: each further call says so, until it was destroyed and joined again. It does not
+heal, for both sides count their broadcasts. How that is kept differs:
 
-With NCCL a waiting receive is a kernel that spins on the GPU, on a stream of its own. Others must therefore wait
-for their own streams and events meanwhile, never for the device. If the server's ranks use NCCL among themselves
-(tensor parallelism), two communicators are in flight with no order between them, which NCCL does not promise to
-survive: receive while no step runs.
+- Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a
+  child process (`gloo_member`), which receives into memory that it shares with the server.
+- NCCL receives with a kernel on the GPU, which spins until data comes. It gets a stream of its own, and a thread
+  that waits for it; on a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the
+  process, are off for these groups. Others must wait for their own streams and events meanwhile, never for the
+  device. If the server's ranks use NCCL among themselves (tensor parallelism), two communicators are in flight
+  with no order between them, which NCCL does not promise to survive: receive while no step runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import math
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.weight_sync.gloo_member import GlooMember
+from verl_server.weight_sync.group_connection import Lifeline, connect_nccl, in_thread
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _ALIGNMENT = 256
 """Bytes between the starts of tensors in a window: any dtype may begin there."""
-_NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group is not the end of the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor is a watchdog that waits for an abort
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-}
+
+
+class Member(Protocol):
+    """What a `WeightGroup` needs of this rank's end of the group."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A buffer of bytes to receive into."""
+
+    def free(self, buffer: Tensor) -> None:
+        """Nothing will be received into it any more; it lives on as long as somebody holds it."""
+
+    def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
+        """What waits, in any thread, for one broadcast into each (start, bytes) of the buffer.
+
+        It comes after the work that the caller's current stream has now, and raises RuntimeError.
+        """
+
+    def abort(self) -> None:
+        """End what is in flight, and the membership."""
 
 
 class WeightGroup:
-    """This rank's membership in one group. Not thread-safe: one thread joins, receives and closes."""
+    """This rank's membership in one group. One thread receives at a time; any thread may close."""
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroup, device: torch.device, timeout: float, line: Lifeline
-    ) -> None:
+    def __init__(self, name: str, member: Member, lifeline: Lifeline, timeout: float) -> None:
         self.name = name
         self.broken = ""
         """Why nothing can be received any more."""
-        self._group, self._device, self._timeout, self._lifeline = group, device, timeout, line
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._member, self._lifeline, self._timeout = member, lifeline, timeout
 
     @classmethod
     def join(cls, req: InitWeightsUpdateGroupReq, rank: int, device: torch.device, timeout: float) -> WeightGroup:
@@ -73,27 +81,26 @@ class WeightGroup:
         the CPU. Raises BadRequestError for a layout that cannot be, WeightUpdateError if the group did not form.
         """
         _check_layout(req, rank, device)
-        where = f"{req.master_address}:{req.master_port}"
-        target = device if req.backend == "nccl" else torch.device("cpu")
-        limit = datetime.timedelta(seconds=timeout)
-
-        def meet() -> dist.ProcessGroup:
-            store = TCPStore(req.master_address, req.master_port, req.world_size, False, limit)
-            group_rank = req.rank_offset + rank
-            return connect(req.backend, req.group_name, store, group_rank, req.world_size, target, limit)
-
-        line, deadline = Lifeline(), time.monotonic() + timeout
+        lifeline, member = Lifeline(), None
         try:
-            line.connect(req.master_address, req.master_port, timeout)
-            group = in_thread(meet).result(deadline - time.monotonic())
+            member = GlooMember() if req.backend == "gloo" else None
+            deadline = time.monotonic() + timeout
+            address = lifeline.connect(req.master_address, req.master_port, timeout)
+            left = max(0.0, deadline - time.monotonic())
+            if member is not None:
+                member.join(req, req.rank_offset + rank, address, left)
+                return cls(req.group_name, member, lifeline, timeout)
+            nccl = in_thread(lambda: NcclMember(req, req.rank_offset + rank, device, timeout)).result(left)
+            return cls(req.group_name, nccl, lifeline, timeout)
         except (OSError, RuntimeError, TimeoutError) as error:
-            line.close()
+            lifeline.close()
+            if member is not None:
+                member.abort()
             raise WeightUpdateError(
-                f"Could not join the group '{req.group_name}' at {where} within {timeout:g} s "
-                f"({_first_line(error)}). Is the trainer (rank 0) creating the group there now, with "
+                f"Could not join the group '{req.group_name}' at {req.master_address}:{req.master_port} within "
+                f"{timeout:g} s ({_first_line(error)}). Is the trainer (rank 0) creating the group there now, with "
                 f"world_size={req.world_size}, backend='{req.backend}' and the same group_name?"
             ) from None
-        return cls(req.group_name, group, target, timeout, line)
 
     def receive(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
@@ -119,7 +126,7 @@ class WeightGroup:
         except (BadRequestError, WeightUpdateError) as error:
             self._break(str(error))
             raise
-        except (RuntimeError, MemoryError) as error:  # no memory for a window, most likely
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # most likely no memory for a window
             self._break(_first_line(error))
             raise WeightUpdateError(f"Receiving from the group '{self.name}' failed: {self.broken}") from error
         finally:
@@ -137,35 +144,19 @@ class WeightGroup:
     def _pipeline(self, windows: list[Window]) -> Iterator[list[tuple[str, Tensor]]]:
         """Two buffers: one is filled while the caller copies from the other."""
         size = max(window.nbytes for window in windows)
-        pinned = self._device.type == "cpu" and torch.cuda.is_available()
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned) for _ in windows[:2]]
-        arrival = self._start(windows[0], buffers[0])
-        for index, window in enumerate(windows):
-            self._await(arrival, window)
-            if index + 1 < len(windows):
-                # The other buffer: what the caller launched on it comes before in its stream.
-                arrival = self._start(windows[index + 1], buffers[(index + 1) % 2])
-            yield window.tensors(buffers[index % 2])
-
-    def _start(self, window: Window, buffer: Tensor) -> Future[None]:
-        """Receive into `buffer` once the current stream has come to here."""
-        stream = self._stream
-        free = torch.cuda.current_stream(self._device).record_event() if stream is not None else None
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-
-        def run() -> None:
-            if stream is None or free is None:
-                for work in [self._group.broadcast([part], options) for part in window.parts(buffer)]:
-                    work.wait()
-                return
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                stream.wait_event(free)
-                for work in [self._group.broadcast([part], options) for part in window.parts(buffer)]:
-                    work.wait()
-                stream.record_event().synchronize()
-
-        return in_thread(run)
+        buffers: list[Tensor] = []
+        try:
+            buffers += [self._member.allocate(size) for _ in windows[:2]]
+            arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
+            for index, window in enumerate(windows):
+                self._await(arrival, window)
+                if index + 1 < len(windows):
+                    parts = windows[index + 1].parts()
+                    arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
+                yield window.tensors(buffers[index % 2])
+        finally:
+            for buffer in buffers:
+                self._member.free(buffer)
 
     def _await(self, arrival: Future[None], window: Window) -> None:
         """Return when the window is there; raise if the trainer is gone, failed, or is too slow."""
@@ -178,6 +169,8 @@ class WeightGroup:
                     f"Receiving {what} from the group '{self.name}' failed ({_first_line(error)}). Did the trainer "
                     "die, or broadcast another size?"
                 )
+        elif self.broken:
+            raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         elif done:
             raise WeightUpdateError(f"The trainer of the group '{self.name}' went away before {what} arrived.")
         else:
@@ -196,11 +189,46 @@ class WeightGroup:
     def _abort(self) -> None:
         """End what is in flight: NCCL's kernel leaves the GPU, Gloo's sockets close."""
         try:
-            in_thread(self._group.abort).result(self._timeout)
+            in_thread(self._member.abort).result(self._timeout)
         except TimeoutError:
             logger.error("The group '%s' does not end: a kernel of it may occupy the GPU until a restart", self.name)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             logger.warning("Ending the group '%s': %s", self.name, _first_line(error))
+
+
+class NcclMember:
+    """This process as a member, with a stream of its own."""
+
+    def __init__(self, req: InitWeightsUpdateGroupReq, group_rank: int, device: torch.device, timeout: float) -> None:
+        limit = datetime.timedelta(seconds=timeout)
+        store = TCPStore(req.master_address, req.master_port, req.world_size, False, limit)
+        self._device = device
+        self._group = connect_nccl(req.group_name, store, group_rank, req.world_size, device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def free(self, buffer: Tensor) -> None:
+        """Nothing to do: it came from the caller's stream, which is done with it first."""
+
+    def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
+        before = torch.cuda.current_stream(self._device).record_event()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._stream.wait_event(before)
+                works = [self._group.broadcast([buffer[start : start + size]], options) for start, size in parts]
+                for work in works:
+                    work.wait()
+                self._stream.record_event().synchronize()
+
+        return run
+
+    def abort(self) -> None:
+        self._group.abort()
 
 
 class Window:
@@ -219,11 +247,11 @@ class Window:
         self._items.append((dtype, shape, start, nbytes))
         self.nbytes = start + nbytes
 
-    def parts(self, buffer: Tensor) -> list[Tensor]:
-        """What is broadcast, in order, as bytes: each tensor, or all of them in one."""
+    def parts(self) -> list[tuple[int, int]]:
+        """(start, bytes) in the buffer of each broadcast, in order: each tensor, or all of them in one."""
         if self._flattened:
-            return [buffer[: self.nbytes]]
-        return [buffer[start : start + nbytes] for _, _, start, nbytes in self._items]
+            return [(0, self.nbytes)]
+        return [(start, nbytes) for _, _, start, nbytes in self._items]
 
     def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """Views into `buffer`; copies where a bucket of mixed dtypes puts a tensor at an odd byte."""
@@ -253,109 +281,6 @@ def _windows(
             windows.append(Window(flattened))
         windows[-1].add(name, dtype, shape)
     return [everything] if flattened or everything.nbytes <= window_bytes else windows
-
-
-# -- what both sides of a group use ---------------------------------------------------------------------------
-
-
-def connect(
-    backend: str,
-    group_name: str,
-    store: Store,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout: datetime.timedelta,
-) -> dist.ProcessGroup:
-    """A group of its own on `store`, beside (not within) torch.distributed's default group.
-
-    The prefixes are those that `PrefixStore(group_name, store)` and torch's `_new_process_group_helper` make, which
-    is how SGLang's trainers create it. Nothing is registered globally: the name may be used again, and
-    `dist.destroy_process_group()` of the surrounding program does not touch it.
-    """
-    kind = "cuda" if backend == "nccl" else "cpu"
-    prefixed = PrefixStore(f"{kind}/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
-    group = dist.ProcessGroup(prefixed, rank, world_size)
-    if backend == "gloo":
-        gloo = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout=timeout)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
-        return group
-    with _environment(_NCCL_SETTINGS), torch.cuda.device(device):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(days=365)  # the bound is ours to keep
-        nccl = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.NCCL, nccl)
-    return group
-
-
-class Lifeline:
-    """A silent connection to the process that hosts the store: it ends when that process does."""
-
-    def __init__(self) -> None:
-        self.lost: Future[None] = Future()
-        self._socket: socket.socket | None = None
-
-    def connect(self, host: str, port: int, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the other side to listen, then watch the connection in a thread."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                line = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
-                break
-            except ConnectionRefusedError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)  # nothing tells when a port of another host will be open
-        line.settimeout(None)
-        # A host that lost its power says nothing: ask after 10 s of silence, every 5 s, three times.
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._socket = line
-        threading.Thread(target=self._watch, args=(line,), name="weight-group-lifeline", daemon=True).start()
-
-    def close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _watch(self, line: socket.socket) -> None:
-        with contextlib.suppress(OSError), line:
-            line.recv(1)  # the store's side never speaks first
-        self.lost.set_result(None)
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread: what may never end must not keep this process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="weight-group", daemon=True).start()
-    return future
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """torch reads these when a group is made, for that group."""
-    before: dict[str, Any] = {key: os.environ.get(key) for key in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 def _check_layout(req: InitWeightsUpdateGroupReq, rank: int, device: torch.device) -> None:

@@ -1,0 +1,59 @@
+"""A trainer process as SGLang's are written: rank 0 of a group made from torch's own pieces.
+
+Arguments: backend, world size, group name. Prints its port, then does what stdin says, one word a line: a dtype
+to broadcast the next tensor of `tensors()` in, `bucket` for all of them in one, `die`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+
+SHAPES = {"a": [40, 50], "b": [7], "c": [3, 3]}
+
+
+def tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, 1.5 + i, device=device) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def main() -> None:
+    backend, world_size, group_name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    device = "cuda:1" if backend == "nccl" else "cpu"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    print(port, flush=True)
+    timeout = datetime.timedelta(seconds=60)
+    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+    group, _ = _new_process_group_helper(
+        size, rank, [], backend, PrefixStore(group_name, store), group_name=group_name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    waiting = list(tensors(device).values())
+    for line in sys.stdin:
+        word = line.strip()
+        if word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "bucket":
+            data = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in waiting])
+        else:
+            data = waiting.pop(0).to(getattr(torch, word))
+        dist.broadcast(data, src=0, group=group)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        print("sent", flush=True)
+
+
+if __name__ == "__main__":
+    main()
