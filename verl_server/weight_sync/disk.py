@@ -37,6 +37,7 @@ _DTYPES = {
 }
 _MAP_NORESERVE = 0x4000  # of Linux; Python's mmap does not name it everywhere
 _MAX_HEADER_BYTES = 100 * 2**20
+_MAX_DIM = 16
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 * 2**20
 """One read; also the scratch of a reader that takes columns out of whole rows."""
@@ -205,7 +206,7 @@ def _check_entry(name: str, entry: _Entry, nbytes: int) -> None:
     begin, end = entry.data_offsets
     if entry.dtype not in _DTYPES:
         raise ValueError(f"'{name}' has dtype {entry.dtype}, which is not supported")
-    if any(length < 0 for length in entry.shape):
+    if len(entry.shape) > _MAX_DIM or not all(0 <= length < 2**48 for length in entry.shape):
         raise ValueError(f"'{name}' has shape {entry.shape}")
     if not 0 <= begin <= end <= nbytes:
         raise ValueError(f"'{name}' ends at byte {end:,} of {nbytes:,}; the file was cut off")
