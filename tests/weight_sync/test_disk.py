@@ -159,7 +159,7 @@ def test_the_smallest_file_is_read(tmp_path: Path) -> None:
         (entry(data_offsets=[-8, 0]), "'w' ends at byte 0"),
         (entry(shape=[3]), r"'w', F32 \[3\], has 8 bytes"),
         (entry(shape=[-1, -2]), r"'w' has shape \[-1, -2\]"),
-        (entry(shape=[2**62, 2**62]), "has 8 bytes"),
+        (entry(shape=[2**62, 2**62]), "'w' has shape"),
         (entry(shape=[2**100, 0], data_offsets=[0, 0]), "'w' has shape"),
         (entry(shape=[1] * 100), "'w' has shape"),
         (entry(dtype="F4"), "'w' has dtype F4, which is not supported"),
