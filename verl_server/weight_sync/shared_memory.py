@@ -1,7 +1,7 @@
 """Shared memory on CPU: regions that a trainer process owns and schedulers map.
 
-`sender` moves tensor storages into an `Arena` (one memfd for all storages registered together, so a model
-costs two file descriptors, not two for each tensor), `receiver` maps it read-only through /proc/PID/fd/FD.
+`exports` moves tensor storages into an `Arena` (one memfd for all storages that are exported together, so a model
+costs two file descriptors, not two for each tensor); `open_memory` maps it read-only through /proc/PID/fd/FD.
 A memfd is sealed against shrinking, for reading a truncated mapping is SIGBUS, and its pages are reserved
 before they are written, for running out of memory in a mapping is SIGBUS too. It has no name in /dev/shm, so
 nothing is left behind when its processes die.
@@ -14,9 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,10 +31,6 @@ _REMEDIES = {
     errno.EMFILE: "This process has too many open files: raise its limit (`ulimit -n 65536`).",
     errno.ENFILE: "This host has too many open files: raise fs.file-max.",
 }
-
-
-_ARENA_NAME = "/memfd:verl-"
-"""What /proc shows of an arena's memfd, before the arena's id."""
 
 
 def out_of_memory(error: OSError, nbytes: int) -> WeightUpdateError:
@@ -71,6 +65,7 @@ class Arena:
         self.fd = -1
         self._end = 0
         try:
+            # The reader looks for the id in the name: inodes of memfds are small numbers that two processes may share.
             self.fd = os.memfd_create(f"verl-{self.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -116,50 +111,3 @@ def _return_pages(owner: int, mapping: weakref.ref[mmap.mmap], offset: int, nbyt
     if alive is not None and os.getpid() == owner:
         with contextlib.suppress(OSError):
             alive.madvise(mmap.MADV_REMOVE, offset, page_aligned(nbytes))
-
-
-def open_shared(allocation: Allocation) -> torch.Tensor:
-    """Map an owner's region read-only, as bytes. Raises WeightUpdateError if it is not what was described."""
-    path = f"/proc/{allocation.pid}/fd/{allocation.fd}"
-    try:
-        # O_NONBLOCK: the number may name a pipe by now, and opening one would wait for its other end.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise WeightUpdateError(
-            f"Cannot open the trainer's shared memory {path}: {error.strerror}. Is the trainer process "
-            f"{allocation.pid} alive, on this host, run by the same user, and in the same PID namespace (container) "
-            "as the server?"
-        ) from None
-    try:
-        _check(fd, path, allocation)
-        mapping = mmap.mmap(fd, allocation.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    except (OSError, OverflowError, ValueError) as error:
-        raise WeightUpdateError(f"Cannot map {allocation.nbytes:,} bytes of {path}: {error}.") from None
-    finally:
-        os.close(fd)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "the given buffer is not writable": it is only read
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _is_shared_memory(fd: int, status: os.stat_result) -> bool:
-    """A memfd or a file in /dev/shm: an ordinary file is nobody's weights, and can be cut off while it is read."""
-    try:
-        return stat.S_ISREG(status.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
-    except OSError:
-        return False
-
-
-def _check(fd: int, path: str, allocation: Allocation) -> None:
-    """A pid or descriptor may have been reused, or mean something else in another PID namespace."""
-    status, target = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
-    # Inodes of memfds are small counters, so another process (a restarted trainer) may have the same one: an arena's
-    # name carries its id.
-    another_arena = target.startswith(_ARENA_NAME) and target.split()[0] != _ARENA_NAME + allocation.id
-    if another_arena or not _is_shared_memory(fd, status) or status.st_ino != allocation.inode:
-        raise WeightUpdateError(
-            f"{path} is {target}, not the memory that was described. The trainer freed it before the update was "
-            "answered, or runs in another PID namespace (container) than the server."
-        )
-    if status.st_size < allocation.nbytes:
-        raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")
