@@ -23,7 +23,8 @@ import httpx
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError, WeightUpdateError
@@ -32,6 +33,7 @@ from verl_server.spmd import RankGroup
 from verl_server.verl_engine import VerlEngine
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.sender import describe_tensors
+from verl_server.weight_sync.shards import TensorShard
 
 PROMPT = [17, 42, 99, 7, 3, 120]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -130,6 +132,41 @@ class Bench:
         self.engine.update_weights_from_tensor(sharded, weight_version="sharded")
         self.expect_parity()
 
+    def check_fsdp2_trainer(self) -> None:
+        """Registered once: each server rank reads the shards that it needs from their owners."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = AutoModelForCausalLM.from_pretrained(self._settings["model_path"], dtype=torch.float32)
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        self.engine.register_weights(sharded)
+        for seed in (7, 8):
+            self.train(seed)
+            with torch.no_grad():
+                for mine, full in zip(sharded.parameters(), self.trainer.parameters(), strict=True):
+                    mine.copy_(distribute_tensor(full.detach(), mesh, mine.placements))
+                sharded(torch.tensor([PROMPT]))  # leaves the root gathered
+            self.engine.push_weights(f"fsdp {seed}")
+            self.expect_parity()
+        self.engine.unregister_weights()
+        self.expect_error(BadRequestError, "register_weights", self.engine.push_weights)
+
+    def check_tensor_parallel_trainer(self) -> None:
+        """Plain tensors that are declared to be shards, cut in another way than the server's."""
+        self.train(9)
+        ranks, shards = dist.get_world_size(), []
+        for name, parameter in self.trainer.named_parameters():
+            dim = parameter.dim() - 1
+            first = sum(part.shape[dim] for part in parameter.chunk(ranks, dim)[: self.rank])
+            mine = parameter.detach().chunk(ranks, dim)[self.rank].clone()
+            shards.append((name, TensorShard(mine, parameter.shape, [0] * dim + [first])))
+        for _ in range(3):
+            self.engine.update_weights_from_tensor(shards)
+            self.expect_parity()
+        kept = [entry for entry in shards if entry[0] != O_PROJ or self.rank == 0]
+        self.expect_error(BadRequestError, "do not hold all of", lambda: self.engine.update_weights_from_tensor(kept))
+        self.expect_parity()
+
     def check_each_server_rank_reads_its_trainer_rank(self) -> None:
         mine = torch.full((64, 64), 1.0 + self.rank)
         self.engine.update_weights_from_tensor([(O_PROJ, mine)])
@@ -141,8 +178,8 @@ class Bench:
     def check_errors_reach_every_rank(self) -> None:
         push = self.engine.update_weights_from_tensor
         self.expect_error(WeightUpdateError, "no parameter 'nonsense'", lambda: push([("nonsense", torch.ones(2))]))
-        self.expect_error(BadRequestError, "only rank 0 has ['a0'], only rank 1 has ['a1']",
-                          lambda: push([(f"a{self.rank}", torch.ones(2))]))  # fmt: skip
+        self.expect_error(WeightUpdateError, "'a0', 'a1'", lambda: push([(f"a{self.rank}", torch.ones(2))]))
+        self.expect_error(BadRequestError, "Unknown option(s) ['vesion']", lambda: push([], vesion="3"))
         self.expect_error(BadRequestError, "", lambda: self.engine.generate(input_ids=[]))
 
         def explode() -> Iterator[tuple[str, torch.Tensor]]:
@@ -217,6 +254,8 @@ EVERY_CHECK = (
     "second_and_third_update",
     "local_serialized_tensors_one_by_one",
     "sharded_tensors",
+    "fsdp2_trainer",
+    "tensor_parallel_trainer",
     "each_server_rank_reads_its_trainer_rank",
     "errors_reach_every_rank",
     "release_and_resume",
@@ -229,6 +268,10 @@ EVERY_CHECK = (
 SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "server": ({"launch_server": True}, EVERY_CHECK),
     "engine-2-nodes": ({"nnodes": 2, "as_server_args": True}, EVERY_CHECK),
+    "server-tp-1": (
+        {"launch_server": True, "tp_size": 1},
+        ("sharded_tensors", "fsdp2_trainer", "tensor_parallel_trainer", "shutdown"),
+    ),
     "server-2-nodes": ({"launch_server": True, "nnodes": 2}, EVERY_CHECK[:2] + EVERY_CHECK[-1:]),
 }
 
@@ -254,6 +297,12 @@ def run_replicas(bench: Bench) -> None:
         value = torch.full((64,), float(10 + bench.rank // 2))
         bench.engine.update_weights_from_tensor([("model.norm.weight", value)])
         assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
+        everyones = distribute_tensor(torch.ones(64), init_device_mesh("cpu", (4,)), [Shard(0)])
+        push = bench.engine.update_weights_from_tensor
+        bench.expect_error(BadRequestError, "ranks outside", lambda: push([("model.norm.weight", everyones)]))
+        slices = distribute_tensor(value, mesh, [Replicate(), Shard(0)])
+        push([("model.norm.weight", slices)], weight_version="shards of this replica")
+        assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0]
         bench.engine.shutdown()
 
     bench.run("replicas", replicas)

@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,16 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.weight_sync.reading import read, read_handle
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync import exports, sender
 from verl_server.weight_sync.handles import TensorHandle
-from verl_server.weight_sync.receiver import OpenAllocations
 from verl_server.weight_sync.sender import WeightSender, describe_tensors
-
-
-def read(handle: TensorHandle) -> torch.Tensor:
-    """What a receiver sees now."""
-    return OpenAllocations(torch.device("cpu")).view("t", handle).clone()
+from verl_server.weight_sync.shards import TensorShard
 
 
 def describe(*tensors: torch.Tensor) -> list[TensorHandle]:
@@ -58,13 +54,13 @@ def test_views_and_optimizer_follow() -> None:
     before = model.weight.detach().clone()
     (handle,) = describe(model.weight)
     assert torch.equal(model.weight, before)
-    assert torch.equal(read(handle), before)
+    assert torch.equal(read_handle(handle), before)
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
     assert torch.equal(view.t(), model.weight)
     assert storage.data_ptr() == model.weight.data_ptr()
-    assert torch.equal(read(handle), model.weight), "the optimizer writes where the receiver reads"
+    assert torch.equal(read_handle(handle), model.weight), "the optimizer writes where the receiver reads"
 
 
 def test_a_second_push_of_the_same_storages_registers_nothing() -> None:
@@ -83,19 +79,19 @@ def test_moved_and_resized_storages_are_described_anew() -> None:
     parameter.data = torch.ones(4)
     (new,) = describe(parameter)
     assert new.allocation.id != old.allocation.id
-    assert torch.equal(read(new), torch.ones(4))
+    assert torch.equal(read_handle(new), torch.ones(4))
     grown = torch.zeros(2)
     (old,) = describe(grown)
     grown = torch.cat([grown, torch.ones(2)])
     (new,) = describe(grown)
-    assert torch.equal(read(new), torch.tensor([0.0, 0, 1, 1]))
+    assert torch.equal(read_handle(new), torch.tensor([0.0, 0, 1, 1]))
 
 
 def test_memory_swapped_away_is_described_anew() -> None:
     tensor, other = torch.zeros(4), torch.ones(4)
     describe(tensor)
     tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
-    assert torch.equal(read(describe(tensor)[0]), torch.ones(4))
+    assert torch.equal(read_handle(describe(tensor)[0]), torch.ones(4))
     del tensor
     gc.collect()
     assert torch.equal(other, torch.zeros(4)), "its pages live on with the memory, not with the storage"
@@ -126,20 +122,20 @@ def test_views_are_described_as_they_are(make: object) -> None:
     view = make(base)  # type: ignore[operator]
     (handle,) = describe(view)
     assert handle.shape == list(view.shape)
-    assert torch.equal(read(handle), view)
+    assert torch.equal(read_handle(handle), view)
 
 
 def test_two_views_of_one_storage_share_an_allocation() -> None:
     base = torch.arange(20.0)
     first, second = describe(base[:10], base[10:])
     assert first.allocation.id == second.allocation.id
-    assert torch.equal(read(second), base[10:])
+    assert torch.equal(read_handle(second), base[10:])
 
 
 def test_empty_tensors_need_no_memory() -> None:
     (handle,) = describe(torch.empty(0, 4))
     assert handle.shape == [0, 4]
-    assert read(handle).shape == (0, 4)
+    assert read_handle(handle).shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
@@ -147,7 +143,7 @@ def test_other_dtypes_are_described_and_refused_by_the_receiver(dtype: torch.dty
     (handle,) = describe(torch.zeros(3, dtype=dtype))
     assert handle.dtype == str(dtype).removeprefix("torch.")
     with pytest.raises(WeightUpdateError, match=handle.dtype):
-        read(handle)
+        read_handle(handle)
 
 
 def test_freed_tensors_give_descriptors_and_memory_back() -> None:
@@ -179,7 +175,7 @@ def test_numpy_keeps_seeing_the_tensor() -> None:
     array[2] = 7.0
     (second,) = describe(tensor)
     assert first == second
-    assert torch.equal(read(second), torch.tensor([0.0, 0, 7, 0, 0]))
+    assert torch.equal(read_handle(second), torch.tensor([0.0, 0, 7, 0, 0]))
 
 
 def test_a_model_from_a_checkpoint_is_moved_not_copied(tiny_llama: Path) -> None:
@@ -190,7 +186,7 @@ def test_a_model_from_a_checkpoint_is_moved_not_copied(tiny_llama: Path) -> None
     (handle,) = describe(weight)
     with torch.no_grad():
         weight.fill_(3.0)
-    assert torch.equal(read(handle), torch.full_like(weight, 3.0))
+    assert torch.equal(read_handle(handle), torch.full_like(weight, 3.0))
 
 
 def test_memory_that_torch_shares_already_stays_shared() -> None:
@@ -199,7 +195,7 @@ def test_memory_that_torch_shares_already_stays_shared() -> None:
     (handle,) = describe(tensor)
     assert tensor.data_ptr() == pointer
     tensor.fill_(2.0)
-    assert torch.equal(read(handle), torch.full((5,), 2.0))
+    assert torch.equal(read_handle(handle), torch.full((5,), 2.0))
 
 
 def test_releases_of_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +204,7 @@ def test_releases_of_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> 
     view = tensor.view(2, 3)
     (handle,) = describe(tensor)
     tensor.mul_(2)
-    assert torch.equal(read(handle), view.flatten())
+    assert torch.equal(read_handle(handle), view.flatten())
     monkeypatch.setattr(os, "statvfs", lambda _: type("S", (), {"f_bavail": 1, "f_frsize": 8})())
     with pytest.raises(WeightUpdateError, match="80 bytes"):
         describe(torch.arange(20.0))
@@ -226,7 +222,7 @@ def test_no_shared_memory_left_names_bytes_and_remedy(kind: str, value: int, rem
     assert remedy in str(caught.value)
     assert tensor.data_ptr() == pointer
     assert torch.equal(tensor, torch.arange(4096.0))
-    assert torch.equal(read(describe(tensor)[0]), tensor), "works as soon as there is memory"
+    assert torch.equal(read_handle(describe(tensor)[0]), tensor), "works as soon as there is memory"
 
 
 def test_running_out_half_way_leaves_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +239,7 @@ def test_running_out_half_way_leaves_every_value(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(WeightUpdateError, match="8,192 bytes"):
         describe(*tensors)
     assert [float(t.mean()) for t in tensors] == [0.0, 1.0, 2.0, 3.0]
-    assert [float(read(h).mean()) for h in describe(*tensors)] == [0.0, 1.0, 2.0, 3.0]
+    assert [float(read_handle(h).mean()) for h in describe(*tensors)] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_whole_dtensors_are_described_without_a_copy_and_shards_refused(tmp_path: Path) -> None:
@@ -253,7 +249,7 @@ def test_whole_dtensors_are_described_without_a_copy_and_shards_refused(tmp_path
         tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
         (handle,) = describe(tensor)
         tensor.to_local().mul_(3)
-        assert torch.equal(read(handle), torch.arange(8.0) * 3)
+        assert torch.equal(read_handle(handle), torch.arange(8.0) * 3)
     finally:
         dist.destroy_process_group()
 
@@ -272,3 +268,122 @@ def test_a_process_with_shared_weights_exits_cleanly() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- descriptions that stay -------------------------------------------------------------------------------------------
+
+
+def test_unmoved_tensors_have_one_description() -> None:
+    model, sender = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), WeightSender()
+    first = sender.describe(list(model.named_parameters()))
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    second = sender.describe(list(model.named_parameters()))
+    assert second.description is first.description
+    assert torch.equal(read(second.description)["0.weight"], model[0].weight)
+    assert len({(a.pid, a.fd) for a in first.description.allocations}) == 1
+
+
+MOVES: dict[str, Callable[[nn.Parameter], torch.Tensor | TensorShard]] = {
+    "another storage": lambda p: setattr(p, "data", torch.ones(6, 4)) or p,
+    "another object with another storage": lambda p: nn.Parameter(torch.ones(6, 4)),
+    "another memory in the same storage": lambda p: _swapped(p),
+    "another view": lambda p: p.data.t().reshape(6, 4),
+    "another offset": lambda p: torch.cat([p.data, p.data])[6:],
+    "other strides": lambda p: p.data.view(4, 6).t(),
+    "another dtype": lambda p: p.data.view(torch.int32).view(torch.float16)[:, ::2],
+    "a shard": lambda p: TensorShard(p.data, (12, 4), (6, 0)),
+}
+
+
+def _swapped(parameter: nn.Parameter) -> nn.Parameter:
+    parameter.untyped_storage()._swap_data_ptr_(torch.ones(6, 4).untyped_storage())  # type: ignore[attr-defined]
+    return parameter
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_whatever_moved_has_another_description(move: str) -> None:
+    sender, parameter = WeightSender(), nn.Parameter(torch.arange(24.0).reshape(6, 4))
+    before = sender.describe([("w", parameter)]).description
+    value = MOVES[move](parameter)
+    after = sender.describe([("w", value)]).description
+    assert after.id != before.id
+    expected = value.tensor if isinstance(value, TensorShard) else value
+    seen = read(after)["w"]
+    assert torch.equal(seen[6:] if isinstance(value, TensorShard) else seen, expected)
+
+
+def test_other_memory_at_the_same_address_is_another_description() -> None:
+    """The storage, its address and its size are the same; only the arena knows that its memory is gone."""
+    sender, tensor = WeightSender(), torch.zeros(1024)
+    before = sender.describe([("w", tensor)]).description
+    (region,) = sender._known["w",].regions.values()
+    region.memory_is_alive = lambda: None
+    assert sender.describe([("w", tensor)]).description.id != before.id
+
+
+def test_sets_of_names_are_remembered_beside_each_other() -> None:
+    sender, tensors = WeightSender(), {name: torch.zeros(4) for name in "abc"}
+    first = [sender.describe([pair]).description.id for pair in tensors.items()]
+    assert [sender.describe([pair]).description.id for pair in tensors.items()] == first
+
+
+def test_memory_that_cannot_be_moved_is_copied_at_every_push_under_one_id() -> None:
+    array, sender = np.zeros(5, dtype=np.float32), WeightSender()
+    tensor = torch.from_numpy(array)
+    first = sender.describe([("w", tensor)]).description
+    array[2] = 7.0
+    assert sender.describe([("w", tensor)]).description is first
+    assert read(first)["w"].tolist() == [0, 0, 7, 0, 0]
+
+
+def test_shards_of_one_name_make_one_tensor() -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+    shards = [("w", TensorShard(full[start:stop].clone(), (6, 4), (start, 0))) for start, stop in ((0, 2), (2, 6))]
+    description = WeightSender().describe(shards).description
+    assert [source.name for source in description.tensors] == ["w"]
+    assert torch.equal(read(description)["w"], full)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [torch.zeros(6, 4), TensorShard(torch.zeros(2, 4), (6, 4), (0, 0)), TensorShard(torch.ones(1), (1,), (0,))],
+)
+def test_a_name_that_comes_twice_is_refused(second: torch.Tensor | TensorShard) -> None:
+    first = TensorShard(torch.zeros(2, 4), (6, 4), (0, 0))
+    with pytest.raises(BadRequestError, match="'w' comes twice"):
+        WeightSender().describe([("w", first), ("w", second)])
+
+
+def test_a_tensor_whose_memory_was_freed_under_it_is_refused() -> None:
+    tensor = torch.zeros(8)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(BadRequestError, match=r"'w' has no memory any more.*from the module again"):
+        WeightSender().describe([("w", tensor)])
+
+
+def test_tensors_that_move_at_every_push_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    sender, stays = WeightSender(), torch.zeros(4)
+    for _ in range(6):
+        sender.describe([("stays", stays), ("moves", torch.zeros(4))])
+    (record,) = [r for r in caplog.records if "every push" in r.message]
+    assert "1 of 2" in record.message and "moves" in record.message
+
+
+def test_a_forked_child_leaves_the_weights_alone() -> None:
+    """It inherits the shared memory, and with it what gives the pages back when a tensor is freed."""
+    script = (
+        "import os, torch\nfrom verl_server.weight_sync.sender import WeightSender, describe_tensors\n"
+        "torch.set_num_threads(1)  # a forked child has no OpenMP threads\n"
+        "tensors, sender = {n: torch.ones(1 << 16) for n in 'ab'}, WeightSender()\n"
+        "(before, _) = describe_tensors(tensors.items())\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    tensors.pop('a')\n"
+        "    mine = sender.describe(list(tensors.items())).description\n"
+        "    os._exit(0 if mine.allocations[0].pid == os.getpid() else 1)\n"
+        "print(os.waitpid(child, 0)[1], int(tensors['a'].sum()), int(tensors['b'].sum()))\n"
+    )
+    command = ["timeout", "60", sys.executable, "-c", script]  # which ends the child, too
+    done = subprocess.run(command, capture_output=True, timeout=90, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("0 65536 65536\n", 0), done.stderr

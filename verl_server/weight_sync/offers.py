@@ -70,6 +70,10 @@ class Offers:
         self._open[id] = [storage for storage in storages if storage.device.type == "cuda"]
         return offer
 
+    def replace(self, names_id: str) -> None:
+        """This set will not come again: the next request has the server forget it."""
+        self._sets.pop(names_id, None)
+
     def succeeded(self, names_id: str, offer: Offer) -> None:
         """The request was carried out: the server has closed what it was told to forget."""
         for id in offer.forget:

@@ -85,6 +85,8 @@ class WeightPusher:
         self._offers = Offers()
         self._source: Callable[[], Named] | None = None
         self._mapping: Mapping | None = None
+        self._registered = ""
+        """names_id of what was registered last."""
         self._told = ""
         """Id of the description of this rank that the first rank has."""
         self._peers: list[WeightsDescription | None] = [None] * ranks.size
@@ -151,6 +153,10 @@ class WeightPusher:
             return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(parts))))
         names_id, id = merged_id([part.names_id for part in parts]), merged_id([part.id for part in parts])
         self._told = mine[0].description.id
+        if register:
+            if self._registered != names_id:
+                self._offers.replace(self._registered)
+            self._registered = names_id
         can_be_kept = all(part.can_be_kept for part in parts)
         offer = self._offers.offer(names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept)
         try:

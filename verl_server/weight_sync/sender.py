@@ -97,12 +97,12 @@ class WeightSender:
         memories = [_memory(name, value) for name, value in tensors]
         wait_for_writes({memory.device for memory in memories})
         storages = {s._cdata: s for s in (memory.untyped_storage() for memory in memories) if s.nbytes()}
-        prints = [_fingerprint(value, memory) for (_, value), memory in zip(tensors, memories, strict=True)]
+        prints = _fingerprints(tensors, memories)
         names = tuple(name for name, _ in tensors)
         with self._lock:
             known = self._known.get(names)
             if known is None or not _is_current(known, prints, storages):
-                known = self._look(names, tensors, prints, storages, known)
+                known = self._look(names, tensors, memories, storages, known)
             self._known.move_to_end(names)
             for key, region in known.regions.items():
                 region.refresh(storages[key])
@@ -113,7 +113,7 @@ class WeightSender:
         self,
         names: tuple[str, ...],
         tensors: list[Pushed],
-        prints: list[Any],
+        memories: list[torch.Tensor],
         storages: dict[int, torch.UntypedStorage],
         before: _Known | None,
     ) -> _Known:
@@ -122,6 +122,7 @@ class WeightSender:
         for dead in [key for key, other in self._known.items() if other.is_dead()]:
             del self._known[dead]  # with it goes the shared memory that its tensors were copied into
         regions = _exports.regions(storages.values())
+        prints = _fingerprints(tensors, memories)  # again: on CPU, exporting a storage moves it
         segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
         known = _Known(_description(tensors, regions), _names_id(names), prints, regions, list(segments.values()))
         if before is not None:
@@ -139,6 +140,10 @@ def _is_current(known: _Known, prints: list[Any], storages: dict[int, torch.Unty
     same = known.prints == prints and all(region.is_current(storages[key]) for key, region in known.regions.items())
     known.moves = 0 if same else known.moves
     return same and all(region.is_allocated() for region in known.segments)
+
+
+def _fingerprints(tensors: list[Pushed], memories: list[torch.Tensor]) -> list[Any]:
+    return [_fingerprint(value, memory) for (_, value), memory in zip(tensors, memories, strict=True)]
 
 
 def _fingerprint(value: torch.Tensor | TensorShard, memory: torch.Tensor) -> tuple[Any, ...]:

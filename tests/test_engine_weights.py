@@ -1,0 +1,255 @@
+"""The weight methods of every engine, against a fake one that records the requests."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fake_engine import FakeEngine
+from tests.weight_sync.reading import read
+from verl_server import BadRequestError, ControlTimeoutError, ServerUnavailableError, TensorShard, WeightUpdateError
+from verl_server.io_struct import (
+    BeginWeightUpdateReq,
+    ControlReply,
+    EndWeightUpdateReq,
+    RegisterWeightsReq,
+    UnregisterWeightsReq,
+    UpdateWeightsFromDistributedReq,
+)
+from verl_server.weight_sync.sender import describe_tensors
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def refusal(status_code: int, message: str = "refused") -> ControlReply:
+    return ControlReply(id=0, success=False, message=message, status_code=status_code)
+
+
+def test_the_second_push_registers_and_the_third_goes_by_id(engine: FakeEngine, model: nn.Module) -> None:
+    for _ in range(4):
+        assert engine.update_weights_from_tensor(model.named_parameters()) == (True, "done")
+    assert engine.updates == ["description", "description+", "registration", "registration"]
+
+
+def test_copies_are_never_registered(engine: FakeEngine, model: nn.Module) -> None:
+    for _ in range(4):
+        engine.update_weights_from_tensor((n, p.detach().clone()) for n, p in model.named_parameters())
+    assert engine.updates == ["description"] * 4
+    assert not engine.known
+
+
+def test_storage_that_moved_is_described_again(engine: FakeEngine, model: nn.Module) -> None:
+    for _ in range(3):
+        engine.update_weights_from_tensor(model.named_parameters())
+    (old,) = engine.known
+    model[0].weight.data = torch.ones(4, 4)
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.updates[-1] == "description"
+    assert engine.last.forget == [old]
+    assert (read(engine.last.description)["0.weight"] == 1).all()
+
+
+def test_registered_models(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    assert isinstance(engine.last, RegisterWeightsReq)
+    engine.push_weights(7, mode="in_place")
+    assert engine.updates == ["registration"]
+    assert (engine.last.weight_version, engine.last.mode) == ("7", "in_place")
+    model[1].weight = nn.Parameter(torch.full((4, 4), 3.0))
+    engine.push_weights()
+    assert engine.updates[-1] == "description+", "a parameter that was replaced is found"
+    assert (read(engine.last.description)["1.weight"] == 3).all()
+    model.append(nn.Linear(4, 4))
+    engine.push_weights()
+    assert "2.weight" in read(engine.last.description), "and so is a module that was added"
+    engine.push_weights()
+    assert engine.updates[-1] == "registration"
+    assert len(engine.known) == 1
+
+
+def test_registered_functions_and_pairs(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(lambda: model.named_parameters())
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    engine.push_weights()
+    assert (read(engine.last.description)["0.weight"] == 1).all()
+    engine.register_weights(model.named_parameters())
+    engine.push_weights()
+    engine.push_weights()
+    assert engine.updates[-2:] == ["registration"] * 2
+
+
+def test_a_server_that_forgot_gets_the_description_once(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    engine.known.clear()
+    assert engine.push_weights()[0]
+    assert engine.updates == ["registration", "description+"]
+    engine.push_weights()
+    assert engine.updates[-1] == "registration"
+    engine.refuse = refusal(404, "not here")
+    with pytest.raises(WeightUpdateError, match="not here"):
+        engine.push_weights()
+    assert engine.updates[-2:] == ["registration", "description+"], "no third try"
+
+
+def test_pushing_what_was_never_registered(engine: FakeEngine, model: nn.Module) -> None:
+    with pytest.raises(BadRequestError, match="register_weights"):
+        engine.push_weights()
+    engine.unregister_weights()
+    engine.register_weights(model)
+    engine.unregister_weights()
+    with pytest.raises(BadRequestError, match="register_weights"):
+        engine.push_weights()
+    ((local,),) = [describe_tensors([("w", torch.ones(2))])]
+    with pytest.raises(BadRequestError, match="one update"):
+        engine.register_weights([local])
+
+
+def test_unregister_names_everything_that_may_be_open(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    engine.refuse = ControlTimeoutError("silent")
+    other = torch.ones(2)
+    with pytest.raises(ControlTimeoutError):
+        engine.update_weights_from_tensor([("other", other)])
+    with pytest.raises(ControlTimeoutError):
+        engine.unregister_weights()
+    engine.refuse = None
+    engine.unregister_weights()
+    assert isinstance(engine.last, UnregisterWeightsReq)
+    assert len(engine.last.registrations or []) == 2
+    before = len(engine.requests)
+    engine.unregister_weights()
+    assert len(engine.requests) == before, "nothing is open any more"
+
+
+def test_a_refused_push_keeps_the_tensors_and_the_registration(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.refuse = refusal(503, "asleep")
+    with pytest.raises(ServerUnavailableError, match="asleep"):
+        engine.push_weights()
+    engine.refuse = None
+    engine.push_weights()
+    assert engine.updates[-1] == "registration"
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_an_engine_that_sleeps_holds_nothing(engine: FakeEngine, model: nn.Module) -> None:
+    engine.register_weights(model)
+    engine.release_memory_occupation(["weights"])
+    assert engine._pusher is not None and engine._pusher._offers.open_ids() == []
+    engine.push_weights()
+    assert engine.updates[-1] == "description+", "explicit registration goes on"
+    engine.release_memory_occupation()
+    for _ in range(3):
+        engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.updates[-3:] == ["description"] * 3, "without it the memory could not be offloaded"
+
+
+def test_mapping(engine: FakeEngine) -> None:
+    fused = nn.Parameter(torch.arange(12.0).reshape(6, 2))
+
+    def mapping(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor | TensorShard]]:
+        assert name == "qkv"
+        q, k, v = tensor.chunk(3)
+        return [("q", q), ("k", k), ("v", TensorShard(v, (2, 2), (0, 0)))]
+
+    for _ in range(3):
+        engine.update_weights_from_tensor([("qkv", fused)], mapping=mapping)
+    assert engine.updates == ["description", "description+", "registration"], "views of unmoved memory stay"
+    seen = read(engine.requests[0].description)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(torch.cat([seen["q"], seen["k"], seen["v"]]), fused)
+    engine.register_weights([("qkv", fused)], mapping)
+    engine.push_weights()
+    assert engine.updates[-1] == "registration"
+
+
+def test_handles_travel_as_they_are(engine: FakeEngine) -> None:
+    tensor, other = torch.ones(2), torch.zeros(3)
+    described = describe_tensors([("a", tensor)])
+    engine.update_weights_from_tensor([*described, ("b", other)])
+    assert engine.updates == ["named_tensors"]
+    assert engine.last.named_tensors[0] == described[0]
+    assert engine.last.named_tensors[1][1].get(0).shape == [3]
+
+
+@pytest.mark.parametrize("pushed", [{"w": torch.ones(2)}, [torch.ones(2)], [(3, torch.ones(2))], [("w", 3)]])
+def test_what_is_no_named_tensor_is_refused(engine: FakeEngine, pushed: Any) -> None:
+    with pytest.raises(BadRequestError, match=r"pairs|not a torch.Tensor"):
+        engine.update_weights_from_tensor(pushed)
+    assert not engine.requests
+
+
+def test_temporaries_live_until_the_reply(engine: FakeEngine) -> None:
+    seen: list[torch.Tensor] = []
+    engine.on_request = lambda req: seen.append(read(req.description)["w"])  # type: ignore[union-attr, arg-type]
+    engine.update_weights_from_tensor((name, torch.full((1 << 16,), 5.0)) for name in ["w"])
+    assert (seen[0] == 5).all()
+
+
+def test_pushes_of_several_threads_come_one_after_the_other(engine: FakeEngine, model: nn.Module) -> None:
+    inside, most, lock = [0], [0], threading.Lock()
+    meet = threading.Barrier(4)
+
+    def count(req: Any) -> None:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.01)  # time for others to come in, if they could
+        with lock:
+            inside[0] -= 1
+
+    engine.on_request = count
+
+    def push() -> None:
+        meet.wait(10)
+        for _ in range(3):
+            engine.update_weights_from_tensor(model.named_parameters())
+
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(push) for _ in range(4)]:
+            job.result(30)
+    assert most == [1]
+    assert engine.updates == ["description", "description+"] + ["registration"] * 10
+
+
+def test_sessions(engine: FakeEngine, model: nn.Module) -> None:
+    session = engine.begin_weight_update(lease_seconds=5, full=True)
+    assert engine.last == BeginWeightUpdateReq(transaction_id=session, lease_seconds=5, full=True)
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id == session
+    engine.update_weights_from_distributed(["w"], [torch.bfloat16], [[2]])
+    assert isinstance(engine.last, UpdateWeightsFromDistributedReq)
+    assert (engine.last.transaction_id, engine.last.dtypes) == (session, ["bfloat16"])
+    engine.refuse = refusal(400, "missing: 'lm_head.weight'")
+    with pytest.raises(WeightUpdateError, match="missing"):
+        engine.end_weight_update()
+    engine.refuse = None
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id == session, "a session whose end was refused is still open"
+    engine.end_weight_update(weight_version="9")
+    assert engine.last == EndWeightUpdateReq(transaction_id=session, weight_version="9")
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id is None
+
+
+def test_a_session_that_was_given_up_is_not_ours_any_more(engine: FakeEngine, model: nn.Module) -> None:
+    engine.begin_weight_update("mine")
+    engine.refuse = refusal(409, "another session is open")
+    with pytest.raises(WeightUpdateError):
+        engine.end_weight_update()
+    engine.refuse = None
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id is None
