@@ -98,6 +98,16 @@ def test_forged_memory_is_refused_and_the_context_lives(
     assert holds(runner, 1)
 
 
+def test_the_end_of_an_owner_closes_its_memory(receiver: WeightReceiver, runner: FakeRunner, owner: Owner) -> None:
+    receiver.register(owner.description, strict_dtype=False)
+    assert push(receiver, "theirs")
+    assert holds(runner, 1)
+    free = torch.cuda.mem_get_info()[0]
+    wait_for_end(receiver, owner)
+    assert len(receiver._memory) == 0, "without waiting for the garbage collector"
+    assert torch.cuda.mem_get_info()[0] >= free + LARGE
+
+
 def test_the_end_of_an_owner_closes_its_memory_but_not_under_a_plan(
     receiver: WeightReceiver, runner: FakeRunner, owner: Owner
 ) -> None:

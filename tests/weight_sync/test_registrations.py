@@ -166,6 +166,7 @@ def test_the_end_of_an_owner_closes_what_it_owned_and_nothing_else(
     assert push(receiver, "both")
     wait_for_end(receiver, owner)
     assert [push(receiver, id) for id in (mine.id, "theirs", "both")] == [True, False, False]
+    assert len(receiver._memory) == 1, "without waiting for the garbage collector"
     assert open_memory() == before
     assert owner.process.pid not in receiver._registrations._watched
 
@@ -204,6 +205,21 @@ def test_a_dead_owner_is_not_registered(receiver: WeightReceiver, owner: Owner) 
     with pytest.raises(WeightUpdateError, match=f"Process {owner.process.pid}"):
         receiver._keep("late", plan)
     assert receiver.registered("late") is None
+
+
+def test_an_owner_that_ends_while_it_is_registered_is_not_kept(
+    receiver: WeightReceiver, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = receiver._registrations._watch
+
+    def watch_and_end(pid: int) -> None:
+        watch(pid)
+        wait_for_end(receiver, owner)
+
+    monkeypatch.setattr(receiver._registrations, "_watch", watch_and_end)
+    with pytest.raises(WeightUpdateError, match="cannot be watched"):
+        receiver.register(owner.description, strict_dtype=False)
+    assert receiver.registered("theirs") is None
 
 
 def test_memory_that_is_cut_off_between_pushes_is_not_read(receiver: WeightReceiver, runner: FakeRunner) -> None:

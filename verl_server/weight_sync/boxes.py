@@ -79,7 +79,7 @@ def spoken(box: Box) -> str:
 
 def _first_gap(taken: NDArray[np.bool_], cuts: list[list[int]]) -> Box:
     """The first free cell, extended as far as it goes, last dimension first."""
-    gap = [slice(int(i), int(i) + 1) for i in np.argwhere(~taken)[0]]
+    gap = [slice(int(i), int(i) + 1) for i in np.unravel_index(int(taken.argmin()), taken.shape)]
     for d in reversed(range(len(gap))):
         while gap[d].stop < taken.shape[d]:
             beyond = [*gap[:d], slice(gap[d].stop, gap[d].stop + 1), *gap[d + 1 :]]

@@ -6,9 +6,12 @@ in each scheduler process. Nothing here can run code, and nothing is pickled.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""What arrives has no other numbers; `open_memory` and `sources` check what they mean."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,22 +25,22 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """Unique over owners and time: the receiver caches the opened region under it."""
     kind: Literal["shm", "cuda", "shm_name"]
-    nbytes: int
+    nbytes: Count
     """Size of the shared storage in bytes."""
-    pid: int = 0
+    pid: Count = 0
     """Owner process."""
-    fd: int = -1
+    fd: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)] = -1
     name: str = ""
     """shm_name: the file's name in /dev/shm, without a slash."""
-    inode: int = 0
+    inode: Count = 0
     """st_ino of the memfd: pids and descriptors are reused, and namespaces give them other meanings."""
     device_uuid: str = ""
     handle: bytes = b""
     """cudaIpcMemHandle as torch exports it."""
-    storage_offset_bytes: int = 0
+    storage_offset_bytes: Count = 0
     """Where the storage starts inside the exported segment."""
     ref_counter_handle: bytes = b""
-    ref_counter_offset: int = 0
+    ref_counter_offset: Count = 0
     event_handle: bytes = b""
     event_sync_required: bool = False
 
@@ -49,13 +52,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `allocations[allocation]` of the description.
     """
 
-    allocation: int
-    shape: list[int]
-    offset: list[int]
+    allocation: Count
+    shape: list[Count]
+    offset: list[Count]
     """Of the box in the full tensor; all zeros and `shape` the full one for a whole tensor."""
-    stride: list[int]
+    stride: list[Count]
     """In elements."""
-    storage_offset: int = 0
+    storage_offset: Count = 0
     """In elements from the start of the allocation's storage."""
 
 
@@ -69,7 +72,7 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
-    shape: list[int]
+    shape: list[Count]
     """Of the full tensor."""
     shards: list[Shard]
 
@@ -91,10 +94,10 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
     allocation: Allocation
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"."""
-    shape: list[int]
-    stride: list[int]
+    shape: list[Count]
+    stride: list[Count]
     """In elements."""
-    storage_offset: int = 0
+    storage_offset: Count = 0
     """In elements from the start of the allocation's storage."""
 
 
