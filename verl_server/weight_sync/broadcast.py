@@ -33,21 +33,11 @@ _ANSWER_SECONDS = 5.0
 
 
 class GroupMember(Protocol):
-    """What is asked of an engine here; each call returns when its server has done its part, or raises."""
+    """What is asked of an engine here, by keyword; each call returns when its server has done its part, or raises."""
 
-    def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = ...,
-        backend: str = ...,
-    ) -> Any: ...
+    def init_weights_update_group(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def update_weights_from_distributed(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str = ..., **options: Any
-    ) -> Any: ...
+    def update_weights_from_distributed(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class BroadcastGroup:

@@ -1,0 +1,56 @@
+"""A trainer process that pushes weights as SGLang's clients do. Each line of stdin is a push, answered by a line.
+
+{"url", "folder", "factor", "format", "ranks"}: the checkpoint in `folder`, times `factor`, in a wire format of
+SGLang's, for `ranks` tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file
+
+from tests.weight_sync import sglang_payloads as sglang
+
+
+def payloads(name: str, weights: list[tuple[str, torch.Tensor]], ranks: int) -> dict[str, Any]:
+    """The body of the request."""
+    if name == "pairs":
+        return {"serialized_named_tensors": [sglang.serialized(weights) for _ in range(ranks)]}
+    if name == "one for all":
+        return {"serialized_named_tensors": [sglang.serialized(weights)] * ranks}
+    if name == "local":
+        with sglang.stub_modules(**{f"{sglang.OLD}:LocalSerializedTensor": sglang.LocalSerializedTensor}):
+            local = [
+                (key, sglang.LocalSerializedTensor([sglang.dumps(tensor) for _ in range(ranks)]))
+                for key, tensor in weights
+            ]
+            return {"serialized_named_tensors": [sglang.serialized(local)] * ranks}
+    module = sglang.BUCKETS if name == "bucket" else sglang.OLD
+    with sglang.stub_modules(**{f"{module}:FlattenedTensorMetadata": sglang.FlattenedTensorMetadata}):
+        bucket = sglang.bucket(weights, count_bytes=name == "bucket")
+        data = [sglang.serialized(bucket) for _ in range(ranks)]
+    return {"serialized_named_tensors": data, "load_format": "flattened_bucket", "kept": bucket}
+
+
+def main() -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    for line in sys.stdin:
+        ask = json.loads(line)
+        loaded = load_file(Path(ask["folder"]) / "model.safetensors")
+        weights = [(name, tensor * ask["factor"]) for name, tensor in loaded.items()]
+        body = payloads(ask["format"], weights, ask["ranks"])
+        kept = body.pop("kept", weights)  # until the reply
+        reply = httpx.post(f"{ask['url']}/update_weights_from_tensor", json=body, timeout=60)
+        del kept
+        print(json.dumps([reply.status_code, reply.json()]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
