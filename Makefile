@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-cuda lint format bench soak clean
+.PHONY: help setup demo test test-cuda lint format bench bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## CPU benchmarks, one JSON line a figure
 	$(BIN)/python -m benchmarks.offline --device cpu --shape tiny $(ARGS)
+
+bench-sync: $(STAMP)  ## weight pushes on the CPU, and what they cost requests that run
+	$(BIN)/python -m benchmarks.weight_sync --device cpu --shape tiny --generate 4 $(ARGS)
 
 soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed, in each mode
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
