@@ -16,11 +16,15 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.weight_sync import sglang_payloads as sglang
+from tests.weight_sync.fakes import FakeRunner, random_weights
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync import pickle_reader
 from verl_server.weight_sync.handles import Allocation, TensorHandle
 from verl_server.weight_sync.legacy import give_back, parse_payload
+from verl_server.weight_sync.receiver import WeightReceiver
 from verl_server.weight_sync.shm_file import read_shm_file
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +92,32 @@ def test_references_that_nobody_will_open_are_given_back() -> None:
     give_back(handle.allocation for _, handle in handles)
     assert [references(handle.allocation.name) for _, handle in handles] == [1, 1]
     give_back([Allocation(id="x", kind="shm_name", name="torch_1_1_1", nbytes=1)])  # gone: nothing to do
+
+
+def test_a_refused_update_gives_all_references_back() -> None:
+    runner = FakeRunner()
+    receiver = WeightReceiver(runner.weight_map, 0, 1, CPU)
+    weights = list(random_weights(1).items())
+    for entries, message in (
+        ([*weights, ("unknown", torch.ones(2))], "no parameter 'unknown'"),
+        ([(weights[0][0], torch.ones(8, 4).int()), *weights[1:]], "int32"),
+        ([(weights[0][0], torch.ones(3, 3)), *weights[1:]], "shape"),
+    ):
+        handles = parse_payload(sglang.dumps(entries), None)
+        with pytest.raises(WeightUpdateError, match=message):
+            receiver.stage_named(handles, strict_dtype=False, partial=True)
+        assert {references(handle.allocation.name) for _, handle in handles} == {1}
+    with sglang.stub_modules(**{f"{sglang.BUCKETS}:FlattenedTensorMetadata": sglang.FlattenedTensorMetadata}):
+        bucket = sglang.bucket([*weights, ("unknown", torch.ones(2))])
+        handles = parse_payload(sglang.dumps(bucket), "flattened_bucket")
+    flat = sglang.dumps(bucket["flattened_tensor"])  # one more reference, which nobody gives back
+    with pytest.raises(WeightUpdateError, match="no parameter 'unknown'"):
+        receiver.stage_named(handles, strict_dtype=False, partial=True)
+    assert flat and references(handles[0][1].allocation.name) == 2
+    handles = parse_payload(sglang.dumps(weights), None)
+    plan = receiver.stage_named(handles, strict_dtype=False, partial=False)
+    plan.commit()
+    assert runner.holds(dict(weights))
 
 
 def test_values_of_a_rank() -> None:

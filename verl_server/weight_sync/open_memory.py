@@ -96,6 +96,9 @@ class HeldMemory:
         self._memory = memory
         self._regions: dict[Allocation, Region] = {}
 
+    def __contains__(self, allocation: Allocation) -> bool:
+        return allocation in self._regions
+
     @property
     def owners(self) -> list[int]:
         """Processes whose end takes the memory's meaning away."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from verl_server.errors import WeightUpdateError
 from verl_server.models.loader import WeightMap
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
+from verl_server.weight_sync.legacy import give_back
 from verl_server.weight_sync.names import ModelNames
 from verl_server.weight_sync.open_memory import OpenAllocations, fault_in
 from verl_server.weight_sync.plan import UpdatePlan
@@ -77,12 +78,16 @@ class WeightReceiver:
     ) -> UpdatePlan:
         """Check an update that travels as one handle for each tensor, or one for each rank, and open its memory."""
         memory = self._memory.hold()
-        names = self._names.settle([name for name, _ in named_tensors])
-        sources = [
-            (known, handle_source(name, self._handle(name, value), memory))
-            for known, (name, value) in zip(names, named_tensors, strict=True)
-            if known is not None
-        ]
+        try:
+            names = self._names.settle([name for name, _ in named_tensors])
+            sources = [
+                (known, handle_source(name, self._handle(name, value), memory))
+                for known, (name, value) in zip(names, named_tensors, strict=True)
+                if known is not None
+            ]
+        finally:  # opening a pickled handle gives its reference back; so must not opening it
+            pickled = {value.allocation: None for _, value in named_tensors if isinstance(value, TensorHandle)}
+            give_back(allocation for allocation in pickled if allocation not in memory)
         plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
         self._check(plan, strict_dtype, partial, checksums)
         return plan
