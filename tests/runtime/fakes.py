@@ -287,11 +287,8 @@ class Harness:
         context_length = settings.pop("context_length", 512)
         settings = {"chunked_prefill_size": 16, "check_invariants": True} | settings
         self.args = ServerArgs(model_path="fake", page_size=page_size, max_running_requests=max_rows, **settings)
-        self.runner = FakeModelRunner(num_pages, page_size, max_rows, context_length)
-        self.weights = FakeWeights(self.runner)
         self.clock = Clock()
-        self.stager = FakeStager()
-        self.worker = TpWorker(self.runner, self.weights, self.stager, TpGroup())
+        self.worker = self.make_worker(num_pages, page_size, max_rows, context_length)
         self.scheduler = Scheduler(self.args, self.worker, self.receive, self.clock)
         self.sent: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
@@ -300,6 +297,12 @@ class Harness:
         self.finished: dict[str, FinishReason] = {}
         self.last: dict[str, tuple[BatchTokenIDOut, int]] = {}
         self.replies: dict[int, ControlReply] = {}
+
+    def make_worker(self, num_pages: int, page_size: int, max_rows: int, context_length: int) -> TpWorker:
+        self.runner = FakeModelRunner(num_pages, page_size, max_rows, context_length)
+        self.weights = FakeWeights(self.runner)
+        self.stager = FakeStager()
+        return TpWorker(self.runner, self.weights, self.stager, TpGroup())
 
     def receive(self, message: SchedulerOutput) -> None:
         self.sent.append(message)
