@@ -37,6 +37,7 @@ class Region:
 
     storage: StorageWeakRef
     """Keeps the StorageImpl's address from being used again, not its memory."""
+    device: torch.device
     data_ptr: int
     nbytes: int
     allocation: Allocation
@@ -49,16 +50,20 @@ class Region:
     allocation_id: int = 0
     """CUDA: the driver's number of this allocation, unique in the process's life; 0 if not known."""
 
-    def is_current(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage still lies in the memory that was described (on CUDA see `is_allocated`, too)."""
-        alive = self.memory_is_alive is None or self.memory_is_alive() is not None
-        return alive and self.data_ptr == storage.data_ptr() and self.nbytes == storage.nbytes()
+    def is_there(self) -> bool:
+        """Whether the memory that was described is still what lies at its address (on CUDA see `is_allocated`)."""
+        return self.memory_is_alive is None or self.memory_is_alive() is not None
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage still lies in the memory that was described."""
+        there = self.data_ptr == storage.data_ptr() and self.nbytes == storage.nbytes()
+        return there and self.is_there() and self.is_allocated()
 
     def is_freed(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
     def is_allocated(self) -> bool:
-        """Whether CUDA memory is the allocation that was described. Regions of one segment share the answer."""
+        """Whether CUDA memory is in the allocation that was described; regions with one `allocation_id` agree."""
         return not self.allocation_id or allocation_id(self.data_ptr) == self.allocation_id
 
     @property
@@ -99,7 +104,7 @@ class Exports:
 
     def _is_exported(self, storage: torch.UntypedStorage) -> bool:
         region = self._regions.get(storage._cdata)
-        return region is not None and region.is_current(storage) and region.is_allocated()
+        return region is not None and region.holds(storage)
 
     def _forget_freed(self) -> None:
         for key in [key for key, region in self._regions.items() if region.is_freed()]:
@@ -128,7 +133,7 @@ class Exports:
 
     def _remember(self, storage: torch.UntypedStorage, allocation: Allocation, offset: int = 0) -> Region:
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        region = Region(weak, storage.data_ptr(), storage.nbytes(), allocation, offset)
+        region = Region(weak, storage.device, storage.data_ptr(), storage.nbytes(), allocation, offset)
         self._regions[storage._cdata] = region
         return region
 

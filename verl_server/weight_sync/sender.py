@@ -12,37 +12,27 @@ import collections
 import hashlib
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.cuda_memory import wait_for_writes
+from verl_server.weight_sync.description import Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.exports import Exports, Region
-from verl_server.weight_sync.handles import (
-    Allocation,
-    LocalSerializedTensor,
-    Shard,
-    TensorHandle,
-    TensorSource,
-    WeightsDescription,
-)
-from verl_server.weight_sync.shards import Box, TensorShard, boxes_of, local_tensor
+from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
+from verl_server.weight_sync.shards import local_tensor
 from verl_server.weight_sync.trainer_modules import gathered_by_fsdp
 
 logger = logging.getLogger(__name__)
 
-Pushed = tuple[str, torch.Tensor | TensorShard]
 Mapping = Callable[[str, torch.Tensor], Iterable[Pushed]]
 """(name, tensor) as the trainer has them -> the tensors or shards that the server knows, for example the parts of a
 fused projection. Views are pushed as fast as the tensor itself; what it computes anew is copied at every push."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REMEMBERED = 16
 """Sets of names of which a sender remembers the description: a version may come in several pushes."""
 _MOVES_BEFORE_WARNING = 3
@@ -61,20 +51,30 @@ class Described:
     """Whether a server may keep this memory open: changes of all of it would be noticed."""
 
 
-@dataclass
 class _Known:
     """The last look at one set of names, without strong references to its memory."""
 
-    description: WeightsDescription
-    names_id: str
-    prints: list[Any]
-    """One `_fingerprint` for each tensor."""
-    regions: dict[int, Region]
-    """By storage. Their weak references pin the StorageImpls that the fingerprints compare."""
-    segments: list[Region]
-    """One region of each CUDA allocation."""
-    moves: int = 0
-    """How often in a row the set was found elsewhere."""
+    def __init__(
+        self, description: WeightsDescription, names_id: str, prints: list[Any], regions: dict[int, Region]
+    ) -> None:
+        self.description, self.names_id = description, names_id
+        self.prints = prints
+        """One of each tensor; see `_look_at`."""
+        self.regions = regions
+        """By storage. Their weak references pin the StorageImpls that the prints compare."""
+        self.devices = {region.device for region in regions.values()}
+        self.can_be_kept = all(region.can_be_kept for region in regions.values())
+        self.moves = 0
+        """How often in a row the set was found elsewhere."""
+        self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
+
+    def is_current(self, prints: list[Any]) -> bool:
+        """Whether every tensor lies where it was described. (Equal prints are about the same, living storages.)"""
+        return (
+            self.prints == prints
+            and all(region.is_there() for region in self.regions.values())
+            and all(region.is_allocated() for region in self._segments.values())
+        )
 
     def is_dead(self) -> bool:
         """Whether a tensor of the set was freed, so that it can never be found there again."""
@@ -94,26 +94,24 @@ class WeightSender:
         Raises BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
         every tensor then still holds its values.
         """
-        memories = [_memory(name, value) for name, value in tensors]
-        wait_for_writes({memory.device for memory in memories})
-        storages = {s._cdata: s for s in (memory.untyped_storage() for memory in memories) if s.nbytes()}
-        prints = _fingerprints(tensors, memories)
         names = tuple(name for name, _ in tensors)
+        prints, storages = _look_at(tensors)
         with self._lock:
             known = self._known.get(names)
-            if known is None or not _is_current(known, prints, storages):
-                known = self._look(names, tensors, memories, storages, known)
+            if known is None or not known.is_current(prints):
+                known = self._describe_anew(names, tensors, storages, known)
+            else:
+                known.moves = 0
+                wait_for_writes(known.devices)
             self._known.move_to_end(names)
             for key, region in known.regions.items():
                 region.refresh(storages[key])
-        can_be_kept = all(region.can_be_kept for region in known.regions.values())
-        return Described(known.description, known.names_id, list(storages.values()), can_be_kept)
+        return Described(known.description, known.names_id, list(storages.values()), known.can_be_kept)
 
-    def _look(
+    def _describe_anew(
         self,
         names: tuple[str, ...],
         tensors: list[Pushed],
-        memories: list[torch.Tensor],
         storages: dict[int, torch.UntypedStorage],
         before: _Known | None,
     ) -> _Known:
@@ -121,10 +119,10 @@ class WeightSender:
         _refuse_gathered(tensors, storages)
         for dead in [key for key, other in self._known.items() if other.is_dead()]:
             del self._known[dead]  # with it goes the shared memory that its tensors were copied into
+        wait_for_writes({storage.device for storage in storages.values()})  # before CPU storages are moved
         regions = _exports.regions(storages.values())
-        prints = _fingerprints(tensors, memories)  # again: on CPU, exporting a storage moves it
-        segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
-        known = _Known(_description(tensors, regions), _names_id(names), prints, regions, list(segments.values()))
+        prints, _ = _look_at(tensors)  # again, for they have moved
+        known = _Known(describe_memory(tensors, regions), _names_id(names), prints, regions)
         if before is not None:
             known.moves = before.moves + 1
             if known.moves == _MOVES_BEFORE_WARNING:
@@ -135,93 +133,32 @@ class WeightSender:
         return known
 
 
-def _is_current(known: _Known, prints: list[Any], storages: dict[int, torch.UntypedStorage]) -> bool:
-    """Whether every tensor lies where it was described. (Equal prints are about the same, living storages.)"""
-    same = known.prints == prints and all(region.is_current(storages[key]) for key, region in known.regions.items())
-    known.moves = 0 if same else known.moves
-    return same and all(region.is_allocated() for region in known.segments)
+def _look_at(tensors: list[Pushed]) -> tuple[list[Any], dict[int, torch.UntypedStorage]]:
+    """(a print of each tensor, their storages by `_cdata`): all that is looked at when nothing has moved.
 
-
-def _fingerprints(tensors: list[Pushed], memories: list[torch.Tensor]) -> list[Any]:
-    return [_fingerprint(value, memory) for (_, value), memory in zip(tensors, memories, strict=True)]
-
-
-def _fingerprint(value: torch.Tensor | TensorShard, memory: torch.Tensor) -> tuple[Any, ...]:
-    """Differs whenever the tensor lies elsewhere, or is another part, or is read in another way."""
-    part: Any = None
-    if isinstance(value, DTensor):
-        part = value.shape, value.placements, value.device_mesh
-    elif isinstance(value, TensorShard):
-        part = tuple(value.shape), tuple(value.offset)
-    storage = memory.untyped_storage()
-    place = storage._cdata, storage.data_ptr(), storage.nbytes(), memory.storage_offset()
-    return part, place, memory.shape, memory.stride(), memory.dtype, memory.is_neg()
-
-
-def _memory(name: str, value: Any) -> torch.Tensor:
-    """The plain tensor that this rank holds of a value, checked to be readable by others."""
-    tensor = local_tensor(value) if isinstance(value, torch.Tensor | TensorShard) else value
-    if not isinstance(tensor, torch.Tensor):
-        raise BadRequestError(f"'{name}' is a {type(tensor).__name__}, not a torch.Tensor.")
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        raise BadRequestError(f"'{name}' is a {type(tensor).__name__}, which has no memory of its own to share.")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_neg():
-        raise BadRequestError(f"'{name}' ({tensor.layout}, device '{tensor.device}') has no plain memory to share.")
-    return tensor
-
-
-def _description(tensors: list[Pushed], regions: dict[int, Region]) -> WeightsDescription:
-    allocations: list[Allocation] = []
-    places: dict[str, int] = {}
-    sources: dict[str, TensorSource] = {}
+    A print differs whenever its tensor lies elsewhere, is another part, or is read in another way.
+    """
+    prints: list[Any] = []
+    storages = {}
     for name, value in tensors:
-        shape, boxes = boxes_of(name, value)
-        memory = local_tensor(value)
-        dtype = str(memory.dtype).removeprefix("torch.")
-        _check_memory(name, memory)
-        source = TensorSource(name=name, dtype=dtype, shape=list(shape), shards=[])
-        if name in sources:
-            source = _another_shard(sources[name], source, value, boxes)
-        sources[name] = source
-        if boxes:
-            region = regions[memory.untyped_storage()._cdata]
-            index = places.setdefault(region.allocation.id, len(allocations))
-            allocations.extend([region.allocation] if index == len(allocations) else [])
-            source.shards.extend(_shard(box, memory, region, index) for box in boxes)
-    return WeightsDescription(id=uuid.uuid4().hex, allocations=allocations, tensors=list(sources.values()))
+        memory = readable_memory(name, value)
+        storage = memory.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if nbytes:
+            storages[key] = storage
+        part: Any = None
+        if memory is not value:
+            part = _part(value)
+        view = memory.storage_offset(), memory.shape, memory.stride(), memory.dtype
+        prints.append((part, key, storage.data_ptr(), nbytes, view))
+    return prints, storages
 
 
-def _shard(box: Box, memory: torch.Tensor, region: Region, allocation: int) -> Shard:
-    stride = memory.stride()
-    start = region.offset // memory.element_size() + memory.storage_offset()
-    start += sum(at * step for at, step in zip(box.local_offset, stride, strict=True))
-    return Shard(
-        allocation=allocation,
-        shape=list(box.shape),
-        offset=list(box.offset),
-        stride=list(stride),
-        storage_offset=int(start),
-    )
-
-
-def _check_memory(name: str, memory: torch.Tensor) -> None:
-    """Memory that was freed under its tensor cannot be read."""
-    last = sum((size - 1) * step for size, step in zip(memory.shape, memory.stride(), strict=True))
-    end = (memory.storage_offset() + last + 1) * memory.element_size()
-    if memory.numel() and end > memory.untyped_storage().nbytes():
-        raise BadRequestError(
-            f"'{name}' has no memory any more: its storage was freed or resized under it (a parameter that FSDP has "
-            "resharded, or that was offloaded). Read the parameters from the module again."
-        )
-
-
-def _another_shard(first: TensorSource, second: TensorSource, value: Any, boxes: list[Box]) -> TensorSource:
-    """A name may come more than once in shards of one tensor; anything else is a mistake."""
-    same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    known = [(shard.shape, shard.offset) for shard in first.shards]
-    if not (isinstance(value, TensorShard) and same) or any((list(b.shape), list(b.offset)) in known for b in boxes):
-        raise BadRequestError(f"'{first.name}' comes twice. (Only TensorShards of different boxes may share a name.)")
-    return first
+def _part(value: Any) -> Any:
+    """What else than its memory a sharded tensor is."""
+    if isinstance(value, DTensor):
+        return value.shape, value.placements, value.device_mesh
+    return tuple(value.shape), tuple(value.offset)
 
 
 def _refuse_gathered(tensors: list[Pushed], storages: dict[int, torch.UntypedStorage]) -> None:
@@ -263,7 +200,7 @@ def describe_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[
     They are opened for one update and planned anew each time: `EngineBase.update_weights_from_tensor` and
     `register_weights` are faster, and read shards.
     """
-    tensors = [(name, _memory(name, _whole(name, tensor))) for name, tensor in named_tensors]
+    tensors = [(name, readable_memory(name, _whole(name, tensor))) for name, tensor in named_tensors]
     wait_for_writes({tensor.device for _, tensor in tensors})
     storages = {s._cdata: s for s in (tensor.untyped_storage() for _, tensor in tensors) if s.nbytes()}
     regions = _exports.regions(storages.values())
