@@ -267,7 +267,9 @@ def source_memory(device: str, nbytes: int, peer: bool) -> Iterator[Tensor]:
     ours, theirs = context.Pipe()
     owner = context.Process(target=_own_memory, args=(theirs, nbytes), daemon=True)
     owner.start()
+    theirs.close()  # so that an owner that fails ends the wait
     handle = ours.recv()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     storage = torch.UntypedStorage._new_shared_cuda(0, *handle[1:])  # type: ignore[no-untyped-call]
     yield torch.empty(0, dtype=torch.uint8, device="cuda:0").set_(storage, 0, (nbytes,), (1,))
     ours.send("done")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_server.weight_sync import fused_copy
 from verl_server.weight_sync.copy_table import Kind, Rows, Table, as_rows, build_tables
-from verl_server.weight_sync.fused_copy import CopyPlan
+from verl_server.weight_sync.fused_copy import CopyPlan, compile_kernels
 from verl_server.weight_sync.host_copy import HostCopies
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -292,3 +292,10 @@ def test_checkpoints_in_host_memory_reach_the_gpu() -> None:
     destination = torch.full((48, 160), -7.0, dtype=torch.bfloat16, device="cuda")
     CopyPlan([destination], [source]).run()
     assert same(destination.cpu(), source.bfloat16())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_kernels_compile_ahead_of_the_first_plan(device: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_kernels(torch.device(device), torch.bfloat16)

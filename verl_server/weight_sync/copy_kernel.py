@@ -18,12 +18,11 @@ class TileCopies:
     """Launches that copy what the tables say, compiled and loaded; the tables lie on the device."""
 
     def __init__(self, tables: Sequence[Table], device: torch.device, *, num_warps: int) -> None:
-        """Waits for this work alone, not for what else the device does. Raises whatever Triton does if it cannot."""
+        """Waits for the current stream, after which any stream may launch. Raises whatever Triton does if it cannot."""
         self._device = device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        with torch.cuda.device(device):
             self._launches = [_prepared(table, device, num_warps) for table in tables]
-        stream.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def launch(self) -> None:
         """Enqueue the copies on the device's current stream."""
