@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -73,7 +75,7 @@ class SilentMember:
     """Its broadcasts never come."""
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
+        self.started, self.ended = threading.Event(), threading.Event()
         self.free_buffers = 0
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -84,6 +86,7 @@ class SilentMember:
 
     def receiving(self, buffer: torch.Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
         def run() -> None:
+            self.started.set()
             self.ended.wait(BOUND)
 
         return run
@@ -342,14 +345,41 @@ def test_leaving_an_update_half_way_breaks_the_group() -> None:
             sending.result(BOUND)
 
 
-def test_destroying_ends_a_receive() -> None:
-    server = Server()
-    with trainer_of(server):
-        [group] = server.groups
-        arrival = in_thread(lambda: list(group.receive(NAMES, DTYPES, SHAPE_LIST, None, 1 << 20)))
-        group.close()
-        with pytest.raises(WeightUpdateError, match=r"destroyed|failed"):
-            arrival.result(BOUND)
+def test_what_an_abort_ends_has_not_arrived() -> None:
+    """An aborted NCCL kernel ends without an error, with whatever is in the buffer."""
+    member = SilentMember()
+    group = WeightGroup("weights", member, Lifeline(), BOUND)
+    arrival = in_thread(lambda: list(group.receive(NAMES, DTYPES, SHAPE_LIST, None, 1 << 20)))
+    assert member.started.wait(BOUND)
+    group.close()
+    with pytest.raises(WeightUpdateError, match="was destroyed before 'a'"):
+        arrival.result(BOUND)
+
+
+def test_the_member_process_ends_with_the_server() -> None:
+    """Also while it waits inside torch, where it does not hear that its socket was closed."""
+    code = """
+import sys
+from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.weight_sync.gloo_member import GlooMember
+member = GlooMember()
+print(member._process.pid, flush=True)
+req = InitWeightsUpdateGroupReq(master_address="127.0.0.1", master_port=int(sys.argv[1]), rank_offset=1, world_size=2)
+member.join(req, 1, "127.0.0.1", 600.0)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = subprocess.Popen(
+            [sys.executable, "-c", code, str(listener.getsockname()[1])], stdout=subprocess.PIPE, text=True
+        )
+        assert server.stdout is not None
+        member = os.pidfd_open(int(server.stdout.readline()))
+        listener.settimeout(BOUND)
+        connection, _ = listener.accept()  # the member is in its store's handshake now, which nobody answers
+        server.kill()
+        server.communicate()
+        assert select.select([member], [], [], BOUND)[0], "the member lives on without its server"
+        os.close(member)
+        connection.close()
 
 
 # -- joining --------------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import datetime
 import json
 import mmap
 import os
+import select
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -49,7 +51,11 @@ class GlooMember:
                 start_new_session=True,  # Ctrl-C is for the server, which ends it
             )
         self._connection = Connection(ours.detach())
-        self._answer(_START_SECONDS)
+        try:
+            self._answer(_START_SECONDS)
+        except RuntimeError:
+            self.abort()
+            raise
 
     def join(self, req: InitWeightsUpdateGroupReq, group_rank: int, address: str, timeout: float) -> None:
         """Raises RuntimeError if the group does not form within `timeout` seconds."""
@@ -129,6 +135,7 @@ def _child_env() -> dict[str, str]:
 def main(connection: Connection, parent: int) -> None:
     """Join, then receive until the parent is gone. Every message is answered: with an error, or nothing."""
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection.send_bytes(b"")
     group: dist.ProcessGroup | None = None
     while True:
@@ -145,6 +152,13 @@ def main(connection: Connection, parent: int) -> None:
             connection.send_bytes(str(error).encode()[:4000] or b"failed")
         else:
             connection.send_bytes(b"")
+
+
+def _end_with(parent: int) -> None:
+    """A receive may last minutes; the memory that it fills belongs to nobody once the parent is gone."""
+    pidfd = os.pidfd_open(parent)
+    select.select([pidfd], [], [])
+    os._exit(1)
 
 
 def _join(

@@ -119,9 +119,13 @@ class WeightGroup:
                 "init_weights_update_group again."
             )
         finished = False
+        buffers: list[Tensor] = []
         try:
             windows = _windows(names, dtypes, shapes, load_format, window_bytes)
-            yield from self._pipeline(windows)
+            size = max(window.nbytes for window in windows)
+            for _ in windows[:2]:
+                buffers.append(self._member.allocate(size))
+            yield from self._pipeline(windows, buffers)
             finished = True
         except (BadRequestError, WeightUpdateError) as error:
             self._break(str(error))
@@ -132,6 +136,8 @@ class WeightGroup:
         finally:
             if not finished:
                 self._break("an update was not received to its end")
+            for buffer in buffers:  # after the break: nothing is on its way into them any more
+                self._member.free(buffer)
 
     def close(self) -> None:
         """Leave the group. Bounded; the other members need not leave at the same time."""
@@ -141,27 +147,22 @@ class WeightGroup:
 
     # -- receiving ---------------------------------------------------------------------------------------------
 
-    def _pipeline(self, windows: list[Window]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Two buffers: one is filled while the caller copies from the other."""
-        size = max(window.nbytes for window in windows)
-        buffers: list[Tensor] = []
-        try:
-            buffers += [self._member.allocate(size) for _ in windows[:2]]
-            arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
-            for index, window in enumerate(windows):
-                self._await(arrival, window)
-                if index + 1 < len(windows):
-                    parts = windows[index + 1].parts()
-                    arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
-                yield window.tensors(buffers[index % 2])
-        finally:
-            for buffer in buffers:
-                self._member.free(buffer)
+    def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+        """One of the two buffers is filled while the caller copies from the other."""
+        arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
+        for index, window in enumerate(windows):
+            self._await(arrival, window)
+            if index + 1 < len(windows):
+                parts = windows[index + 1].parts()
+                arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
+            yield window.tensors(buffers[index % 2])
 
     def _await(self, arrival: Future[None], window: Window) -> None:
         """Return when the window is there; raise if the trainer is gone, failed, or is too slow."""
         done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
         what = f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
+        if self.broken:  # looked at first: NCCL's kernel ends without an error when it is aborted
+            raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         if arrival in done:
             error = arrival.exception()
             if error is not None:
@@ -169,8 +170,6 @@ class WeightGroup:
                     f"Receiving {what} from the group '{self.name}' failed ({_first_line(error)}). Did the trainer "
                     "die, or broadcast another size?"
                 )
-        elif self.broken:
-            raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         elif done:
             raise WeightUpdateError(f"The trainer of the group '{self.name}' went away before {what} arrived.")
         else:
@@ -223,7 +222,9 @@ class NcclMember:
                 works = [self._group.broadcast([buffer[start : start + size]], options) for start, size in parts]
                 for work in works:
                     work.wait()
-                self._stream.record_event().synchronize()
+                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps, does not spin
+                arrived.record(self._stream)
+                arrived.synchronize()
 
         return run
 
