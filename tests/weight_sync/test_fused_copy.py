@@ -28,6 +28,7 @@ VIEWS: dict[str, View] = {  # of a matrix of 48 x 160
     "every second row": lambda t: t[::2],
     "every second column": lambda t: t[:, ::2],
     "transposed": lambda t: t.t(),
+    "odd length": lambda t: t.view(-1)[:6999],
     "odd start": lambda t: t.view(-1)[3:7001],
     "one element": lambda t: t[1, 1],
     "three dimensions": lambda t: t.view(6, 8, 160)[:, 2:5],
