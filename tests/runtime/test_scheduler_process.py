@@ -14,22 +14,31 @@ import msgspec
 import pytest
 import zmq
 
+from tests.weight_sync import described
 from verl_server.child_process import ChildProcess
+from verl_server.distributed import free_port
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
+    BeginWeightUpdateReq,
     ControlReply,
+    EndWeightUpdateReq,
     FinishReason,
     FlushCacheReq,
     GetInternalStateReq,
     GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
     SchedulerOutput,
     TokenizedGenerateReq,
+    UnregisterWeightsReq,
     UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
 )
+from verl_server.models.loader import iter_checkpoint
 from verl_server.models.tiny import make_model_folder
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.handles import WeightsDescription
 
 WAIT = 60.0
 _DECODER = msgspec.msgpack.Decoder(SchedulerOutput)
@@ -141,15 +150,10 @@ def test_generate_abort_and_malformed_messages(ranks: Ranks) -> None:
 
 
 def test_idle_process_sleeps_and_a_pending_flush_still_ends(ranks: Ranks) -> None:
-    def cpu_seconds() -> float:
-        with open(f"/proc/{ranks.children[0].pid}/stat") as stat:
-            fields = stat.read().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     assert ranks.reply(GetInternalStateReq(id=2)).payload["num_running_reqs"] == 0
-    before = cpu_seconds()
+    before = cpu_seconds(ranks.children[0].pid)
     assert not ranks._pull.poll(500)
-    assert cpu_seconds() - before < 0.1
+    assert cpu_seconds(ranks.children[0].pid) - before < 0.1
     assert ranks.reply(GetInternalStateReq(id=3)).payload["weights_state"] == "serving"
 
 
@@ -160,6 +164,73 @@ def test_update_from_disk_changes_what_is_served(ranks: Ranks, tmp_path: Path) -
     assert reply.success, reply.message
     assert ranks.generate("after", [5, 6, 7, 8, 9], 12)[0] != before
     assert ranks.reply(GetInternalStateReq(id=5)).payload["weight_version"] == "v5"
+
+
+def push_of(folder: Path, id: str) -> WeightsDescription:
+    """A checkpoint as a trainer (this process, until the test ends) would describe it."""
+    return described.described(dict(iter_checkpoint(folder)), id)[1]
+
+
+@pytest.fixture
+def _end_trainers() -> Iterator[None]:
+    yield
+    described.opened.clear()
+
+
+@pytest.mark.usefixtures("_end_trainers")
+def test_staging_wakes_an_idle_process_which_sleeps_again(ranks: Ranks, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", "llama", seed=6)
+    before = ranks.generate("idle", [5, 6, 7, 8, 9], 12)[0]
+    description = push_of(other, "pushed")
+    assert ranks.reply(UpdateWeightsFromTensorReq(id=20, description=description, keep=True, partial=False)).success
+    assert ranks.reply(UpdateWeightsFromTensorReq(id=21, registration="pushed")).success
+    assert ranks.generate("awake", [5, 6, 7, 8, 9], 12)[0] != before
+    start = cpu_seconds(ranks.children[0].pid)
+    assert not ranks._pull.poll(500)
+    assert cpu_seconds(ranks.children[0].pid) - start < 0.1, "the bell is silent again"
+    assert ranks.reply(UnregisterWeightsReq(id=22)).success
+    assert ranks.reply(UpdateWeightsFromTensorReq(id=23, registration="pushed")).status_code == 404
+
+
+@pytest.mark.usefixtures("_end_trainers")
+def test_a_session_over_two_ranks_and_the_death_of_one(tiny_llama: Path, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", "llama", seed=6)
+    description = push_of(other, "d")
+    half = len(description.tensors) // 2
+    first, second = (
+        msgspec.structs.replace(description, id=str(i), tensors=part)
+        for i, part in enumerate((description.tensors[:half], description.tensors[half:]))
+    )
+    with started(tiny_llama, tmp_path, tp_size=2) as two:
+        assert two.reply(BeginWeightUpdateReq(id=1, transaction_id="s", full=True)).success
+        two.add("held", [5, 6, 7], 4)
+        reply = two.reply(UpdateWeightsFromTensorReq(id=2, description=first, transaction_id="s"))
+        assert reply.success, reply.message
+        assert two.reply(EndWeightUpdateReq(id=3, transaction_id="s")).status_code == 400
+        assert two.reply(UpdateWeightsFromTensorReq(id=4, description=second)).status_code == 409
+        assert two.reply(UpdateWeightsFromTensorReq(id=5, description=second, transaction_id="s")).success
+        assert two.reply(EndWeightUpdateReq(id=6, transaction_id="s", weight_version="v2")).success
+        assert two.collect("held")[1].type == "length"
+        assert two.reply(GetInternalStateReq(id=7)).payload["weight_version"] == "v2"
+        os.kill(two.children[1].pid, signal.SIGKILL)
+        two.send(UpdateWeightsFromTensorReq(id=8, description=description))
+        assert two.children[0].popen.wait(timeout=20) != 0, "rank 0 cannot go on, and says so"
+
+
+def test_sigterm_ends_a_process_whose_stager_waits_for_a_trainer(tiny_llama: Path, tmp_path: Path) -> None:
+    with started(tiny_llama, tmp_path) as one:
+        port = free_port()
+        join = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        one.send(InitWeightsUpdateGroupReq(id=1, backend="gloo", **join))
+        assert one.generate("a", [5, 6, 7], 4)[1].type == "length"
+        os.kill(one.children[0].pid, signal.SIGTERM)
+        assert one.children[0].popen.wait(timeout=20) == 0, one.children[0].log_tail()
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_sigterm_ends_cleanly(tiny_llama: Path, tmp_path: Path) -> None:

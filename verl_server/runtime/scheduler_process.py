@@ -143,6 +143,7 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
     if rank > 0:
         if server_args.nnodes == 1:  # rank 0 gets the signal, too, and tells us to stop when its step is done
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stager.on_finished = lambda: _end_if_lost(stager)
         ready(info)
         worker.follow()
         stager.close(_STAGER_GRACE)
@@ -163,6 +164,12 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
         stager.close(_STAGER_GRACE)
         sockets.close()
     logger.info("stopped")
+
+
+def _end_if_lost(stager: Stager) -> None:
+    """On ranks that follow, whose loop waits for rank 0's next command: rank 0 would wait for their vote."""
+    if stager.is_lost:
+        os._exit(1)
 
 
 def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int) -> dict[str, Any]:

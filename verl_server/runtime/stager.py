@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from verl_server.errors import ServerUnavailableError, VerlServerError, WeightUpdateError
+from verl_server.errors import VerlServerError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq, StagedReq
 from verl_server.runtime.agreement import agree
 from verl_server.runtime.prepared import Prepared
@@ -56,13 +56,15 @@ class Stager:
         """`take_timeout`: seconds that `take` gives this rank's thread to note what all ranks voted."""
         self._rank, self._take_timeout = tp.rank, take_timeout
         self.on_finished: Callable[[], None] = lambda: None
-        """Called on a stager's thread after each vote."""
+        """Called on a stager's thread after each vote, and when no vote is possible any more."""
         self._items: dict[int, Staged] = {}
         self._finished: deque[Outcome] = deque()
+        self._lost: Exception | None = None
         self._changed = threading.Condition()
         """Guards `_items` and what is in them."""
-        self._updates = _Lane("weight-stager", sources, tp.for_staging(), self._vote_over)
-        self._joins = _Lane("weight-group-joiner", sources, tp.for_joining(), self._vote_over)
+        ends = self._vote_over, self._vote_failed
+        self._updates = _Lane("weight-stager", sources, tp.for_staging(), *ends)
+        self._joins = _Lane("weight-group-joiner", sources, tp.for_joining(), *ends)
 
     def submit(self, req: StagedReq) -> None:
         """Stage `req` after those before it. Its outcome comes out of `finished`."""
@@ -71,8 +73,21 @@ class Stager:
             self._items[req.id] = item
         (self._joins if isinstance(req, InitWeightsUpdateGroupReq) else self._updates).put(item)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this rank cannot stage any more; see `finished`."""
+        return self._lost is not None
+
     def finished(self) -> list[Outcome]:
-        """The requests voted on since the last call."""
+        """The requests voted on since the last call.
+
+        Raises ConnectionError when the ranks could not vote: one is gone, or was silent beyond the group's bound. A
+        group that failed once is lost, so this process must end.
+        """
+        if self._lost is not None:
+            raise ConnectionError(
+                f"the tensor-parallel ranks lost each other while they staged an update: {self._lost}"
+            ) from self._lost
         outcomes = []
         while self._finished:
             outcomes.append(self._finished.popleft())
@@ -104,6 +119,11 @@ class Stager:
         for lane in (self._updates, self._joins):
             lane.close(timeout)
 
+    def _vote_failed(self, error: Exception) -> None:
+        logger.error("Staging ended on rank %d", self._rank, exc_info=error)
+        self._lost = error
+        self.on_finished()
+
     def _vote_over(self, item: Staged, prepared: Prepared | None, error: VerlServerError | None) -> None:
         """On a lane's thread: keep what all ranks prepared, unless nobody wants it any more."""
         with self._changed:
@@ -127,12 +147,12 @@ class _Lane:
         sources: Sources,
         tp: TpGroup,
         vote_over: Callable[[Staged, Prepared | None, VerlServerError | None], None],
+        vote_failed: Callable[[Exception], None],
     ) -> None:
-        self._sources, self._tp, self._vote_over = sources, tp, vote_over
+        self._sources, self._tp, self._vote_over, self._vote_failed = sources, tp, vote_over, vote_failed
         self._queue: deque[Staged] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._broken = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -150,13 +170,18 @@ class _Lane:
             logger.warning("%s was still busy when the process ended.", self._thread.name)
 
     def _run(self) -> None:
-        self._sources.adopt_thread()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if self._closing:
-                    return
-            self._stage(self._queue.popleft())  # no local of ours keeps a request's memory open while we wait
+        try:
+            self._sources.adopt_thread()
+            while self._wait():
+                self._stage(self._queue.popleft())  # no local of ours keeps a request's memory open while we wait
+        except Exception as error:
+            self._vote_failed(error)
+
+    def _wait(self) -> bool:
+        """Until there is something to stage; False when it is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            return not self._closing
 
     def _stage(self, item: Staged) -> None:
         prepared: Prepared | None = None
@@ -167,21 +192,12 @@ class _Lane:
                 raise WeightUpdateError("It was given up before it was staged.")
             prepared = self._sources.prepare(item.req)
 
-        refusal: VerlServerError | None = ServerUnavailableError(self._broken) if self._broken else None
+        refusal: VerlServerError | None = None
         try:
-            if refusal is None:
-                agree(self._tp, prepare)
+            agree(self._tp, prepare)
         except VerlServerError as error:
             refusal = _without_frames(error)
             self._sources.refused(item.req, error)
-        except Exception as error:  # the vote itself failed: a rank is gone, or was silent beyond the group's bound
-            logger.exception("The ranks could not vote on a staged request")
-            self._broken = (
-                "Updates cannot be staged any more: the tensor-parallel ranks lost each other "
-                f"({type(error).__name__}: {error}). The old weights go on, and so do pushes by registration. Restart "
-                "the server."
-            )
-            refusal = ServerUnavailableError(self._broken)
         self._vote_over(item, prepared, refusal)
 
 
