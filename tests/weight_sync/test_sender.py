@@ -28,6 +28,9 @@ from verl_server.weight_sync.sender import WeightSender, describe_tensors
 from verl_server.weight_sync.shards import TensorShard
 
 
+moves_storages = pytest.mark.skipif(not exports.can_swap_storages(), reason="torch before 2.12 moves them itself")
+
+
 def describe(*tensors: torch.Tensor) -> list[TensorHandle]:
     return [value.get(0) for _, value in describe_tensors([(str(i), t) for i, t in enumerate(tensors)])]
 
@@ -63,6 +66,7 @@ def test_views_and_optimizer_follow() -> None:
     assert torch.equal(read_handle(handle), model.weight), "the optimizer writes where the receiver reads"
 
 
+@moves_storages
 def test_a_second_push_of_the_same_storages_registers_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     before = open_files()
@@ -87,6 +91,7 @@ def test_moved_and_resized_storages_are_described_anew() -> None:
     assert torch.equal(read_handle(new), torch.tensor([0.0, 0, 1, 1]))
 
 
+@moves_storages
 def test_memory_swapped_away_is_described_anew() -> None:
     tensor, other = torch.zeros(4), torch.ones(4)
     describe(tensor)
@@ -146,6 +151,7 @@ def test_other_dtypes_are_described_and_refused_by_the_receiver(dtype: torch.dty
         read_handle(handle)
 
 
+@moves_storages
 def test_freed_tensors_give_descriptors_and_memory_back() -> None:
     before = open_files()
     big, small = torch.zeros(4 << 20), torch.zeros(4)
@@ -210,6 +216,7 @@ def test_releases_of_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> 
         describe(torch.arange(20.0))
 
 
+@moves_storages
 @pytest.mark.parametrize(
     ("kind", "value", "remedy"), [("RLIMIT_FSIZE", 4096, "ulimit -f"), ("RLIMIT_NOFILE", 3, "ulimit -n")]
 )
@@ -225,6 +232,7 @@ def test_no_shared_memory_left_names_bytes_and_remedy(kind: str, value: int, rem
     assert torch.equal(read_handle(describe(tensor)[0]), tensor), "works as soon as there is memory"
 
 
+@moves_storages
 def test_running_out_half_way_leaves_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((2048,), float(i)) for i in range(4)]
     real, calls = os.posix_fallocate, []
@@ -281,13 +289,12 @@ def test_unmoved_tensors_have_one_description() -> None:
     second = sender.describe(list(model.named_parameters()))
     assert second.description is first.description
     assert torch.equal(read(second.description)["0.weight"], model[0].weight)
-    assert len({(a.pid, a.fd) for a in first.description.allocations}) == 1
+    assert len(first.description.allocations) == (1 if exports.can_swap_storages() else 8)
 
 
 MOVES: dict[str, Callable[[nn.Parameter], torch.Tensor | TensorShard]] = {
     "another storage": lambda p: setattr(p, "data", torch.ones(6, 4)) or p,
     "another object with another storage": lambda p: nn.Parameter(torch.ones(6, 4)),
-    "another memory in the same storage": lambda p: _swapped(p),
     "another view": lambda p: p.data.t().reshape(6, 4),
     "another offset": lambda p: torch.cat([p.data, p.data])[6:],
     "other strides": lambda p: p.data.view(4, 6).t(),
@@ -299,6 +306,10 @@ MOVES: dict[str, Callable[[nn.Parameter], torch.Tensor | TensorShard]] = {
 def _swapped(parameter: nn.Parameter) -> nn.Parameter:
     parameter.untyped_storage()._swap_data_ptr_(torch.ones(6, 4).untyped_storage())  # type: ignore[attr-defined]
     return parameter
+
+
+if exports.can_swap_storages():
+    MOVES["another memory in the same storage"] = _swapped
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -313,6 +324,7 @@ def test_whatever_moved_has_another_description(move: str) -> None:
     assert torch.equal(seen[6:] if isinstance(value, TensorShard) else seen, expected)
 
 
+@moves_storages
 def test_other_memory_at_the_same_address_is_another_description() -> None:
     """The storage, its address and its size are the same; only the arena knows that its memory is gone."""
     sender, tensor = WeightSender(), torch.zeros(1024)

@@ -20,15 +20,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl_server.errors import BadRequestError, WeightUpdateError
-from verl_server.weight_sync.cuda_memory import allocation_id
+from verl_server.weight_sync.cuda_queries import allocation_id
 from verl_server.weight_sync.handles import Allocation
 from verl_server.weight_sync.shared_memory import Arena, describe_fd, out_of_memory, page_aligned
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_HANDLE = b"c"
-"""First byte of a handle that torch made of cudaMalloc's memory; "e" is an expandable segment, whose pages can be
-exchanged under the same address, and which another process may not be allowed to open."""
+_CUDA_MALLOC = b"c"
+"""Second byte of a handle that torch made of cudaMalloc's memory (the first is a version). "e" is an expandable
+segment, whose pages can be exchanged under the same address, and which another process may not be allowed to open."""
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Exports:
             allocation, reason = None, str(error).splitlines()[0]
         else:
             reason = "its allocator uses expandable segments"
-        if allocation is not None and allocation.handle.startswith(_PLAIN_HANDLE):
+        if allocation is not None and allocation.handle[1:2] == _CUDA_MALLOC:
             self._remember(storage, allocation).allocation_id = allocation_id(storage.data_ptr())
             return
         if not self._warned:

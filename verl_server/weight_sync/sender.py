@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.cuda_memory import wait_for_writes
+from verl_server.weight_sync.cuda_queries import wait_for_writes
 from verl_server.weight_sync.description import Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.exports import Exports, Region
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
