@@ -27,7 +27,6 @@ from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.sender import WeightSender, describe_tensors
 from verl_server.weight_sync.shards import TensorShard
 
-
 moves_storages = pytest.mark.skipif(not exports.can_swap_storages(), reason="torch before 2.12 moves them itself")
 
 
