@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
-import inspect
 import socket
 import time
 import weakref
@@ -24,7 +23,6 @@ import msgspec
 import orjson
 from httpx_aiohttp import AiohttpTransport
 
-from verl_server import errors
 from verl_server.child_process import ChildProcess, describe_exit
 from verl_server.control_connection import Answer, ControlConnections
 from verl_server.engine_base import EngineBase, Result
@@ -34,8 +32,8 @@ from verl_server.errors import (
     ServerDiedError,
     ServerUnavailableError,
     VerlServerError,
-    error_for_status,
 )
+from verl_server.http_answers import control_reply, encode, raise_for, read_frame
 from verl_server.io_struct import (
     BeginWeightUpdateReq,
     ContinueGenerationReq,
@@ -158,7 +156,7 @@ class HttpServerEngineAdapter(EngineBase):
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         with self._translated(timeout):
             response = self._client.post("/generate", **self._request("/generate", body, timeout))
-        _raise_for(response)
+        raise_for(response)
         result: Result = orjson.loads(response.content)
         return result
 
@@ -166,7 +164,7 @@ class HttpServerEngineAdapter(EngineBase):
         async with self._translated_async(timeout):
             client = await self._async_client()
             response = await client.post("/generate", **self._request("/generate", body, timeout))
-        _raise_for(response)
+        raise_for(response)
         result: Result = orjson.loads(response.content)
         return result
 
@@ -175,9 +173,9 @@ class HttpServerEngineAdapter(EngineBase):
         with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
                 response.read()
-                _raise_for(response)
+                raise_for(response)
             for line in response.iter_lines():
-                if (frame := _frame(line)) is not None:
+                if (frame := read_frame(line)) is not None:
                     yield frame
 
     async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
@@ -186,9 +184,9 @@ class HttpServerEngineAdapter(EngineBase):
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
                 await response.aread()
-                _raise_for(response)
+                raise_for(response)
             async for line in response.aiter_lines():
-                if (frame := _frame(line)) is not None:
+                if (frame := read_frame(line)) is not None:
                     yield frame
 
     async def _async_client(self) -> httpx.AsyncClient:
@@ -216,10 +214,10 @@ class HttpServerEngineAdapter(EngineBase):
             path += f"?timeout={req.timeout}"
         timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
-        return _reply(self._send("POST", path, given, timeout))
+        return control_reply(self._send("POST", path, given, timeout))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        _raise_for(self._send("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
+        raise_for(self._send("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
 
     def get_server_info(self) -> dict[str, Any]:
         return self._call("GET", "/server_info")
@@ -256,7 +254,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _call(self, method: str, path: str) -> dict[str, Any]:
         answer = self._send(method, path, None, _INFO_TIMEOUT)
-        _raise_for(answer)
+        raise_for(answer)
         info: dict[str, Any] = orjson.loads(answer.content)
         return info
 
@@ -272,7 +270,7 @@ class HttpServerEngineAdapter(EngineBase):
         request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
         if body is not None:
             headers["Content-Type"] = "application/json"
-            request["content"] = _encode(body)
+            request["content"] = encode(body)
         return request
 
     @contextlib.contextmanager
@@ -361,60 +359,3 @@ def _terminate(child: ChildProcess | None) -> None:
     """End a launched server; one that was attached to is not ours to end."""
     if child is not None:
         child.terminate(grace=20.0)
-
-
-def _encode(body: Any) -> bytes:
-    try:
-        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    except orjson.JSONEncodeError as error:
-        raise BadRequestError(f"The request cannot be written as JSON: {error}") from None
-
-
-def _frame(line: str) -> dict[str, Any] | None:
-    """A result of an event-stream line, None for other lines; raises for an error frame."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
-        return None
-    frame: dict[str, Any] = orjson.loads(line[6:])
-    if "error" in frame:
-        raise error_for_status(int(frame["error"].get("code") or 500), str(frame["error"].get("message")))
-    return frame
-
-
-def _raise_for(response: httpx.Response | Answer) -> None:
-    if response.status_code < 400:
-        return
-    message = _message(response)
-    if response.status_code in (401, 403):
-        message = f"{message}: the server wants an api_key (or, for control calls, an admin_api_key)."
-    kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
-    if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:
-        raise kind(message)
-    raise error_for_status(response.status_code, message)
-
-
-def _message(response: httpx.Response | Answer) -> str:
-    """The human part of any of the error bodies."""
-    try:
-        body = orjson.loads(response.content)
-    except orjson.JSONDecodeError:
-        return response.text.strip() or f"HTTP {response.status_code}"
-    if not isinstance(body, dict):
-        return str(body)
-    error = body.get("error", body)
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
-
-
-def _reply(response: Answer) -> ControlReply:
-    """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
-    if response.status_code != 200:
-        kind = response.headers.get("X-Verl-Error", "")
-        if kind in ("ServerDiedError", "ControlTimeoutError", "ServerUnavailableError") or not kind:
-            if response.headers.get("content-type", "").startswith("text/plain") and response.status_code == 400:
-                return ControlReply(id=0, success=False, message=response.text.strip(), status_code=400)
-            _raise_for(response)
-        return ControlReply(id=0, success=False, message=_message(response), status_code=response.status_code)
-    if not response.headers.get("content-type", "").startswith("application/json"):
-        return ControlReply(id=0, success=True, message=response.text.strip())
-    body = orjson.loads(response.content)
-    message = str(body.get("message", "")) if isinstance(body, dict) else ""
-    return ControlReply(id=0, success=True, message=message, payload=body)
