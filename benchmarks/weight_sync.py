@@ -12,10 +12,10 @@ the run with exit code 1.
 One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
 `commit_ms`, the server's part of it from its turn on (votes, copy, device sync); `bytes` of the trainer's
 parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run (converting, if
-the dtypes differ), and `ratio`, how many times that the median is. With `--generate`, `token_gap`: milliseconds
-between two tokens of any of N streaming requests: `quiet` gaps, those that overlap a push, and what each push
-added to its longest one; the same for registering. With `--leaks`, `leak`: what trainer and server hold after the
-warm-up, and how much more at the end. Progress goes to stderr.
+the dtypes differ; the better of before and after), and `ratio`, how many times that the median is. With
+`--generate`, `token_gap`: milliseconds between two tokens of any of N streaming requests: `quiet` gaps, those that
+overlap a push, and what each push added to its longest one; the same for registering. With `--leaks`, `leak`: what
+trainer and server hold after the warm-up, and how much more at the end. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import math
 import platform
 import statistics
 import sys
@@ -38,7 +39,7 @@ import transformers
 from torch.multiprocessing import Pipe
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.copy_limit import Limit, measure
+from benchmarks.copy_limit import Limit, Traffic, better, measure
 from benchmarks.push_trainer import Job, Ready, Result, run_rank
 from benchmarks.served_slices import served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
@@ -54,13 +55,11 @@ Report = Callable[..., None]
 
 
 def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
-    """Run it and report; False if a request was lost."""
+    """Run it and report; False if a request was lost, or disturbed in mode="in_place"."""
     job = make_job(args, folder)
-    bytes_read = traffic(served_tensors(folder, args.tp), args.trainer_ranks)
-    if args.device == "cpu":  # one memory: all that is read, in one copy
-        bytes_read = type(bytes_read)({(0, 0): sum(bytes_read.values())})
+    elements = elements_read(args, folder)
     progress("measuring plain copies of the same bytes")
-    limit = measure(args.device, bytes_read, job.trainer_dtype, job.server_dtype)
+    before = measure(args.device, elements, job.trainer_dtype, job.server_dtype)
     progress("starting trainer and server")
     ours, theirs = Pipe()
     ranks: Any = spawn(run_rank, (job, theirs), nprocs=args.trainer_ranks, join=False)  # type: ignore[no-untyped-call]
@@ -85,12 +84,25 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
     ours.send("end")
     while not ranks.join():
         pass
+    limit = better(before, measure(args.device, elements, job.trainer_dtype, job.server_dtype))
     report_pushes(report, args, result, limit)
     if args.leaks:
         report_leaks(report, result)
     if outcome is not None:
         report_gaps(report, args, result, outcome)
-    return outcome is None or not outcome.lost
+    if outcome is None:
+        return True
+    untouched = not outcome.aborted and not outcome.restarted
+    return not outcome.lost and (untouched or args.mode != "in_place")
+
+
+def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
+    """(reading GPU, owning GPU) -> elements of one push."""
+    served = served_tensors(folder, args.tp)
+    if args.source == "group":  # everything to every server rank; their GPUs come after the trainer's
+        total = sum(math.prod(tensor.shape) for tensor in served)
+        return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
+    return traffic(served, args.trainer_ranks)
 
 
 def make_job(args: argparse.Namespace, folder: Path) -> Job:
@@ -270,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="verl-weight-sync-") as temporary:
         folder = shape_folder(temporary, args.shape)
         if not benchmark(args, folder, reporter(args, given)):
-            sys.exit("Requests were lost: see lost_requests.")
+            sys.exit("Requests were lost, aborted or restarted: see lost_requests.")
 
 
 if __name__ == "__main__":
