@@ -14,6 +14,7 @@ from verl_server.io_struct import (
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
+    UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
 )
 
@@ -78,6 +79,17 @@ def test_what_is_plainly_wrong_is_answered_before_anything_is_staged() -> None:
     assert reply.status_code == 404 and not h.stager.waiting
     (forgotten,) = h.weights.handled
     assert forgotten.registrations == ["old"], "its owner frees that memory, whatever became of the push"
+
+
+def test_every_rank_learns_of_a_refusal_that_its_sender_counts_on_them_for() -> None:
+    """Broadcasts are under way to all of them, pickled handles counted for each; other refusals open nothing."""
+    h = held_stager()
+    bucket = UpdateWeightsFromDistributedReq(id=1, names=["w"], dtypes=["float32"], shapes=[[1]])
+    pickled = UpdateWeightsFromTensorReq(id=2, serialized_named_tensors=["gASV"])
+    for req in (bucket, pickled, update(3)):
+        h.weights.next_check = WeightUpdateError("no")
+        assert h.control(req).status_code == 400
+    assert [req.id for req in h.stager.waiting] == h.stager.dropped == [1, 2]
 
 
 def test_staging_that_takes_too_long_is_refused_dropped_and_holds_up_no_push_by_id() -> None:

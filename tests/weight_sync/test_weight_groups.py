@@ -185,6 +185,15 @@ def test_what_is_given_up_gives_its_room_back(limit: int, trainer: Trainer) -> N
     assert update(ranks).success
 
 
+def test_an_update_that_is_never_received_breaks_its_group(trainer: Trainer) -> None:
+    """The next receive would get the broadcasts of the refused one."""
+    ranks = served(1, trainer, NBYTES)
+    shapes = [list(shape) for shape in SHAPES.values()]
+    req = UpdateWeightsFromDistributedReq(names=list(SHAPES), dtypes=["float32"] * len(SHAPES), shapes=shapes)
+    ranks.sources[0].abandoned(req)
+    assert update(ranks).status_code == 500 and ranks.hold(random_weights(0)) and ranks.refusal is None
+
+
 def test_received_tensors_wait_for_room() -> None:
     budget = ReceiveBudget(10, timeout=10.0)
     budget.acquire(6)

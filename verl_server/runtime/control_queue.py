@@ -30,6 +30,7 @@ from verl_server.io_struct import (
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
+    UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightReq,
@@ -146,12 +147,14 @@ class ControlQueue:
             if not any(isinstance(item.req, (BeginWeightUpdateReq, EndWeightUpdateReq)) for item in self._queue):
                 self.session.check(req)  # what is queued will not change who is let through
         except VerlServerError as error:
+            self._abandon(req)
             self._refuse(req, str(error), error.status_code)
             return
         if self.session.owns(req):
             self.session.renew()
         if isinstance(req, StagedReq) and needs_staging(req):
             if stuck := [other for other in self._overdue.values() if _is_join(other) == _is_join(req)]:
+                self._abandon(req)
                 self._refuse(req, self._stuck_message(stuck), 503)
                 return
             pending.staged, pending.ready = True, False
@@ -160,6 +163,14 @@ class ControlQueue:
             self._aside[req.id] = pending
         else:
             self._queue.append(pending)
+
+    def _abandon(self, req: WeightReq) -> None:
+        """Refused on arrival, while its sender counts on every rank to take part: they shall know that they did not."""
+        if isinstance(req, UpdateWeightsFromTensorReq) and not req.serialized_named_tensors:
+            return
+        if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
+            self._scheduler.worker.stage(req)
+            self._scheduler.worker.drop_staged(req)
 
     def _take_staged(self) -> None:
         """Note what the stager is done with: refusals are answered, the rest has its turn to wait for."""

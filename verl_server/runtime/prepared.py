@@ -6,7 +6,7 @@ are, `commit` and `confirm`, and in any case `discard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -96,7 +96,7 @@ class Streamed:
     def __init__(
         self,
         names: list[str],
-        windows: Iterator[Window],
+        windows: Iterable[Window],
         write: Callable[[Window], None],
         let_go: Callable[[], None],
     ) -> None:

@@ -39,6 +39,8 @@ class Sources(Protocol):
 
     def refused(self, req: StagedReq, error: VerlServerError) -> None: ...
 
+    def abandoned(self, req: StagedReq) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class Staged:
@@ -189,6 +191,7 @@ class _Lane:
         def prepare() -> None:
             nonlocal prepared
             if item.dropped:  # it still takes part in the vote: all ranks vote on the same requests
+                self._sources.abandoned(item.req)
                 raise WeightUpdateError("It was given up before it was staged.")
             prepared = self._sources.prepare(item.req)
 

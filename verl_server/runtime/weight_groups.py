@@ -72,7 +72,7 @@ class WeightGroups:
         held = min(total_bytes(req), limit)
         self._budget.acquire(held)
         try:
-            windows = _faults_as_500(group.receive(req.names, req.dtypes, req.shapes, req.load_format, limit))
+            windows = Arriving(group.receive(req.names, req.dtypes, req.shapes, req.load_format, limit))
             if total_bytes(req) > limit:
                 return self._streamed(req, group, windows, held)
             received = Received(
@@ -89,7 +89,7 @@ class WeightGroups:
             raise
 
     def _streamed(
-        self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, windows: Iterator[Window], held: int
+        self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, windows: Arriving, held: int
     ) -> Streamed:
         described = zip(req.names, req.dtypes, req.shapes, strict=True)
         try:
@@ -112,16 +112,32 @@ class WeightGroups:
     def _plan(self, tensors: Window, req: UpdateWeightsFromDistributedReq) -> UpdatePlan:
         return self._receiver.plan(tensors, strict_dtype=req.strict_dtype, partial=req.partial)
 
-    def _let_go(self, group: WeightGroup, windows: Iterator[Window], held: int) -> None:
-        done = object()
-        with contextlib.suppress(Exception):
-            if not group.broken and next(windows, done) is not done:
-                group.close()  # not received to the end: nobody can tell where in its stream the trainer is
+    def _let_go(self, group: WeightGroup, windows: Arriving, held: int) -> None:
+        if not windows.complete:  # nobody can tell where in its stream of broadcasts the trainer is
+            group.close()
         self._budget.release(held)
 
     def _undo_join(self, name: str) -> None:
         with contextlib.suppress(BadRequestError):
             self.destroy(name)
+
+
+class Arriving:
+    """The windows of one update. A trainer that goes away is no refusal: all ranks must learn that the group is lost,
+
+    which they do by the status of the error.
+    """
+
+    def __init__(self, windows: Iterator[Window]) -> None:
+        self._windows = windows
+        self.complete = False
+
+    def __iter__(self) -> Iterator[Window]:
+        try:
+            yield from self._windows
+        except WeightUpdateError as error:
+            raise VerlServerError(str(error)) from error
+        self.complete = True
 
 
 class ReceiveBudget:
@@ -168,11 +184,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise BadRequestError(f"dtype {name[:50]!r} is none of torch's.")
     return dtype
-
-
-def _faults_as_500(windows: Iterator[Window]) -> Iterator[Window]:
-    """A trainer that went away is no refusal: by the status all ranks learn that the group is lost."""
-    try:
-        yield from windows
-    except WeightUpdateError as error:
-        raise VerlServerError(str(error)) from error

@@ -7,6 +7,8 @@ looks registrations up, and on rank 0 asks `check`: what can be refused by looki
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from verl_server.errors import BadRequestError, UnknownRegistrationError, VerlServerError
@@ -29,7 +31,7 @@ from verl_server.runtime.weight_groups import WeightGroups, check_lists
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.disk import Checkpoint
 from verl_server.weight_sync.handles import TensorHandle
-from verl_server.weight_sync.legacy import parse_payload
+from verl_server.weight_sync.legacy import give_back, parse_payload
 from verl_server.weight_sync.plan import UpdatePlan
 from verl_server.weight_sync.receiver import WeightReceiver
 
@@ -106,6 +108,14 @@ class WeightSources:
         """Some rank could not prepare it. After a fault of a group (no mere refusal) it is lost to all ranks."""
         if isinstance(req, UpdateWeightsFromDistributedReq) and error.status_code >= 500:
             self.groups.lost(req.group_name)
+
+    def abandoned(self, req: StagedReq) -> None:
+        """It will not be prepared. What its sender counts on all the same: received broadcasts, counted references."""
+        if isinstance(req, UpdateWeightsFromDistributedReq):
+            self.groups.lost(req.group_name)  # the next receive would get this update's broadcasts
+        elif isinstance(req, UpdateWeightsFromTensorReq) and req.serialized_named_tensors:
+            with contextlib.suppress(VerlServerError):
+                give_back(handle.allocation for _, handle in self._parsed(req))
 
     def _tensors(self, req: UpdateWeightsFromTensorReq) -> Planned:
         strict, partial, checksums = req.strict_dtype, req.partial, req.checksums
