@@ -107,6 +107,7 @@ def run_rank(rank: int, job: Job, parent: Connection) -> None:
 class _Rank:
     def __init__(self, rank: int, job: Job, device: torch.device, parent: Connection) -> None:
         self._rank, self._job, self._device, self._parent = rank, job, device, parent
+        self._host: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._model = build_parameters(job, rank, device)
         self._served = served_tensors(job.folder, job.tp)
         self._result = Result(bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()))
@@ -122,7 +123,7 @@ class _Rank:
             if self._rank == 0:
                 self._parent.send(ready)
                 self._parent.recv()
-            dist.barrier()
+            dist.barrier(self._host)
             if isinstance(engine.engine, HttpServerEngineAdapter):
                 _note_commits(engine.engine, result.commit_ms)
             start = time.perf_counter()
@@ -141,12 +142,12 @@ class _Rank:
                 result.after = self._footprint(engine)
             used = torch.tensor([device_used_bytes(self._device) - untouched])
             every = [torch.zeros_like(used) for _ in range(job.ranks)]
-            dist.all_gather(every, used)
+            dist.all_gather(every, used, self._host)
             result.extra_device_bytes = [int(each) for each in every]
             if self._rank == 0:
                 self._parent.send(result)
                 self._parent.recv()
-            dist.barrier()
+            dist.barrier(self._host)
 
     def _push_all(self, engine: VerlEngine, push: Callable[[], Any]) -> None:
         job, result, told = self._job, self._result, time.monotonic()
@@ -201,11 +202,11 @@ class _Rank:
             if self._job.device == "cuda":
                 torch.cuda.synchronize(self._device)
         time.sleep(self._job.interval)
-        dist.barrier()
+        dist.barrier(self._host)
         start = time.perf_counter()
         push()
         times = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
+        dist.all_reduce(times, dist.ReduceOp.MAX, self._host)
         self._result.pushes.append((-float(times[0]), float(times[1])))
         time.sleep(self._job.interval)
         return float(times.sum())
@@ -243,7 +244,7 @@ class _Rank:
             backend = "nccl" if self._job.device == "cuda" else "gloo"
             tp, device = self._job.tp, self._device
             group = init_weights_update_group([engine.engine], "127.0.0.1", tp_size=tp, backend=backend, device=device)
-        dist.barrier()
+        dist.barrier(self._host)
         return group
 
     def _broadcast(self, group: BroadcastGroup | None, options: dict[str, Any]) -> None:
@@ -251,7 +252,7 @@ class _Rank:
         self._full_tensors(lambda name, full: tensors.append((name, full)))
         if group is not None:
             broadcast_weights(group, tensors, **options)
-        dist.barrier()
+        dist.barrier(self._host)
 
     def _save(self) -> None:
         from safetensors.torch import save_file
@@ -263,7 +264,7 @@ class _Rank:
             folder.mkdir(exist_ok=True)
             save_file(tensors, folder / "model.safetensors.new")
             os.replace(folder / "model.safetensors.new", folder / "model.safetensors")
-        dist.barrier()
+        dist.barrier(self._host)
 
     def _footprint(self, engine: VerlEngine) -> dict[str, int]:
         """Of rank 0 and the server, which is rank 0's child; on the other ranks only their GPU's memory."""

@@ -216,7 +216,8 @@ def reporter(args: argparse.Namespace, argv: list[str]) -> Report:
         "machine": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
     }
     if args.device == "cuda":
-        run["versions"]["triton"] = importlib.metadata.version("triton")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            run["versions"]["triton"] = importlib.metadata.version("triton")
 
     def report(name: str, value: float, unit: str, **more: Any) -> None:
         print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | more | run), flush=True)
