@@ -20,9 +20,12 @@ from verl_server.runtime.model_runner import ModelRunner
 from verl_server.runtime.scheduler import Scheduler
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
+from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
+
+from .fakes import FakeStager
 
 
 class Engine:
@@ -33,7 +36,8 @@ class Engine:
         args = ServerArgs(model_path=str(folder), device="cpu", **(defaults | settings))
         tp = TpGroup()
         runner = ModelRunner(args, tp, torch.device("cpu"))
-        worker = TpWorker(runner, WeightUpdater(runner, tp, args), tp)
+        sources = WeightSources(runner, tp, args)
+        worker = TpWorker(runner, WeightUpdater(runner, tp, sources, args), FakeStager(), tp)
         self.scheduler = Scheduler(args, worker, self.receive)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
