@@ -66,7 +66,8 @@ class VerlEngine:
 
         `device_mesh_cpu` is 1-D, or has a dimension "tp": then each slice along it is an engine of its own.
         Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
-        ranks, a server's port is a free one, and the GPUs are those that the ranks use.
+        ranks, a server's port is a free one, and the GPUs are those that the ranks use (with a larger `tp_size`
+        those from `base_gpu_id` on).
         """
         settings = _given(server_args) | kwargs
         self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
@@ -93,18 +94,16 @@ class VerlEngine:
 
     def _start(self, settings: dict[str, Any], nnodes: int) -> None:
         group = self._group
-        if group.size % nnodes or group.size % settings["tp_size"]:
-            raise BadRequestError(
-                f"{group.size} ranks do not divide over nnodes={nnodes} and tp_size={settings['tp_size']}."
-            )
+        if group.size % nnodes:
+            raise BadRequestError(f"{group.size} ranks do not divide over nnodes={nnodes}.")
         places = [msgspec.msgpack.decode(p, type=_Place) for p in group.gather("VerlEngine", _place)]
         node_rank, local_rank = divmod(group.rank, group.size // nnodes)
         settings |= {"nnodes": nnodes, "node_rank": node_rank}
         if nnodes > 1:
             settings.setdefault("dist_init_addr", self._agree_on_address(places))
-        node = places[group.rank - local_rank :][: settings["tp_size"] // nnodes]
-        gpu_uuids = [place.gpu_uuid for place in node]
-        if all(gpu_uuids) and settings.get("device", "auto") != "cpu":
+        per_node = settings["tp_size"] // nnodes
+        gpu_uuids = [place.gpu_uuid for place in places[group.rank - local_rank :][:per_node]]
+        if len(gpu_uuids) == per_node and all(gpu_uuids) and settings.get("device", "auto") != "cpu":
             settings.setdefault("gpu_uuids", tuple(gpu_uuids))
         try:
             group.gather("VerlEngine", lambda: self._launch(settings) if local_rank == 0 else b"")
