@@ -149,9 +149,10 @@ def test_released_weights_withdraw_what_was_staged_for_them() -> None:
     assert h.stager.dropped == [6, 5] and 7 not in h.replies
     replies = [message.id for message in h.sent if isinstance(message, ControlReply)]
     assert replies.index(6) < replies.index(3), "released is said when nothing is open any more"
+    assert h.control(update(8)) is None, "what was withdrawn is not what hangs"
     h.stager.finish()
     h.steps()
-    assert h.replies[7].success
+    assert h.replies[7].success and h.replies[8].success
 
 
 def test_unregistering_withdraws_what_is_staged_from_that_memory() -> None:

@@ -199,8 +199,6 @@ class ControlQueue:
     def _drop(self, pending: _Pending) -> None:
         if pending.staged and isinstance(pending.req, StagedReq):
             self._scheduler.worker.drop_staged(pending.req)
-            if not pending.ready:
-                self._overdue[pending.req.id] = pending.req
 
     def _drop_all_updates(self) -> None:
         """The weights were released: what was opened for updates that still wait must be closed."""
@@ -353,6 +351,8 @@ class ControlQueue:
             message += "Is the trainer alive, the disk readable? Else raise control_timeout."
         logger.warning(message)
         self._drop(pending)
+        if not pending.ready and isinstance(req, StagedReq):
+            self._overdue[req.id] = req
         self._refuse(req, message, 504)
 
     def _pause(self, req: PauseGenerationReq) -> None:
