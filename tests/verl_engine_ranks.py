@@ -221,6 +221,15 @@ class Bench:
         reply = httpx.post(f"{url}/generate", json={"text": "hello"}, timeout=20).json()
         assert reply["meta_info"]["completion_tokens"] >= 1
 
+    def check_messages_of_any_length(self) -> None:
+        """Short ones take one collective, long ones two; ranks may differ."""
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=20)
+        for size in (0, 1, 4000, 4087, 4088, 4089, 5000, 200_000):
+            mine = [bytes([65 + rank]) * (size if rank else size // 2) for rank in range(dist.get_world_size())]
+            assert group.gather("sizes", lambda mine=mine: mine[self.rank]) == mine
+            text = "x" * size
+            assert group.call("result", lambda _, text=text: text if self.rank == 0 else "") == text
+
     def check_a_killed_server_is_an_error_on_every_rank(self) -> None:
         owner = self.engine.engine
         if self.rank == 0:
@@ -262,6 +271,7 @@ EVERY_CHECK = (
     "pause_abort_continue",
     "http_beside",
     "bounds_are_on_silence_not_on_work",
+    "messages_of_any_length",
     "a_killed_server_is_an_error_on_every_rank",
     "shutdown",
 )

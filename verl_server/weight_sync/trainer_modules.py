@@ -30,18 +30,19 @@ class ModuleParameters:
         self._read()
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) as `named_parameters()` gives them; FSDP2's gathered parameters are resharded first."""
-        for module in self._fsdp_modules:
-            module.reshard()
+        """(name, parameter) as `named_parameters()` gives them, after resharding.
+
+        Parameters that FSDP2 gathered are other objects than the sharded ones, so they are noticed like any change.
+        """
         if any([*map(id, members.values())] != ids for members, ids in self._members):
             self._read()
         return self._named
 
     def _read(self) -> None:
         modules = list(self._module.modules())
-        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
-        for module in self._fsdp_modules:
-            module.reshard()
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
         self._named: list[tuple[str, torch.Tensor]] = list(self._module.named_parameters())
         # Whether children and parameters are the same objects. They stay alive through `_alive`, so ids are not
         # used again.
