@@ -80,6 +80,7 @@ _PATHS: dict[type[msgspec.Struct], str] = {
 }
 _CONNECT_TIMEOUT = 30.0
 _INFO_TIMEOUT = 30.0
+_LET_GO_TIMEOUT = 5.0
 _CONTROL_GRACE = 30.0
 """Over the server's own bound, so that its error, which knows more, arrives first."""
 _DEATH_WAIT = 5.0
@@ -248,7 +249,7 @@ class HttpServerEngineAdapter(EngineBase):
         if registrations and self._child is None:
             req = UnregisterWeightsReq(registrations=registrations)
             with contextlib.suppress(VerlServerError):  # it is gone, or slow: then it notices the end of this process
-                self._send("POST", _PATHS[UnregisterWeightsReq], msgspec.to_builtins(req), _INFO_TIMEOUT)
+                self._send("POST", _PATHS[UnregisterWeightsReq], msgspec.to_builtins(req), _LET_GO_TIMEOUT)
 
     # -- shared ---------------------------------------------------------------------------------------------
 

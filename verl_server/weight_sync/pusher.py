@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import nn
 
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ControlTimeoutError
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
 from verl_server.weight_sync.merge import merge, merged_id
 from verl_server.weight_sync.offers import Offer, Offers
@@ -164,6 +164,11 @@ class WeightPusher:
         except Exception as error:
             self._told = ""  # whatever went wrong, the next push starts from nothing
             self._offers.failed(offer, error)
+            if isinstance(error, ControlTimeoutError):
+                error.add_note(
+                    "The server may still copy from the pushed tensors, while they change. What it serves is certain "
+                    "again after the next push that succeeds."
+                )
             raise
         self._offers.succeeded(names_id, offer)
         return result
