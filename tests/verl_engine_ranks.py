@@ -125,6 +125,11 @@ class Bench:
         assert self.engine.flush_cache() is not False
         self.expect_parity()
 
+    def check_handles_for_other_numbers_of_ranks(self) -> None:
+        self.train(10)
+        self.engine.update_weights_from_tensor(describe_tensors(self.trainer.named_parameters()))
+        self.expect_parity()
+
     def check_sharded_tensors(self) -> None:
         self.train(5)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -280,7 +285,17 @@ SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "engine-2-nodes": ({"nnodes": 2, "as_server_args": True}, EVERY_CHECK),
     "server-tp-1": (
         {"launch_server": True, "tp_size": 1},
-        ("sharded_tensors", "fsdp2_trainer", "tensor_parallel_trainer", "shutdown"),
+        (
+            "sharded_tensors",
+            "fsdp2_trainer",
+            "tensor_parallel_trainer",
+            "handles_for_other_numbers_of_ranks",
+            "shutdown",
+        ),
+    ),
+    "server-tp-4": (
+        {"launch_server": True, "tp_size": 4},
+        ("parity", "fsdp2_trainer", "tensor_parallel_trainer", "handles_for_other_numbers_of_ranks", "shutdown"),
     ),
     "server-2-nodes": ({"launch_server": True, "nnodes": 2}, EVERY_CHECK[:2] + EVERY_CHECK[-1:]),
 }

@@ -172,7 +172,7 @@ class VerlEngine:
 
         def send(push: Push) -> tuple[bool, str]:
             req = _update_request(load_format=load_format, flush_cache=flush_cache, **options)
-            return self._serving.send_update(push, req)
+            return self._serving.send_update(push.for_readers(self._serving.server_args.tp_size), req)
 
         result = self._pusher.update(named_tensors, mapping, send)
         return result[0], result[1]

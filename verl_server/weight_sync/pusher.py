@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +63,13 @@ class Push:
     """The description that `offer` speaks of, for a server that does not have it."""
     named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
     """Instead of the two: handles that the caller made."""
+
+    def for_readers(self, count: int) -> Push:
+        """The same push for `count` server ranks, of which each reads one value of every handle."""
+        handles = self.named_tensors
+        if handles is not None:
+            handles = [(name, _spread(value, count)) for name, value in handles]
+        return replace(self, named_tensors=handles)
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -238,6 +245,10 @@ def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:
         (name, LocalSerializedTensor(values=[local.values[0] for local in locals_]))
         for (name, _), locals_ in zip(first, values, strict=True)
     ]
+
+
+def _spread(value: LocalSerializedTensor, count: int) -> LocalSerializedTensor:
+    return LocalSerializedTensor(values=[value.get(i % len(value.values)) for i in range(count)])
 
 
 def _check_same(first: list[str], other: list[str] | None, rank: int) -> None:
