@@ -81,6 +81,8 @@ class Result:
     """Pushes after which every parameter of every server rank had the trainer's checksum."""
     commit_ms: list[float] = field(default_factory=list)
     """What the server says that each push took from its turn on: votes, copy, device sync."""
+    http_ms: list[float] = field(default_factory=list)
+    """What the request took, with the commit: the rest of a push is the trainer's own look at its tensors."""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     """`footprint` after the warm-up and at the end: of the trainer's rank 0 and of the server."""
@@ -125,7 +127,7 @@ class _Rank:
                 self._parent.recv()
             dist.barrier(self._host)
             if isinstance(engine.engine, HttpServerEngineAdapter):
-                _note_commits(engine.engine, result.commit_ms)
+                _note_requests(engine.engine, result)
             start = time.perf_counter()
             push, seconds = self._open(engine)
             for step in range(job.warmup):
@@ -135,6 +137,7 @@ class _Rank:
             result.before = self._footprint(engine)
             result.pushes, result.busy = [], [(start, time.perf_counter())]
             result.commit_ms.clear()
+            result.http_ms.clear()
             if job.source == "registered" and job.interval:
                 self._register_again(engine)
             self._push_all(engine, push)
@@ -313,15 +316,17 @@ def write_parameters(model: nn.Module, step: int) -> None:
         local.add_(0.02 * math.sin(1.0 + step))
 
 
-def _note_commits(adapter: HttpServerEngineAdapter, into: list[float]) -> None:
+def _note_requests(adapter: HttpServerEngineAdapter, result: Result) -> None:
     """The engine's calls return messages; what else the server's replies say is caught here."""
     control = adapter._control
 
     def noted(req: ControlReq) -> ControlReply:
+        start = time.perf_counter()
         reply = control(req)
         seconds = reply.payload.get("seconds") if isinstance(reply.payload, dict) else None
         if seconds is not None:
-            into.append(1e3 * seconds["commit"])
+            result.http_ms.append(1e3 * (time.perf_counter() - start))
+            result.commit_ms.append(1e3 * seconds["commit"])
         return reply
 
     adapter._control = noted  # type: ignore[method-assign]

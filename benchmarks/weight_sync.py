@@ -10,7 +10,7 @@ measured time, it compares the checksum of every parameter on every server rank 
 the run with exit code 1.
 
 One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
-`commit_ms`, the server's part of it from its turn on (votes, copy, device sync); `bytes` of the trainer's
+`http_ms`, the request in it; `commit_ms`, the server's part from its turn on (votes, copy, device sync); `bytes` of the trainer's
 parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run (converting, if
 the dtypes differ; the better of before and after), and `ratio`, how many times that the median is. With
 `--generate`, `token_gap`: milliseconds between two tokens of any of N streaming requests: `quiet` gaps, those that
@@ -167,6 +167,7 @@ def report_pushes(report: Report, args: argparse.Namespace, result: Result, limi
         limit_ms=round(limit["all_ms"], 3),
         ratio=round(median / limit["all_ms"], 3),
         first_ms=round(result.first_ms, 3),
+        http_ms=round(statistics.median(result.http_ms), 3) if result.http_ms else None,
         commit_ms=round(statistics.median(result.commit_ms), 3) if result.commit_ms else None,
         updates=len(result.pushes),
         checked=result.checked,

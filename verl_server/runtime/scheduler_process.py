@@ -34,6 +34,7 @@ from verl_server.runtime.tp_worker import TpWorker
 from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.fused_copy import compile_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
         control_timeout=server_args.control_timeout,
     )
     runner = ModelRunner(server_args, tp, device)
+    if device.type == "cuda" and server_args.fused_weight_copy:
+        compile_kernels(device, runner.dtype)
     sources = WeightSources(runner, tp, server_args)
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)

@@ -28,6 +28,21 @@ def allocation_id(address: int) -> int:
     return 0 if failed else number.value
 
 
+def device_frees(devices: Iterable[torch.device]) -> tuple[int, ...]:
+    """How often torch's allocator has given memory of these devices back to the driver; empty if it does not count.
+
+    While this stays the same, whatever the allocator held lies where it lay: no need to ask for `allocation_id`s.
+    """
+    counts = []
+    for device in devices:
+        if device.type == "cuda":
+            count = torch.cuda.memory_stats_as_nested_dict(device).get("num_device_free")
+            if count is None:
+                return ()
+            counts.append(count)
+    return tuple(counts)
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
     try:

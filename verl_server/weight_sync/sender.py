@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.cuda_queries import wait_for_writes
+from verl_server.weight_sync.cuda_queries import device_frees, wait_for_writes
 from verl_server.weight_sync.description import Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.exports import Exports, Region
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
@@ -62,19 +62,32 @@ class _Known:
         """One of each tensor; see `_look_at`."""
         self.regions = regions
         """By storage. Their weak references pin the StorageImpls that the prints compare."""
-        self.devices = {region.device for region in regions.values()}
+        self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.moves = 0
         """How often in a row the set was found elsewhere."""
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
+        self._frees: tuple[int, ...] = ()
+        """What `device_frees` said before the segments were last looked at, one by one."""
 
     def is_current(self, prints: list[Any]) -> bool:
         """Whether every tensor lies where it was described. (Equal prints are about the same, living storages.)"""
         return (
             self.prints == prints
             and all(region.is_there() for region in self.regions.values())
-            and all(region.is_allocated() for region in self._segments.values())
+            and self._segments_are_there()
         )
+
+    def _segments_are_there(self) -> bool:
+        """Whether no CUDA memory was given back to the driver, and other memory got its address."""
+        if not self._segments:
+            return True
+        frees = device_frees(self.devices)
+        if frees and frees == self._frees:
+            return True
+        there = all(region.is_allocated() for region in self._segments.values())
+        self._frees = frees if there else ()
+        return there
 
     def is_dead(self) -> bool:
         """Whether a tensor of the set was freed, so that it can never be found there again."""
