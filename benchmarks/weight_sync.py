@@ -11,11 +11,11 @@ the run with exit code 1.
 
 One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
 `http_ms`, the request in it; `commit_ms`, the server's part from its turn on (votes, copy, device sync); `bytes` of
-the trainer's parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run (converting, if
-the dtypes differ; the better of before and after), and `ratio`, how many times that the median is. With
-`--generate`, `token_gap`: milliseconds between two tokens of any of N streaming requests: `quiet` gaps, those that
-overlap a push, and what each push added to its longest one; the same for registering. With `--leaks`, `leak`: what
-trainer and server hold after the warm-up, and how much more at the end. Progress goes to stderr.
+the trainer's parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run
+(converting, if the dtypes differ; the better of before and after), and `ratio`, how many times that the median is.
+With `--generate`, `token_gap`: milliseconds between two tokens of any of N streaming requests: `quiet` gaps, those
+that overlap a push, and what each push added to its longest one; the same for registering. With `--leaks`, `leak`:
+what trainer and server hold after the warm-up, and how much more at the end. Progress goes to stderr.
 """
 
 from __future__ import annotations

@@ -169,11 +169,9 @@ def run_table(table: Table) -> None:
     """What the kernel does, word by word."""
     kind = table.kind
     assert table.records[:, 2].sum() > 0
-    for tile, record in enumerate(table.tiles.tolist()):
-        source, destination, words, row_words, source_row, destination_row, first_tile, _ = table.records[
-            record
-        ].tolist()
-        start = (tile - first_tile) * table.tile_words
+    for record, number in table.tiles.tolist():
+        source, destination, words, row_words, source_row, destination_row = table.records[record].tolist()
+        start = number * table.tile_words
         assert 0 <= start < words, "a tile without work"
         for word in range(start, min(start + table.tile_words, words)):
             row, column = divmod(word, row_words)
@@ -200,7 +198,7 @@ def move_word(kind: Kind, source: int, destination: int) -> None:
 )
 def test_tables_cover_the_pairs_exactly(to: torch.dtype, start: torch.dtype) -> None:
     pairs = [pair for pair in make_pairs(to, start) if pair[0].numel()]
-    tables, left = build_tables(pairs, tile_bytes=512)
+    tables, left = build_tables(pairs, tile_bytes=512, links=[i % 3 for i in range(len(pairs))])
     for table in tables:
         run_table(table)
     check_copied([pair for i, pair in enumerate(pairs) if i not in left])
@@ -236,15 +234,30 @@ def test_more_than_2_to_the_32_elements() -> None:
     assert not left
     (table,) = tables
     assert table.records[:, 2].tolist() == [2**31, 2**30]
-    assert table.tiles.numel() * table.tile_words == 2**31 + 2**30
-    assert table.records[:, 6].tolist() == [0, 2**31 // table.tile_words]
+    assert len(table.tiles) * table.tile_words == 2**31 + 2**30
+    first, second = (table.tiles[table.tiles[:, 0] == record, 1] for record in (0, 1))
+    assert first.equal(torch.arange(2**31 // table.tile_words, dtype=torch.int32))
+    assert second.equal(torch.arange(2**30 // table.tile_words, dtype=torch.int32))
+
+
+def test_all_links_are_read_at_a_time() -> None:
+    """The GPU starts tiles in order: any stretch of them reads each link in its share of the whole."""
+    source = torch.empty(8, 2**14)
+    pairs = [(torch.empty_like(row), row) for row in source]
+    links = [0, 0, 0, 0, 0, 0, 1, 2]
+    (table,), _ = build_tables(pairs, 1024, links)
+    order = torch.tensor(links)[table.tiles[:, 0].long()]
+    for stretch in order.split(64):
+        assert [int((stretch == link).sum()) for link in (0, 1, 2)] == [48, 8, 8]
+    natural = build_tables(pairs, 1024)[0][0].tiles
+    assert natural.equal(natural[(natural[:, 0] * 2**20 + natural[:, 1]).argsort()]), "one link keeps its order"
 
 
 def test_torch_copies_where_the_kernel_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl_server.weight_sync.copy_kernel", None)
     destination = torch.zeros(9)
     with pytest.warns(UserWarning, match="fused weight copy is off"):
-        steps = fused_copy._device_steps([(destination, torch.ones(9))], torch.device("cpu"))
+        steps = fused_copy._device_steps([(destination, torch.ones(9))], torch.device("cpu"), [0])
     for step in steps:
         step()
     assert destination.eq(1).all()
@@ -257,7 +270,8 @@ def test_kernel_equals_copy(to: torch.dtype, start: torch.dtype) -> None:
     pairs = make_pairs(to, start, "cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the kernel itself must do it
-        plan = CopyPlan([d for d, _ in pairs], [s for _, s in pairs])
+        links = [i % 3 for i in range(len(pairs))]
+        plan = CopyPlan([d for d, _ in pairs], [s for _, s in pairs], links=links)
     plan.run()
     torch.cuda.synchronize()
     check_copied(pairs)

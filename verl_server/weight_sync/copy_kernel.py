@@ -54,9 +54,9 @@ def copy_tiles(
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Program i copies tile i: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`."""
-    tile = tl.program_id(0)
-    record = records + tl.load(tiles + tile).to(tl.int64) * _FIELDS
+    """Program i copies the i-th tile: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * 2
+    record = records + tl.load(tile).to(tl.int64) * _FIELDS
     # The table promises, and the compiler cannot know, that words are aligned.
     source = tl.multiple_of(
         tl.load(record).to(tl.pointer_type(SOURCE)), min(16, VECTOR * SOURCE.primitive_bitwidth // 8)
@@ -66,7 +66,7 @@ def copy_tiles(
     )
     words = tl.load(record + 2)
     row_words = tl.load(record + 3)
-    start = (tile - tl.load(record + 6)) * TILE
+    start = tl.load(tile + 1).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     inside = lane < words - start
     if row_words == words:

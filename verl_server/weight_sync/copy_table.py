@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FIELDS = 8
+FIELDS = 6
 """int64 numbers in a record: source and destination address, words, words in a row, the source's and the
-destination's words from row to row, first tile, 0."""
+destination's words from row to row."""
 _WORD_BYTES = 16
 """The widest load and store of a GPU thread."""
 _MAX_TILE_WORDS = 4096
@@ -58,7 +58,7 @@ class Table:
     records: Tensor
     """int64 [blocks, FIELDS], on the host."""
     tiles: Tensor
-    """int32 [tiles], on the host: the record that each tile belongs to."""
+    """int32 [tiles, 2], on the host, in the order in which they are started: a tile's record, and its number there."""
 
 
 def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
@@ -82,9 +82,12 @@ def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
     return Rows(rows, merged[-1][0], to_stride, from_stride)
 
 
-def build_tables(pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int) -> tuple[list[Table], list[int]]:
-    """Tables that cover the pairs, and the indices of pairs that no table can take."""
+def build_tables(
+    pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int, links: Sequence[int] | None = None
+) -> tuple[list[Table], list[int]]:
+    """Tables that cover the pairs, and the indices of pairs that no table can take. `links`: see `CopyPlan`."""
     blocks: dict[Kind, list[tuple[int, ...]]] = {}
+    links_of: dict[Kind, list[int]] = {}
     left = []
     for i, (destination, source) in enumerate(pairs):
         found = _blocks(destination, source)
@@ -92,17 +95,27 @@ def build_tables(pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int) -> tup
             left.append(i)
         for kind, block in found:
             blocks.setdefault(kind, []).append(block)
-    return [_table(kind, rows, kind.tile_words(tile_bytes)) for kind, rows in blocks.items()], left
+            links_of.setdefault(kind, []).append(links[i] if links else 0)
+    return [_table(kind, blocks[kind], links_of[kind], kind.tile_words(tile_bytes)) for kind in blocks], left
 
 
-def _table(kind: Kind, blocks: list[tuple[int, ...]], tile_words: int) -> Table:
-    """`blocks`: records without their last two fields."""
-    records = torch.zeros(len(blocks), FIELDS, dtype=torch.int64)
-    records[:, : FIELDS - 2] = torch.tensor(blocks)
+def _table(kind: Kind, blocks: list[tuple[int, ...]], links: list[int], tile_words: int) -> Table:
+    """`blocks`: the records."""
+    records = torch.tensor(blocks, dtype=torch.int64)
     counts = (records[:, 2] + tile_words - 1) // tile_words
-    records[:, FIELDS - 2] = counts.cumsum(0) - counts
-    tiles = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), counts)
-    return Table(kind, tile_words, records, tiles)
+    owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
+    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    tiles = torch.stack([owners, numbers], dim=1).to(torch.int32)
+    return Table(kind, tile_words, records, tiles[_spread(torch.tensor(links)[owners])])
+
+
+def _spread(links: Tensor) -> Tensor:
+    """An order of tiles in which those of each link are spread evenly over the whole, so that all links are busy."""
+    position = torch.empty(len(links), dtype=torch.float64)
+    for link in sorted(set(links.tolist())):
+        mine = (links == link).nonzero().squeeze(1)
+        position[mine] = (torch.arange(len(mine), dtype=torch.float64) + 0.5) / len(mine)
+    return position.argsort(stable=True)
 
 
 def _blocks(destination: Tensor, source: Tensor) -> list[tuple[Kind, tuple[int, ...]]]:

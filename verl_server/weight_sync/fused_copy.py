@@ -48,17 +48,27 @@ class CopyPlan:
     nbytes: int
     """Bytes that one run writes."""
 
-    def __init__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, fused: bool = True) -> None:
+    def __init__(
+        self,
+        destinations: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        *,
+        fused: bool = True,
+        links: Sequence[int] | None = None,
+    ) -> None:
         """Prepare the copies. On a GPU this waits for the current stream, and may compile (see `compile_kernels`).
 
-        `fused=False` leaves everything to torch. ValueError if the pairs do not fit.
+        `links[i]` says over which link `sources[i]` is read, for example a number of the GPU that holds it: the
+        kernel then reads over all of them at a time. `fused=False` leaves everything to torch. ValueError if the
+        pairs do not fit.
         """
-        self._pairs = _checked_pairs(destinations, sources)
+        self._pairs, links = _checked_pairs(destinations, sources, links)
         self.nbytes = sum(destination.nbytes for destination, _ in self._pairs)
         self._steps: list[Callable[[], object]] = []
-        for device, pairs in _by_device(self._pairs).items():
+        for device, indices in _by_device(self._pairs).items():
+            pairs = [self._pairs[i] for i in indices]
             if fused and device is not None and device.type == "cuda":
-                self._steps += _device_steps(pairs, device)
+                self._steps += _device_steps(pairs, device, [links[i] for i in indices])
             elif fused and device is not None and device.type == "cpu":
                 self._steps.append(HostCopies(pairs).run)
             else:
@@ -80,29 +90,34 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
     CopyPlan(destinations, [torch.empty(16, dtype=source, device=device) for source in (dtype, torch.float32)])
 
 
-def _checked_pairs(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pair]:
-    """The pairs that have bytes, detached: an update in place is no business of autograd's."""
-    if len(destinations) != len(sources):
+def _checked_pairs(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], links: Sequence[int] | None
+) -> tuple[list[Pair], list[int]]:
+    """The pairs that have bytes, detached (an update in place is no business of autograd's), and their links."""
+    links = [0] * len(sources) if links is None else links
+    if not len(destinations) == len(sources) == len(links):
         raise ValueError(
-            f"{len(destinations)} destinations for {len(sources)} sources: give one of each for every copy."
+            f"{len(destinations)} destinations for {len(sources)} sources over {len(links)} links: give one of each "
+            "for every copy."
         )
     for i, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
         if destination.shape != source.shape:
             raise ValueError(f"Copy {i}: shape {list(source.shape)} does not fit into {list(destination.shape)}.")
-    return [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True) if d.numel()]
+    kept = [i for i, destination in enumerate(destinations) if destination.numel()]
+    return [(destinations[i].detach(), sources[i].detach()) for i in kept], [links[i] for i in kept]
 
 
-def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[Pair]]:
-    """Pairs by the device that both sides are on; None for those between devices (a checkpoint's, say)."""
-    groups: dict[torch.device | None, list[Pair]] = {}
-    for destination, source in pairs:
+def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
+    """Which pairs are on which device; None for those between devices (a checkpoint's, say)."""
+    groups: dict[torch.device | None, list[int]] = {}
+    for i, (destination, source) in enumerate(pairs):
         device = destination.device if destination.device == source.device else None
-        groups.setdefault(device, []).append((destination, source))
+        groups.setdefault(device, []).append(i)
     return groups
 
 
-def _device_steps(pairs: list[Pair], device: torch.device) -> list[Callable[[], object]]:
-    tables, left = build_tables(pairs, TILE_BYTES)
+def _device_steps(pairs: list[Pair], device: torch.device, links: list[int]) -> list[Callable[[], object]]:
+    tables, left = build_tables(pairs, TILE_BYTES, links)
     try:
         from verl_server.weight_sync.copy_kernel import TileCopies
 

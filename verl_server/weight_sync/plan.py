@@ -62,11 +62,11 @@ class UpdatePlan:
             for name, source in found.items()
             if source.dtype != weight_map.slots[name].dtype
         ]
-        self.destinations, self.sources = _copies(weight_map, found)
+        self.destinations, self.sources, links = _copies(weight_map, found)
         self.nbytes = sum(destination.nbytes for destination in self.destinations)
         # Tensors without memory stand for what is to come: only the checks are wanted.
         is_real = all(source.device.type != "meta" for source in self.sources)
-        self._copy = CopyPlan(self.destinations, self.sources, fused=fused) if is_real else None
+        self._copy = CopyPlan(self.destinations, self.sources, fused=fused, links=links) if is_real else None
 
     @property
     def covers_all(self) -> bool:
@@ -164,9 +164,10 @@ def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
         raise WeightUpdateError(f"'{source.name}' has dtype {source.dtype}, but weights are floating point.")
 
 
-def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Tensor], list[Tensor]]:
-    """(destinations, sources) of every piece's share of every part."""
-    destinations, sources = [], []
+def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """(destinations, sources, links) of every piece's share of every part."""
+    destinations, sources, links = [], [], []
+    numbers: dict[str, int] = {}
     for name, source in found.items():
         slot = weight_map.slots[name]
         views: dict[int, Tensor] = {}
@@ -180,4 +181,5 @@ def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Te
                     views[i] = source.read(part)
                 destinations.append(destination[index_in(common, wanted)])
                 sources.append(views[i][index_in(common, part.box)])
-    return destinations, sources
+                links.append(numbers.setdefault(part.device_uuid, len(numbers)))
+    return destinations, sources, links

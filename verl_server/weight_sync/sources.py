@@ -35,6 +35,11 @@ class Part:
     box: Box
     data: Tensor | TensorHandle
 
+    @property
+    def device_uuid(self) -> str:
+        """Of the GPU that holds it, in whatever process; empty for host memory and for tensors of this process."""
+        return self.data.allocation.device_uuid if isinstance(self.data, TensorHandle) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
