@@ -11,7 +11,8 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
     │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
     ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
     ├── ServerDiedError        503  the server was up and is gone
-    └── ControlTimeoutError    504  a control call got no answer within its bound
+    └── ControlTimeoutError    504  a call took longer than its bound: it was refused, and is not carried out
+        └── UnansweredError    504  no answer came, so it is not certain whether it was carried out
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class ServerDiedError(VerlServerError, ConnectionError):
 
 class ControlTimeoutError(VerlServerError, TimeoutError):
     status_code = 504
+
+
+class UnansweredError(ControlTimeoutError):
+    pass
 
 
 def error_for_status(

@@ -1,7 +1,7 @@
 """Every message that crosses a process boundary inside a server.
 
-`TokenizerManager` -> `Scheduler` (ZMQ, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq` and the
-control requests. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of arrays,
+`TokenizerManager` -> `Scheduler` (ZMQ, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, the control
+requests and `WithdrawReq`. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of arrays,
 and one `ControlReply` for each control request, matched by `id`.
 
 Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager.
@@ -113,6 +113,14 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
 
 
 # -- control ------------------------------------------------------------------------------------------------
+
+
+class WithdrawReq(msgspec.Struct, tag=True, kw_only=True):
+    """The caller of a control request gave up. Unless it has begun, it is answered with 499 and never carried out;
+    one that ends or closes something (`ENDING_REQS`) is carried out all the same. Has no answer of its own."""
+
+    id: int
+    """Of the request that nobody waits for any more."""
 
 
 class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
@@ -346,6 +354,10 @@ WeightReq = (
 )
 """Requests that every tensor-parallel rank carries out, in the same order: `WeightUpdater`'s."""
 
+ENDING_REQS = (EndWeightUpdateReq, UnregisterWeightsReq, DestroyWeightsUpdateGroupReq)
+"""Requests that are right to carry out for a caller who is gone: they read none of his memory, and without them a
+session would hold generation until its lease ends, or memory would stay mapped."""
+
 ControlReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
 
 
@@ -361,5 +373,5 @@ class ControlReply(msgspec.Struct, tag=True, kw_only=True):
     """JSON-like data of requests that ask for some."""
 
 
-SchedulerInput = TokenizedGenerateReq | AbortReq | FinishReq | ControlReq
+SchedulerInput = TokenizedGenerateReq | AbortReq | FinishReq | WithdrawReq | ControlReq
 SchedulerOutput = BatchTokenIDOut | ControlReply

@@ -66,7 +66,7 @@ def test_a_pushed_registration_is_not_staged_and_keeps_its_place_behind_what_is(
     h.control(update(3))
     assert h.control(UpdateWeightsFromTensorReq(id=4, registration="r")) is None, "order of arrival"
     h.stager.finish()
-    h.steps()
+    h.steps(2)
     assert h.replies[3].success and h.replies[4].success
     h.control(UpdateWeightsFromTensorReq(id=5, registration="r", checksums={"w": "0"}))
     assert [req.id for req in h.stager.waiting] == [5], "checksums are compared beside generation"
@@ -142,7 +142,7 @@ def test_released_weights_withdraw_what_was_staged_for_them() -> None:
     h.stager.waiting, rest = h.stager.waiting[:1], h.stager.waiting[1:]
     h.stager.finish()
     h.stager.waiting = rest
-    h.steps()
+    h.steps(2)
     assert h.replies[2].success and h.replies[3].success and h.replies[4].success
     for id in (5, 6):
         assert h.replies[id].status_code == 400 and "released meanwhile" in h.replies[id].message
@@ -162,4 +162,4 @@ def test_unregistering_withdraws_what_is_staged_from_that_memory() -> None:
     h.scheduler.handle(RegisterWeightsReq(id=2, description=NOWHERE))
     h.scheduler.handle(RegisterWeightsReq(id=3, description=ELSEWHERE))
     h.steps()
-    assert h.replies[1].success and h.replies[2].status_code == 409 and 3 not in h.replies
+    assert h.replies[1].success and h.replies[2].status_code == 400 and 3 not in h.replies

@@ -36,6 +36,7 @@ from verl_server.io_struct import (
     UpdateReq,
     UpdateWeightsFromTensorReq,
     WeightsCheckerReq,
+    WithdrawReq,
 )
 from verl_server.runtime.stager import Staged, discard
 from verl_server.runtime.tp_group import TpGroup
@@ -195,7 +196,7 @@ class Book:
 
     def _on_update(self, reply: ControlReply, brings: Weights, fails: bool) -> None:
         if not reply.success and not (fails and reply.status_code == 500):
-            assert reply.status_code in (400, 404, 409, 503, 504), reply.message
+            assert reply.status_code in (400, 404, 409, 499, 503, 504), reply.message
             return
         assert not self.asleep
         self.meant |= brings
@@ -362,8 +363,20 @@ class Monkey:
     def disturb(self) -> None:
         rng = self.rng
         kind = rng.choices(
-            ["push", "registered", "register", "unregister", "session", "end", "pause", "memory", "flush", "odd"],
-            [8, 8, 2, 1, 2, 4, 4, 2, 1, 2],
+            [
+                "push",
+                "registered",
+                "register",
+                "unregister",
+                "session",
+                "end",
+                "pause",
+                "memory",
+                "flush",
+                "odd",
+                "give_up",
+            ],
+            [8, 8, 2, 1, 2, 4, 4, 2, 1, 2, 5],
         )[0]
         getattr(self, f"_{kind}")()
 
@@ -452,6 +465,11 @@ class Monkey:
         _, description = described.described({"no.such": torch.ones(2)}, "odd")
         self.send(UpdateWeightsFromTensorReq(description=description))
 
+    def _give_up(self) -> None:
+        """The caller of some request, answered or not, leaves; a trainer may then write its memory again."""
+        if self.serial:
+            self.h.scheduler.handle(WithdrawReq(id=self.rng.randint(max(1, self.serial - 4), self.serial)))
+
     def settle(self) -> None:
         """Bring everything to an end: sessions, pauses, sleep, torn weights, and all requests."""
         for _ in range(3):
@@ -517,4 +535,4 @@ def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
         torn += monkey.book.torn
         leases += monkey.book.lost_leases
         statuses |= {reply.status_code for reply in monkey.h.replies.values() if not reply.success}
-    assert torn > 5 and leases > 3 and statuses >= {400, 404, 409, 500}, (torn, leases, statuses)
+    assert torn > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, (torn, leases, statuses)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
+    ENDING_REQS,
     BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from verl_server.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_GIVEN_UP = 499
+"""Status of what nobody waits for any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +104,21 @@ class ControlQueue:
             case _:
                 self._receive_ordered(req, _Pending(req, now + self._timeout))
 
+    def withdraw(self, request_id: int) -> None:
+        """Its caller gave up: what has not begun must not be carried out, for he may write its memory again."""
+        message = "It was withdrawn: its caller gave up before it began."
+        for item in [item for item in self._flushes if item.req.id == request_id]:
+            self._flushes.remove(item)
+            self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
+        pending = self._aside.get(request_id) or self._queued(request_id)
+        if pending is not None and not isinstance(pending.req, ENDING_REQS):
+            self._withdraw(pending, message, _GIVEN_UP)
+
     def run_ready(self) -> None:
-        """Carry out every queued request whose moment has come. Called between steps."""
+        """Carry out the queued requests whose moment has come. Called between steps.
+
+        At most one that copies weights: before the next the loop must hear whether its caller gave up meanwhile.
+        """
         self._take_staged()
         self._watch_aside()
         while self._queue:
@@ -114,6 +131,8 @@ class ControlQueue:
                 break
             self._queue.popleft()
             self._run(head)
+            if isinstance(head.req, UpdateReq):
+                break
         self.draining = bool(self._queue) and self._queue[0].ready and not self._owes_progress()
         self._watch_lease()
         self._run_flushes()
@@ -215,7 +234,7 @@ class ControlQueue:
         for pending in self._staged():
             description = getattr(pending.req, "description", None)
             if description is not None and (ids is None or description.id in ids):
-                self._withdraw(pending, f"'{description.id}' was unregistered meanwhile.", 409)
+                self._withdraw(pending, f"'{description.id}' was unregistered meanwhile.", 400)
 
     def _staged(self) -> list[_Pending]:
         return [item for item in (*self._queue, *self._aside.values()) if item.staged]

@@ -23,6 +23,7 @@ from verl_server.io_struct import (
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
+    WithdrawReq,
 )
 from verl_server.runtime.batch_planner import BatchPlanner
 from verl_server.runtime.control_queue import ControlQueue
@@ -76,6 +77,8 @@ class Scheduler:
             case FinishReq():
                 if (req := self.requests.pop(message.rid, None)) is not None:
                     self.planner.remove(req)
+            case WithdrawReq():
+                self.control.withdraw(message.id)
             case _:
                 self.control.receive(message)
 

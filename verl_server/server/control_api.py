@@ -36,7 +36,14 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightsCheckerReq,
 )
-from verl_server.server.responses import error_a, error_c, error_headers, json_response, read_json
+from verl_server.server.responses import (
+    error_a,
+    error_c,
+    error_headers,
+    json_response,
+    read_json,
+    unless_disconnected,
+)
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -112,7 +119,7 @@ class ControlApi:
             timeout = -1.0
         if not 0 <= timeout < float("inf"):
             return error_c(BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}."))
-        reply = await self._manager.control(FlushCacheReq(timeout=timeout))
+        reply = await self._control(request, FlushCacheReq(timeout=timeout))
         if reply.success:
             return PlainTextResponse(_FLUSHED)
         return PlainTextResponse(reply.message or "Flush cache failed.\n", reply.status_code)
@@ -125,18 +132,18 @@ class ControlApi:
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, PauseGenerationReq))
+        reply = await self._control(request, await self._parse(request, PauseGenerationReq))
         return _message_or_error(reply, "Generation paused successfully.")
 
     async def continue_generation(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, ContinueGenerationReq))
+        reply = await self._control(request, await self._parse(request, ContinueGenerationReq))
         return _message_or_error(reply, "Generation continued successfully.")
 
     # -- weights --------------------------------------------------------------------------------------------
 
     async def change_weights(self, request: Request) -> Response:
         """Everything in `_WEIGHT_ROUTES`."""
-        reply = await self._control(await self._parse(request, _WEIGHT_ROUTES[request.url.path.rstrip("/")]))
+        reply = await self._control(request, await self._parse(request, _WEIGHT_ROUTES[request.url.path.rstrip("/")]))
         payload = reply.payload if isinstance(reply.payload, dict) else {}
         return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
 
@@ -147,37 +154,37 @@ class ControlApi:
         return json_response({"success": True, "message": "Success"})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, UpdateWeightsFromDiskReq))
+        reply = await self._control(request, await self._parse(request, UpdateWeightsFromDiskReq))
         return _success(reply, num_paused_requests=0)
 
     async def update_weight_version(self, request: Request) -> Response:
         req = await self._parse(request, UpdateWeightVersionReq)
-        return _success(await self._control(req), new_version=req.new_version)
+        return _success(await self._control(request, req), new_version=req.new_version)
 
     async def get_weights_by_name(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, GetWeightsByNameReq))
+        reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
         return json_response(reply.payload) if reply.success else _error_a(reply)
 
     async def weights_checker(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, WeightsCheckerReq))
+        reply = await self._control(request, await self._parse(request, WeightsCheckerReq))
         extra = reply.payload if isinstance(reply.payload, dict) else {}
         return _success(reply, **extra)
 
     # -- memory ---------------------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, ReleaseMemoryOccupationReq))
+        reply = await self._control(request, await self._parse(request, ReleaseMemoryOccupationReq))
         return json_response(None) if reply.success else _error_a(reply)
 
     async def resume_memory_occupation(self, request: Request) -> Response:
-        reply = await self._control(await self._parse(request, ResumeMemoryOccupationReq))
+        reply = await self._control(request, await self._parse(request, ResumeMemoryOccupationReq))
         return json_response(None) if reply.success else _error_a(reply)
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    async def _control(self, req: ControlReq) -> ControlReply:
-        """Control calls are not cancelled when their client leaves: half an update would help nobody."""
-        return await self._manager.control(req)
+    async def _control(self, request: Request, req: ControlReq) -> ControlReply:
+        """When the client leaves, what has not begun is withdrawn: it may write the memory that a push would read."""
+        return await unless_disconnected(request, self._manager.control(req))
 
     async def _parse(self, request: Request, kind: type[S]) -> S:
         return self._convert(request, await read_json(request, self._args.max_request_bytes), kind)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -25,9 +25,11 @@ from verl_server.errors import (
     ControlTimeoutError,
     ServerDiedError,
     ServerUnavailableError,
+    UnansweredError,
     VerlServerError,
 )
 from verl_server.io_struct import (
+    ENDING_REQS,
     AbortReq,
     BatchTokenIDOut,
     BeginWeightUpdateReq,
@@ -44,6 +46,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     UpdateReq,
     UpdateWeightsFromDiskReq,
+    WithdrawReq,
 )
 from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
 from verl_server.server.generation import Generation
@@ -87,7 +90,8 @@ class TokenizerManager:
         self._states: dict[str, ReqState] = {}  # by wire rid
         self._by_rid: dict[str, ReqState] = {}
         self._serial = itertools.count(1)
-        self._replies: dict[int, tuple[str, asyncio.Future[ControlReply]]] = {}
+        self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
+        """Control requests without a reply; a future that is done has a caller who gave up."""
         self._outbox: collections.deque[bytes] = collections.deque()
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
@@ -234,9 +238,12 @@ class TokenizerManager:
     # -- control --------------------------------------------------------------------------------------------
 
     async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """Send a control request and wait for the reply with its id. Raises ControlTimeoutError, ServerDiedError."""
+        """Send a control request and wait for the reply with its id. Raises UnansweredError, ServerDiedError.
+
+        When the caller gives up (a bound, a cancellation) the scheduler is told to withdraw it.
+        """
         self.check_serving()
-        name = type(req).__name__.removesuffix("Req")
+        name = _name(req)
         req.id = next(self._serial)
         message = self._encode(req)
         try:
@@ -248,17 +255,23 @@ class TokenizerManager:
             # As long to wait for its turn, and as long to be carried out. (`SchedulerWatch` ends what takes longer.)
             timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         future: asyncio.Future[ControlReply] = self.loop.create_future()
-        self._replies[req.id] = (name, future)
+        self._calls[req.id] = req, future
+        self._send(message)
         try:
-            self._send(message)
-            reply = await asyncio.wait_for(future, timeout)
+            async with asyncio.timeout(timeout):
+                return await future
         except TimeoutError:
-            raise ControlTimeoutError(f"The scheduler did not answer {name} within {timeout:.0f} s.") from None
-        finally:
-            self._replies.pop(req.id, None)
-        if reply.success:
-            self._note_success(req, reply)
-        return reply
+            self._give_up(req, future)
+            raise UnansweredError(f"The scheduler did not answer {name} within {timeout:.0f} s.") from None
+        except asyncio.CancelledError:
+            self._give_up(req, future)
+            raise
+
+    def _give_up(self, req: ControlReq, future: asyncio.Future[ControlReply]) -> None:
+        if req.id in self._calls:
+            self._send(self._encode(WithdrawReq(id=req.id)))
+        elif not future.cancelled() and future.exception() is None and future.result().success:
+            self._carried_out_for_nobody(req)  # the reply came in this very moment
 
     def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
         if isinstance(req, PauseGenerationReq):
@@ -278,15 +291,13 @@ class TokenizerManager:
     @property
     def controls_in_flight(self) -> list[str]:
         """Control calls that wait for the scheduler, but for looks at its figures, which change nothing."""
-        looks = GetInternalStateReq.__name__.removesuffix("Req")
-        return [name for name, _ in self._replies.values() if name != looks]
+        return [_name(req) for req, _ in self._calls.values() if not isinstance(req, GetInternalStateReq)]
 
     @property
     def updating_weights(self) -> bool:
         """Whether an update, or a session of updates, may keep generation waiting."""
-        updates = (*get_args(UpdateReq), BeginWeightUpdateReq, EndWeightUpdateReq)
-        names = [t.__name__.removesuffix("Req") for t in updates]
-        return time.monotonic() < self._session_end or any(name in names for name in self.controls_in_flight)
+        updates = UpdateReq | BeginWeightUpdateReq | EndWeightUpdateReq
+        return time.monotonic() < self._session_end or any(isinstance(req, updates) for req, _ in self._calls.values())
 
     @property
     def num_requests(self) -> int:
@@ -336,11 +347,27 @@ class TokenizerManager:
                 logger.exception("A message from the scheduler could not be handled.")
 
     def _on_reply(self, reply: ControlReply) -> None:
-        _, future = self._replies.get(reply.id, ("", None))
-        if future is None or future.done():
-            logger.warning("Reply to control call %d came after its caller had given up.", reply.id)
-        else:
+        if reply.id not in self._calls:
+            logger.error("A reply came to control call %d, which is none.", reply.id)
+            return
+        req, future = self._calls.pop(reply.id)
+        if reply.success:
+            self._note_success(req, reply)
+        if not future.done():
             future.set_result(reply)
+        elif reply.success:
+            self._carried_out_for_nobody(req)
+
+    def _carried_out_for_nobody(self, req: ControlReq) -> None:
+        """Its caller gave up when it had begun already. A session that he does not know of would hold generation."""
+        if not isinstance(req, (GetInternalStateReq, FlushCacheReq, *ENDING_REQS)):
+            logger.warning("%s was carried out, though its caller had given up: it had begun already.", _name(req))
+        if isinstance(req, BeginWeightUpdateReq):
+            end = EndWeightUpdateReq(id=next(self._serial), transaction_id=req.transaction_id, discard=True)
+            nobody: asyncio.Future[ControlReply] = self.loop.create_future()
+            nobody.cancel()
+            self._calls[end.id] = end, nobody
+            self._send(self._encode(end))
 
     def _on_tokens(self, out: BatchTokenIDOut) -> None:
         self.weight_version = out.weight_version
@@ -372,7 +399,7 @@ class TokenizerManager:
             self._children,
             self.server_args.control_timeout,
             ask=lambda bound: self.control(GetInternalStateReq(), timeout=bound),
-            is_waiting=lambda: bool(self._states or self._replies),
+            is_waiting=lambda: bool(self._states or self._calls),
             last_message=lambda: self.last_message,
         )
         self._die(await watch.until_death())
@@ -383,7 +410,8 @@ class TokenizerManager:
         for state in list(self._states.values()):
             self._forget(state)
             state.fail(_again(error))
-        for _, future in self._replies.values():
+        calls, self._calls = self._calls, {}
+        for _, future in calls.values():
             if not future.done():
                 future.set_exception(_again(error))
         if isinstance(error, ServerDiedError):
@@ -435,6 +463,10 @@ class TokenizerManager:
         self._send_socket.close(linger=0)
         for context in self._contexts:
             context.term()
+
+
+def _name(req: ControlReq) -> str:
+    return type(req).__name__.removesuffix("Req")
 
 
 def _again(error: VerlServerError) -> VerlServerError:
