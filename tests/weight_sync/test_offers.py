@@ -17,7 +17,7 @@ class Bench:
     def push(
         self, names: str, id: str, *, register: bool = False, can_be_kept: bool = True, error: Exception | None = None
     ) -> Offer:
-        offer = self.offers.offer(names, id, [], register=register, can_be_kept=can_be_kept)
+        offer = self.offers.offer(names, id, list, register=register, can_be_kept=can_be_kept)
         if error is None:
             self.offers.succeeded(names, offer)
         else:
@@ -111,5 +111,5 @@ def test_an_engine_that_released_memory_gets_nothing_by_itself() -> None:
 def test_only_cuda_memory_is_held() -> None:
     offers = Offers()
     storage = torch.zeros(4).untyped_storage()
-    offers.offer("model", "a", [storage], register=True, can_be_kept=True)
+    offers.offer("model", "a", lambda: [storage], register=True, can_be_kept=True)
     assert offers._open == {"a": []}, "freeing shared memory that a server maps is safe"

@@ -19,15 +19,13 @@ from verl_server.weight_sync.shards import Box, TensorShard, boxes_of, local_ten
 
 Pushed = tuple[str, torch.Tensor | TensorShard]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types whose memory is their own, without any wrapper."""
 
 
 def readable_memory(name: str, value: Any) -> torch.Tensor:
-    """The plain tensor that this rank holds of a value. Raises BadRequestError if it has no plain memory.
-
-    Runs for every tensor of every push.
-    """
-    tensor = value if type(value) in _PLAIN else _inner(name, value)
+    """The plain tensor that this rank holds of a value. Raises BadRequestError if it has no plain memory."""
+    tensor = value if type(value) in PLAIN else _inner(name, value)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg() or tensor.is_quantized:
         raise BadRequestError(f"'{name}' ({tensor.layout}, device '{tensor.device}') has no plain memory to share.")
     return tensor

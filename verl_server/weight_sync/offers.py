@@ -13,6 +13,7 @@ Temporaries (a copied state dict, gathered parameters) are thus never held.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,13 @@ class Offers:
         """Every id that the server may have open or may still read, with the CUDA storages behind it."""
 
     def offer(
-        self, names_id: str, id: str, storages: list[torch.UntypedStorage], *, register: bool, can_be_kept: bool
+        self,
+        names_id: str,
+        id: str,
+        storages: Callable[[], list[torch.UntypedStorage]],
+        *,
+        register: bool,
+        can_be_kept: bool,
     ) -> Offer:
         """Decide about a set of names (`names_id`) that lies in the memory `id`; from now on its storages are held."""
         known = self._sets.setdefault(names_id, _Set())
@@ -67,7 +74,8 @@ class Offers:
         kept = {other.kept for other in self._sets.values() if other is not known} | {id}
         offer = Offer(id, by_id=keep and id == known.kept, keep=keep, forget=[k for k in self._open if k not in kept])
         known.last = id
-        self._open[id] = [storage for storage in storages if storage.device.type == "cuda"]
+        if id not in self._open:
+            self._open[id] = [storage for storage in storages() if storage.device.type == "cuda"]
         return offer
 
     def replace(self, names_id: str) -> None:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.cuda_queries import device_frees, wait_for_writes
-from verl_server.weight_sync.description import Pushed, describe_memory, readable_memory
+from verl_server.weight_sync.description import PLAIN, Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.exports import Exports, Region
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
-from verl_server.weight_sync.shards import local_tensor
+from verl_server.weight_sync.shards import TensorShard, local_tensor
 from verl_server.weight_sync.trainer_modules import gathered_by_fsdp
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,14 @@ class Described:
     description: WeightsDescription
     names_id: str
     """Names the set of names, wherever the tensors lie."""
-    storages: list[torch.UntypedStorage]
-    """Strong references, for the time of a push."""
+    tensors: list[Pushed]
+    """Refer to the memory, for the time of a push."""
     can_be_kept: bool
     """Whether a server may keep this memory open: changes of all of it would be noticed."""
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What the tensors lie in, as strong references."""
+        return list(_storages(self.tensors).values())
 
 
 class _Known:
@@ -64,6 +68,7 @@ class _Known:
         """By storage. Their weak references pin the StorageImpls that the prints compare."""
         self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
+        self.is_copied = any(region.staging is not None for region in regions.values())
         self.moves = 0
         """How often in a row the set was found elsewhere."""
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
@@ -108,33 +113,30 @@ class WeightSender:
         every tensor then still holds its values.
         """
         names = tuple(name for name, _ in tensors)
-        prints, storages = _look_at(tensors)
+        prints = _look_at(tensors)
         with self._lock:
             known = self._known.get(names)
             if known is None or not known.is_current(prints):
-                known = self._describe_anew(names, tensors, storages, known)
+                known = self._describe_anew(names, tensors, known)
             else:
                 known.moves = 0
                 wait_for_writes(known.devices)
             self._known.move_to_end(names)
-            for key, region in known.regions.items():
-                region.refresh(storages[key])
-        return Described(known.description, known.names_id, list(storages.values()), known.can_be_kept)
+            if known.is_copied:
+                storages = _storages(tensors)
+                for key, region in known.regions.items():
+                    region.refresh(storages[key])
+        return Described(known.description, known.names_id, tensors, known.can_be_kept)
 
-    def _describe_anew(
-        self,
-        names: tuple[str, ...],
-        tensors: list[Pushed],
-        storages: dict[int, torch.UntypedStorage],
-        before: _Known | None,
-    ) -> _Known:
+    def _describe_anew(self, names: tuple[str, ...], tensors: list[Pushed], before: _Known | None) -> _Known:
         """Describe a set that is new or has moved, and remember it."""
+        storages = _storages(tensors)
         _refuse_gathered(tensors, storages)
         for dead in [key for key, other in self._known.items() if other.is_dead()]:
             del self._known[dead]  # with it goes the shared memory that its tensors were copied into
         wait_for_writes({storage.device for storage in storages.values()})  # before CPU storages are moved
         regions = _exports.regions(storages.values())
-        prints, _ = _look_at(tensors)  # again, for they have moved
+        prints = _look_at(tensors)  # again, for they have moved
         known = _Known(describe_memory(tensors, regions), _names_id(names), prints, regions)
         if before is not None:
             known.moves = before.moves + 1
@@ -146,31 +148,40 @@ class WeightSender:
         return known
 
 
-def _look_at(tensors: list[Pushed]) -> tuple[list[Any], dict[int, torch.UntypedStorage]]:
-    """(a print of each tensor, their storages by `_cdata`): all that is looked at when nothing has moved.
+def _look_at(tensors: list[Pushed]) -> list[Any]:
+    """A print of each tensor: all that is looked at, at every push, when nothing has moved.
 
-    A print differs whenever its tensor lies elsewhere, is another part, or is read in another way.
+    It differs whenever the tensor lies elsewhere, is another part, or is read in another way.
     """
     prints: list[Any] = []
-    storages = {}
     for name, value in tensors:
-        memory = readable_memory(name, value)
-        storage = memory.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if nbytes:
-            storages[key] = storage
-        part: Any = None
-        if memory is not value:
-            part = _part(value)
-        view = memory.storage_offset(), memory.shape, memory.stride(), memory.dtype
-        prints.append((part, key, storage.data_ptr(), nbytes, view))
-    return prints, storages
+        memory: Any = value if type(value) in PLAIN else local_tensor(value)
+        part = None if memory is value else _part(value)
+        if type(memory) not in PLAIN:
+            readable_memory(name, value)  # says what is wrong with it
+        try:
+            place = memory.untyped_storage()._cdata, memory.data_ptr(), memory.shape, memory.stride()
+        except (RuntimeError, NotImplementedError):
+            readable_memory(name, value)
+            raise
+        prints.append((part, place, memory.dtype))
+    return prints
+
+
+def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
+    """What the tensors lie in, by `_cdata`."""
+    found = {}
+    for name, value in tensors:
+        storage = readable_memory(name, value).untyped_storage()
+        if storage.nbytes():
+            found[storage._cdata] = storage
+    return found
 
 
 def _part(value: Any) -> Any:
     """What else than its memory a sharded tensor is."""
     if isinstance(value, DTensor):
-        return value.shape, value.placements, value.device_mesh
+        return value._spec  # shape, placements and mesh; the same object as long as nothing changes
     return tuple(value.shape), tuple(value.offset)
 
 
