@@ -24,7 +24,7 @@ from verl_server.weight_sync.cuda_queries import device_frees, wait_for_writes
 from verl_server.weight_sync.description import PLAIN, Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.exports import Exports, Region
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
-from verl_server.weight_sync.shards import TensorShard, local_tensor
+from verl_server.weight_sync.shards import local_tensor
 from verl_server.weight_sync.trainer_modules import gathered_by_fsdp
 
 logger = logging.getLogger(__name__)
