@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError, WeightUpdateError
+from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError, WeightUpdateError
 from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
 from verl_server.verl_engine import VerlEngine
@@ -235,6 +235,29 @@ class Bench:
             text = "x" * size
             assert group.call("result", lambda _, text=text: text if self.rank == 0 else "") == text
 
+    def check_a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one(self) -> None:
+        """Ctrl-C on one rank: it would believe that its memory is not read any more. The group is lost instead."""
+        group = RankGroup(list(range(dist.get_world_size())), 3, silence_timeout=1.0)
+        group.gather("left early", bytes)
+        if self.rank == 0:
+            self.expect_error(UnansweredError, "left early", lambda: group.act("left early", lambda: "old"))
+        else:
+            self.expect_error(UnansweredError, "later", lambda: group.call("later", lambda _: "new"))
+
+    def check_an_interrupted_call_is_an_error_on_every_rank(self) -> None:
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=20)
+
+        def act(_: list[bytes]) -> None:
+            raise KeyboardInterrupt
+
+        if self.rank == 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                group.call("push", act)
+                raise AssertionError("the interrupt got lost")
+        else:
+            self.expect_error(UnansweredError, "KeyboardInterrupt", lambda: group.call("push", act))
+        assert group.call("later", lambda _: "new") == "new"
+
     def check_a_killed_server_is_an_error_on_every_rank(self) -> None:
         owner = self.engine.engine
         if self.rank == 0:
@@ -256,7 +279,7 @@ class Bench:
             with contextlib.suppress(VerlServerError):  # nobody is left to hear the result
                 silent.call("freeze", lambda _: time.sleep(3))
         else:
-            self.expect_error(VerlServerError, "freeze: another rank", lambda: silent.call("freeze", lambda _: None))
+            self.expect_error(UnansweredError, "freeze: another rank", lambda: silent.call("freeze", lambda _: None))
 
     def check_shutdown(self) -> None:
         self.engine.shutdown()
@@ -277,6 +300,8 @@ EVERY_CHECK = (
     "http_beside",
     "bounds_are_on_silence_not_on_work",
     "messages_of_any_length",
+    "a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one",
+    "an_interrupted_call_is_an_error_on_every_rank",
     "a_killed_server_is_an_error_on_every_rank",
     "shutdown",
 )

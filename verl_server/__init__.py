@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ServerDiedError,
         ServerLaunchError,
         ServerUnavailableError,
+        UnansweredError,
         VerlServerError,
         WeightUpdateError,
     )
@@ -42,6 +43,7 @@ __all__ = [
     "ServerLaunchError",
     "ServerUnavailableError",
     "TensorShard",
+    "UnansweredError",
     "VerlEngine",
     "VerlServerError",
     "WeightUpdateError",

@@ -64,7 +64,7 @@ def control_reply(response: Answer) -> ControlReply:
     """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
     if response.status_code != 200:
         kind = response.headers.get("X-Verl-Error", "")
-        if kind in ("ServerDiedError", "ControlTimeoutError", "ServerUnavailableError") or not kind:
+        if kind in ("ServerDiedError", "ControlTimeoutError", "UnansweredError", "ServerUnavailableError") or not kind:
             if response.headers.get("content-type", "").startswith("text/plain") and response.status_code == 400:
                 return ControlReply(id=0, success=False, message=response.text.strip(), status_code=400)
             raise_for(response)

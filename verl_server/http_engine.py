@@ -31,6 +31,7 @@ from verl_server.errors import (
     ControlTimeoutError,
     ServerDiedError,
     ServerUnavailableError,
+    UnansweredError,
     VerlServerError,
 )
 from verl_server.http_answers import control_reply, encode, raise_for, read_frame
@@ -260,8 +261,9 @@ class HttpServerEngineAdapter(EngineBase):
         return info
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
+        """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
         request = self._request(path, body, timeout)
-        with self._translated(timeout):
+        with self._translated(timeout, UnansweredError):
             return self._controls.request(method, path, request.get("content"), request["headers"], timeout)
 
     def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
@@ -275,7 +277,9 @@ class HttpServerEngineAdapter(EngineBase):
         return request
 
     @contextlib.contextmanager
-    def _translated(self, timeout: float | None) -> Iterator[None]:
+    def _translated(
+        self, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
+    ) -> Iterator[None]:
         """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
         self._check_open()
         try:
@@ -286,7 +290,7 @@ class HttpServerEngineAdapter(EngineBase):
             deadline = time.monotonic() + _DEATH_WAIT
             while self._may_be_dying(error) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            raise self._explained(error, timeout) from error
+            raise self._explained(error, timeout, silence) from error
 
     @contextlib.asynccontextmanager
     async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
@@ -310,11 +314,13 @@ class HttpServerEngineAdapter(EngineBase):
         """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
         return not _is_timeout(error) and self._child is not None and self._child.poll() is None
 
-    def _explained(self, error: Exception, timeout: float | None) -> VerlServerError:
+    def _explained(
+        self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
+    ) -> VerlServerError:
         if self._closed:
             return ServerUnavailableError("The adapter was shut down during the call.")
         if _is_timeout(error):
-            return ControlTimeoutError(f"{self.url} did not answer within {timeout} s.")
+            return silence(f"{self.url} did not answer within {timeout} s.")
         if self._child is None:
             return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
         code = self._child.poll()

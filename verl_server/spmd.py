@@ -4,6 +4,9 @@ A call has three steps. Every rank prepares; what they prepared, or the error th
 gathered, which is also the barrier before the first rank acts. The first rank acts while it tells the others
 every few seconds that it still does. Its result or error is broadcast. So a call may take as long as it
 takes, and yet no rank waits for a rank that is gone: the bounds are on silence, not on work.
+
+A rank that leaves a call early (Ctrl-C) cannot take its outcome for that of a later call: the first rank comes to no
+later meeting before all have received it, and fails when one does not.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch.distributed as dist
 
 from verl_server import errors
 from verl_server.distributed import all_gather_bytes, broadcast_bytes
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, UnansweredError
 
 _BEAT_SECONDS = 2.0
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
@@ -168,7 +171,7 @@ def _peer_errors(what: str) -> Any:
     try:
         yield
     except RuntimeError as error:
-        raise VerlServerError(
+        raise UnansweredError(
             f"{what}: another rank of this VerlEngine died, or did not come to the call in time "
             f"({str(error).splitlines()[0]})."
         ) from error
@@ -182,6 +185,7 @@ def _rebuild(error: tuple[str, str], rank: int) -> Exception:
     """An exception that came from another rank: of the same type if it is ours or a common built-in one."""
     name, message = error
     kind = getattr(errors, name, None) or (getattr(builtins, name) if name in _BUILTIN_ERRORS else None)
-    rebuilt: Exception = kind(message) if kind is not None else VerlServerError(f"{name}: {message}")
+    # Any other, Ctrl-C above all, ended the call without an answer.
+    rebuilt: Exception = kind(message) if kind is not None else UnansweredError(f"{name}: {message}")
     rebuilt.add_note(f"Raised on rank {rank} of this VerlEngine.")
     return rebuilt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_server.errors import ControlTimeoutError, WeightUpdateError
+from verl_server.errors import ControlTimeoutError, ServerDiedError, UnansweredError, WeightUpdateError
 from verl_server.weight_sync.offers import Offer, Offers
 
 
@@ -85,9 +85,10 @@ def test_a_refused_push_is_not_taken_as_kept() -> None:
 
 
 def test_memory_is_held_while_the_outcome_is_unknown() -> None:
-    bench = Bench()
-    bench.push("model", "a", error=ControlTimeoutError("silent"))
-    assert bench.offers.open_ids() == ["a"], "the server may still read it"
+    for error in (ControlTimeoutError("late"), UnansweredError("silent"), ServerDiedError("cut off"), OSError("odd")):
+        bench = Bench()
+        bench.push("model", "a", error=error)
+        assert bench.offers.open_ids() == ["a"], "the server may still read it"
     assert bench.push("model", "b", error=WeightUpdateError("no")).forget == ["a"]
     assert bench.offers.open_ids() == ["a"], "whether it was forgotten is not known"
     assert bench.push("model", "c").forget == ["a"]

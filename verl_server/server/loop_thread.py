@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from verl_server.errors import ControlTimeoutError, ServerUnavailableError
+from verl_server.errors import ServerUnavailableError, UnansweredError
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class LoopThread:
             if future.done():  # the coroutine's own TimeoutError
                 raise
             future.cancel()
-            raise ControlTimeoutError(f"No answer from the engine's event loop within {timeout} s.") from None
+            raise UnansweredError(f"No answer from the engine's event loop within {timeout} s.") from None
         except BaseException:
             future.cancel()
             raise

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_server.errors import ControlTimeoutError
+from verl_server.errors import ControlTimeoutError, ServerDiedError, VerlServerError
 
 _SETS = 16
 """Sets of names that are remembered: one version may come in several pushes. The least recently used goes first."""
@@ -91,9 +91,11 @@ class Offers:
         if names_id in self._sets:  # not if everything was cleared meanwhile, at shutdown
             self._sets[names_id].kept = offer.id if offer.keep else ""
 
-    def failed(self, offer: Offer, error: Exception) -> None:
-        """The request was refused, or the server is gone. After a timeout it may still be carried out."""
-        if not offer.keep and not isinstance(error, ControlTimeoutError):
+    def failed(self, offer: Offer, error: BaseException) -> None:
+        """The request was refused, which is its end: or late, or without an answer, and the server may still have its
+        memory open, as it may when the connection broke or Ctrl-C came."""
+        is_over = isinstance(error, VerlServerError) and not isinstance(error, (ControlTimeoutError, ServerDiedError))
+        if is_over and not offer.keep:
             self._open.pop(offer.id, None)
 
     def open_ids(self) -> list[str]:

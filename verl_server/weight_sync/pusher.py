@@ -8,15 +8,16 @@ the server may be reading the memory.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 from torch import nn
 
-from verl_server.errors import BadRequestError, ControlTimeoutError
+from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
 from verl_server.weight_sync.merge import merge, merged_id
 from verl_server.weight_sync.offers import Offer, Offers
@@ -157,7 +158,8 @@ class WeightPusher:
 
         parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, prepare)]
         if any(part.handles is not None for part in parts):
-            return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(parts))))
+            with _saying_what_is_certain():
+                return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(parts))))
         names_id, id = merged_id([part.names_id for part in parts]), merged_id([part.id for part in parts])
         self._told = mine[0].description.id
         if register:
@@ -167,15 +169,11 @@ class WeightPusher:
         can_be_kept = all(part.can_be_kept for part in parts)
         offer = self._offers.offer(names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept)
         try:
-            result = self._ranks.act(what, lambda: send(Push(offer, self._description(parts))))
-        except Exception as error:
+            with _saying_what_is_certain():
+                result = self._ranks.act(what, lambda: send(Push(offer, self._description(parts))))
+        except BaseException as error:  # also Ctrl-C
             self._told = ""  # whatever went wrong, the next push starts from nothing
             self._offers.failed(offer, error)
-            if isinstance(error, ControlTimeoutError):
-                error.add_note(
-                    "The server may still copy from the pushed tensors, while they change. What it serves is certain "
-                    "again after the next push that succeeds."
-                )
             raise
         self._offers.succeeded(names_id, offer)
         return result
@@ -195,6 +193,22 @@ class WeightPusher:
             self._peers[rank] = part.description or self._peers[rank]
         own = list(self._peers)
         return lambda: merge([_expected(description, part) for description, part in zip(own, parts, strict=True)])
+
+
+@contextlib.contextmanager
+def _saying_what_is_certain() -> Iterator[None]:
+    """Add to an error that is no answer of the server's what became of the push."""
+    try:
+        yield
+    except BaseException as error:
+        answered = isinstance(error, VerlServerError) and not isinstance(error, (UnansweredError, ServerDiedError))
+        if not answered:
+            error.add_note(
+                "This push ended without the server's answer. A server that lives drops it, unless it was copying at "
+                "that moment: then it finishes, and serves what the tensors held meanwhile. Which of the two, is "
+                "certain again after the next push that succeeds."
+            )
+        raise
 
 
 def _expected(description: WeightsDescription | None, part: _Part) -> WeightsDescription:
