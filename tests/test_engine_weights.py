@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +13,17 @@ from torch import nn
 
 from tests.fake_engine import FakeEngine
 from tests.weight_sync.reading import read
-from verl_server import BadRequestError, ControlTimeoutError, ServerUnavailableError, TensorShard, WeightUpdateError
+from verl_server import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    TensorShard,
+    UnansweredError,
+    VerlServerError,
+    WeightUpdateError,
+)
+from verl_server.errors import UpdateConflictError
 from verl_server.io_struct import (
     BeginWeightUpdateReq,
     ControlReply,
@@ -243,6 +254,96 @@ def test_sessions(engine: FakeEngine, model: nn.Module) -> None:
     assert engine.last == EndWeightUpdateReq(transaction_id=session, weight_version="9")
     engine.update_weights_from_tensor(model.named_parameters())
     assert engine.last.transaction_id is None
+
+
+def test_a_session_that_the_server_does_not_have_is_left(engine: FakeEngine, model: nn.Module) -> None:
+    """Its lease ended, or the server was started again: the engine must not send its id for ever."""
+    pushes: list[Callable[[], Any]] = [
+        lambda: engine.update_weights_from_tensor(model.named_parameters()),
+        lambda: engine.update_weights_from_disk("/checkpoint"),
+        lambda: engine.update_weights_from_distributed(["w"], ["bfloat16"], [[2]]),
+        lambda: engine.push_weights(),  # by id
+    ]
+    engine.register_weights(model)
+    for push in pushes:
+        session = engine.begin_weight_update()
+        push()
+        assert engine.last.transaction_id == session
+        engine.refuse = refusal(409, f"The weight-update session '{session}' is not open.")
+        with pytest.raises(UpdateConflictError, match=r"is not open\. This engine has left the session"):
+            push()
+        engine.refuse = None
+        push()
+        assert engine.last.transaction_id is None
+
+
+def test_only_a_conflict_about_its_own_session_makes_an_engine_leave_it(engine: FakeEngine, model: nn.Module) -> None:
+    session = engine.begin_weight_update()
+    for status, named in ((409, "another"), (400, None), (500, None), (503, None), (504, None)):
+        engine.refuse = refusal(status)
+        with pytest.raises(VerlServerError) as caught:
+            engine.update_weights_from_tensor(model.named_parameters(), transaction_id=named)
+        assert "has left" not in str(caught.value)
+    with pytest.raises(VerlServerError):
+        engine.register_weights(model)
+    engine.refuse = None
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id == session
+
+
+def interrupt(req: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_end_is_not_waited_for(engine: FakeEngine, model: nn.Module) -> None:
+    """The server carries it out all the same."""
+    engine.begin_weight_update()
+    engine.on_request = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.end_weight_update()
+    engine.on_request = lambda req: None
+    engine.update_weights_from_tensor(model.named_parameters())
+    assert engine.last.transaction_id is None
+
+
+def test_an_interrupted_push_says_what_is_certain_and_the_next_starts_anew(
+    engine: FakeEngine, model: nn.Module
+) -> None:
+    engine.register_weights(model)
+    engine.push_weights()
+    engine.on_request = interrupt
+    temporary = torch.ones(3)
+    pushes: list[Callable[[], Any]] = [
+        lambda: engine.push_weights(),
+        lambda: engine.update_weights_from_tensor([("w", temporary)]),
+        lambda: engine.update_weights_from_tensor(describe_tensors([("w", temporary)])),
+    ]
+    for push in pushes:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            push()
+        assert "without the server's answer" in caught.value.__notes__[0]
+    assert engine._pusher is not None and len(engine._pusher._offers.open_ids()) == 2, "both may be open there"
+    engine.on_request = lambda req: None
+    assert engine.push_weights() == (True, "done")
+    assert len(engine._pusher._offers.open_ids()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_certain"),
+    [
+        (ControlTimeoutError("It waited for its turn. The weights are unchanged."), True),
+        (WeightUpdateError("no such parameter"), True),
+        (UnansweredError("silent"), False),
+        (ServerDiedError("the connection broke"), False),
+    ],
+)
+def test_only_what_the_server_did_not_answer_is_uncertain(
+    engine: FakeEngine, model: nn.Module, error: Exception, is_certain: bool
+) -> None:
+    engine.refuse = error
+    with pytest.raises(type(error)) as caught:
+        engine.update_weights_from_tensor(model.named_parameters())
+    assert bool(getattr(caught.value, "__notes__", [])) != is_certain
 
 
 def test_a_session_that_was_given_up_is_not_ours_any_more(engine: FakeEngine, model: nn.Module) -> None:

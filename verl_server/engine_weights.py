@@ -28,6 +28,7 @@ from verl_server.io_struct import (
     ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
     UpdateMode,
+    UpdateReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from verl_server.weight_sync.sender import Mapping
     from verl_server.weight_sync.shards import TensorShard
 
-_UNKNOWN_REGISTRATION = 404
+_UNKNOWN_REGISTRATION, _CONFLICT = 404, 409
 
 
 class EngineWeights(abc.ABC):
@@ -146,6 +147,7 @@ class EngineWeights(abc.ABC):
         weight_version: str | None = None,
         mode: UpdateMode = "wait",
         abort_all_requests: bool = False,
+        transaction_id: str | None = None,
     ) -> tuple[bool, str]:
         """Load a folder of safetensors, as the server's host sees it, over the served weights."""
         req = UpdateWeightsFromDiskReq(
@@ -155,6 +157,7 @@ class EngineWeights(abc.ABC):
             abort_all_requests=abort_all_requests,
             mode=mode,
             weight_version=weight_version,
+            transaction_id=transaction_id or self._transaction,
         )
         return self._update(req)
 
@@ -233,7 +236,7 @@ class EngineWeights(abc.ABC):
         """Open a session, of which this engine's update calls are part until `end_weight_update`; returns its id.
 
         The server takes no step meanwhile. `full`: its end is refused while a parameter is missing. After
-        `lease_seconds` without a call the server gives the session up.
+        `lease_seconds` without a call the server gives the session up, and the next call raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -259,14 +262,13 @@ class EngineWeights(abc.ABC):
             flush_cache=flush_cache,
             discard=discard,
         )
+        ours, self._transaction = self._transaction, None
         try:
-            result = self._update(req)
+            return self._update(req)
         except VerlServerError as error:
-            if error.status_code != 400:  # 400: something is missing; anything else: it is no longer ours
-                self._transaction = None
+            if error.status_code == 400:  # something is missing, it is still open; after anything else it is not ours
+                self._transaction = ours
             raise
-        self._transaction = None
-        return result
 
     # -- versions, inspection, memory ----------------------------------------------------------------------------
 
@@ -305,9 +307,10 @@ class EngineWeights(abc.ABC):
             return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
         req = msgspec.structs.replace(req, forget=offer.forget)
         if offer.by_id:
-            reply = self._control(msgspec.structs.replace(req, registration=offer.id))
+            by_id = msgspec.structs.replace(req, registration=offer.id)
+            reply = self._control(by_id)
             if reply.success or reply.status_code != _UNKNOWN_REGISTRATION:
-                return _updated(reply)
+                return self._updated(by_id, reply)
         return self._update(msgspec.structs.replace(req, description=push.describe(), keep=offer.keep))
 
     def send_registration(self, push: Push, strict_dtype: bool) -> None:
@@ -351,10 +354,22 @@ class EngineWeights(abc.ABC):
         return reply.payload
 
     def _update(self, req: ControlReq) -> tuple[bool, str]:
-        return _updated(self._control(req))
+        return self._updated(req, self._control(req))
 
+    def _updated(self, req: ControlReq, reply: ControlReply) -> tuple[bool, str]:
+        if reply.success:
+            return True, reply.message
+        message = reply.message
+        if reply.status_code == _CONFLICT and isinstance(req, UpdateReq) and self._forget_session(req.transaction_id):
+            message += (
+                " This engine has left the session: until begin_weight_update, each of its calls is an update of its "
+                "own again."
+            )
+        raise error_for_status(reply.status_code, message, WeightUpdateError)
 
-def _updated(reply: ControlReply) -> tuple[bool, str]:
-    if not reply.success:
-        raise error_for_status(reply.status_code, reply.message, WeightUpdateError)
-    return True, reply.message
+    def _forget_session(self, transaction_id: str | None) -> bool:
+        """The server, which may have been started again, has no session under this id; whether it was ours."""
+        if transaction_id is None or transaction_id != self._transaction:
+            return False
+        self._transaction = None
+        return True
