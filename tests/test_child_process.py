@@ -28,6 +28,8 @@ def target(argument, ready):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if argument["do"] != "never":
         ready({"pid": os.getpid(), "env": {k: os.environ.get(k) for k in ("RANK", "MASTER_ADDR", "EXTRA")}})
+    if argument["do"] == "fail later":
+        raise ValueError("the shape is wrong" + 100 * "\\na line of a grandchild's log")
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -61,6 +63,13 @@ def _gone(pid: int, within: float) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_the_tail_of_the_log_says_how_a_long_error_begins(start) -> None:  # type: ignore[no-untyped-def]
+    child = start("fail later")
+    child.wait_ready(30)
+    assert child.popen.wait(10) == 1
+    assert child.log_tail().splitlines()[-1] == "ValueError: the shape is wrong"
 
 
 def test_ready_info_and_clean_environment(start, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -215,6 +215,9 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (0, None)):
             traceback.print_exc()
+            first, *more = str(error).splitlines() or [""]
+            if more:  # a long message (a child's log) may push its own beginning out of the tail that the parent keeps
+                print(f"{type(error).__name__}: {first}", file=sys.stderr)
             code = 1
         report({"error": traceback.format_exc(), "summary": f"{type(error).__name__}: {error}"})
     for stream in (sys.stdout, sys.stderr):
