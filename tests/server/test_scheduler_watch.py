@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -59,3 +60,38 @@ def test_a_scheduler_that_answers_is_given_time(make_stack: MakeStack) -> None:
 
     assert asyncio.run(run())
     assert stack.child.code is None and not stack.deaths
+
+
+@dataclass
+class Ended:
+    """A rank that ended, or still runs for the first so many looks."""
+
+    name: str
+    code: int | None
+    looks: int = 0
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return None if self.looks >= 0 else self.code
+
+    def log_tail(self) -> str:
+        return f" Log of {self.name}."
+
+    def terminate(self, grace: float = 10.0) -> int | None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([Ended("tp0", 1), Ended("tp1", -9)], "tp1 ended with signal SIGKILL. Log of tp1."),
+        ([Ended("tp0", 1), Ended("tp1", -7, looks=1)], "tp1 ended with signal SIGBUS. Log of tp1."),
+        ([Ended("tp0", 1), Ended("tp1", None)], "tp0 ended with code 1. Log of tp0."),
+        ([Ended("tp0", 1), Ended("tp1", 1)], "tp0 ended with code 1, tp1 ended with code 1. Log of tp0. Log of tp1."),
+    ],
+)
+def test_the_rank_whose_end_took_the_others_along_is_named(ranks: list[Ended], said: str) -> None:
+    async def ask(bound: float) -> None: ...
+
+    watch = scheduler_watch.SchedulerWatch(ranks, 10.0, ask, lambda: False, time.monotonic)
+    assert str(asyncio.run(watch.until_death())) == said

@@ -56,15 +56,28 @@ class SchedulerWatch:
         silence = asyncio.ensure_future(self._until_silent())
         try:
             while True:
-                for child in self._children:
-                    if (code := child.poll()) is not None:
-                        tail = await asyncio.to_thread(child.log_tail)
-                        return ServerDiedError(f"{child.name} ended with {describe_exit(code)}.{tail}")
+                if any(child.poll() is not None for child in self._children):
+                    return await self._explain_end()
                 if silence.done():
                     return await self._end_hung()
                 await asyncio.sleep(_DEATH_POLL)
         finally:
             silence.cancel()
+
+    async def _explain_end(self) -> ServerDiedError:
+        """Ranks end with the one that they lost: name that one. (Only a signal tells it from those that followed.)"""
+        killed = self._ended(killed=True)
+        if not killed:
+            await asyncio.sleep(_DEATH_POLL)  # the kernel may still be at the end of one whose loss others noticed
+            killed = self._ended(killed=True)
+        causes = killed or self._ended()
+        ends = ", ".join(f"{child.name} ended with {describe_exit(child.poll())}" for child in causes)
+        tails = [await asyncio.to_thread(child.log_tail) for child in causes]
+        return ServerDiedError(f"{ends}.{''.join(tails)}")
+
+    def _ended(self, killed: bool = False) -> list[Child]:
+        codes = [(child, child.poll()) for child in self._children]
+        return [child for child, code in codes if code is not None and (code < 0 or not killed)]
 
     async def _until_silent(self) -> None:
         while True:
