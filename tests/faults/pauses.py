@@ -1,0 +1,86 @@
+"""Points at which a test holds a scheduler process: no sleeps, nothing to poll.
+
+A test sets a `trap`, which listens on a socket in a folder. A process of the server that comes to that point (see
+`scheduler`) connects and waits for a word; where no trap is set it goes on. The end of the test lets it go on, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = "VERL_TEST_PAUSES"
+"""Environment variable that names the folder."""
+POINTS = ("staging", "turn", "copying")
+"""Before a request is staged; staged, when its turn has come; when half of its bytes are written."""
+_HOLD_SECONDS = 60.0
+
+
+class Trap:
+    """One process, held at one point."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._held: socket.socket | None = None
+
+    def wait(self, seconds: float = 20.0) -> None:
+        """Until the process has come. The next one may pass."""
+        self._listener.settimeout(seconds)
+        self._held, _ = self._listener.accept()
+        self._listener.close()
+
+    def go(self, word: str = "go") -> None:
+        """Let it go on. "fail": with an error."""
+        assert self._held is not None, "it was not waited for"
+        self._held.sendall(word.encode())
+
+    def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
+
+
+@contextlib.contextmanager
+def trap(folder: Path, point: str, tp_rank: int) -> Iterator[Trap]:
+    """Hold the next call of that rank which comes to `point`."""
+    assert point in POINTS
+    path = _path(folder, point, tp_rank)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        held = Trap(listener)
+        try:
+            yield held
+        finally:
+            path.unlink()
+            held.close()
+
+
+def hold(point: str, tp_rank: int) -> None:
+    """In the process: wait here if a trap is set."""
+    with socket.socket(socket.AF_UNIX) as end:
+        try:
+            end.connect(str(_path(Path(os.environ[FOLDER]), point, tp_rank)))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        end.settimeout(_HOLD_SECONDS)
+        if end.recv(16) == b"fail":
+            raise RuntimeError("a fault that a test made")
+
+
+def _path(folder: Path, point: str, tp_rank: int) -> Path:
+    return folder / f"{point}-{tp_rank}"
+
+
+def eventually(holds: object, seconds: float = 10.0) -> bool:
+    """Whether `holds()` comes true in time. For what other processes do without telling anybody."""
+    assert callable(holds)
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

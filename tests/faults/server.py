@@ -1,0 +1,59 @@
+"""A real server over HTTP whose schedulers tests can hold, see `pauses`.
+
+`launched` starts it as `HttpServerEngineAdapter` does; run as a module this is the server process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.faults.pauses import FOLDER
+from verl_server import HttpServerEngineAdapter, http_engine
+from verl_server.child_process import ChildProcess, child_main
+from verl_server.server import launch
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "port": 0,
+    "kv_cache_gib": 0.02,
+    "cpu_threads": 1,
+    "log_level": "warning",
+    "random_seed": 1,
+    "control_timeout": 30.0,
+    "sync_timeout": 6.0,
+    "check_invariants": True,
+}
+
+
+@contextlib.contextmanager
+def holdable(pauses: Path) -> Iterator[None]:
+    """Servers that adapters of this process launch meanwhile can be held."""
+
+    def child(name: str, module: str, argument: dict[str, Any]) -> ChildProcess:
+        assert (name, module) == ("server", "verl_server.server.launch")
+        return ChildProcess(name, "tests.faults.server", argument, env={FOLDER: str(pauses)})
+
+    with mock.patch.object(http_engine, "ChildProcess", child):
+        yield
+
+
+def launched(pauses: Path, model: Path, **settings: Any) -> HttpServerEngineAdapter:
+    with holdable(pauses):
+        return HttpServerEngineAdapter(model_path=str(model), **(SETTINGS | settings))
+
+
+def _serve(argument: dict[str, Any], ready: Any) -> None:
+    def child(name: str, module: str, argument: dict[str, Any]) -> ChildProcess:
+        assert module == "verl_server.runtime.scheduler_process"
+        return ChildProcess(name, "tests.faults.scheduler", argument)
+
+    with mock.patch.object(launch, "ChildProcess", child):
+        launch._serve_child(argument, ready)
+
+
+if __name__ == "__main__":
+    child_main(_serve)
