@@ -276,6 +276,28 @@ def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> No
     assert ranks.version == "9"
 
 
+@SIZES
+def test_a_checkpoint_that_stores_a_tied_head_besides(ranks: Ranks, tmp_path: Path) -> None:
+    """It is compared when the update is planned, before the other tensors are read."""
+    old, new = random_weights(1), random_weights(2)
+    push(ranks, old)
+    other = new[EMBED].clone()
+    other[-1, -1] += 1
+    heads = {"other": other, "wider": new[EMBED].double(), "equal": new[EMBED].clone()}
+    for name, head in heads.items():
+        (tmp_path / name).mkdir()
+        save_file(new | {"lm_head.weight": head}, tmp_path / name / "model.safetensors")
+        reply = ranks.handle(UpdateWeightsFromDiskReq(model_path=str(tmp_path / name)))
+        assert reply.success == (name == "equal"), reply.message
+        assert reply.success or (reply.status_code == 400 and "ties them" in reply.message)
+        assert ranks.hold(new if reply.success else old)
+    (tmp_path / "alone").mkdir()
+    renamed = {("lm_head.weight" if name == EMBED else name): tensor for name, tensor in old.items()}
+    save_file(renamed, tmp_path / "alone" / "model.safetensors")
+    assert ranks.handle(UpdateWeightsFromDiskReq(model_path=str(tmp_path / "alone"))).success
+    assert ranks.hold(old)
+
+
 # -- at random -----------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,7 @@ class WeightSources:
 
     def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> Planned:
         with Checkpoint(resolve_model_folder(req.model_path, None)) as checkpoint:
+            checkpoint.read(self._receiver.compared(checkpoint.tensors))
             plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
             checkpoint.read(plan.sources)  # this rank's slices
         return Planned(plan, plan.close)

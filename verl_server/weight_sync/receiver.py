@@ -92,10 +92,17 @@ class WeightReceiver:
         self._check(plan, strict_dtype, partial, checksums)
         return plan
 
+    def compared(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Those of full tensors whose values `plan` looks at: a tied head that comes beside the embedding, and it."""
+        names = self._names.settle([name for name, _ in named_tensors])
+        given = {known: tensor for known, (_, tensor) in zip(names, named_tensors, strict=True) if known is not None}
+        pairs = [(alias, slot) for alias, slot in self._map.aliases.items() if alias in given and slot in given]
+        return [given[name] for pair in pairs for name in pair]
+
     def plan(self, named_tensors: Sequence[tuple[str, Tensor]], *, strict_dtype: bool, partial: bool) -> UpdatePlan:
         """Check full tensors of this process (a checkpoint's, or received ones) against the model.
 
-        Tensors on the meta device are only checked.
+        Tensors on the meta device are only checked. Others may be filled later, but for those `compared`.
         """
         memory = self._memory.hold()
         names = self._names.settle([name for name, _ in named_tensors])
