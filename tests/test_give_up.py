@@ -17,6 +17,7 @@ import orjson
 import pytest
 
 from verl_server import HttpServerEngineAdapter
+from verl_server.errors import UpdateConflictError
 
 NORM = "model.norm.weight"
 LONG = {"temperature": 0.0, "max_new_tokens": 450, "ignore_eos": True}
@@ -124,6 +125,14 @@ def test_the_push_of_a_killed_trainer_is_withdrawn(engine: HttpServerEngineAdapt
         process.kill()
         assert wait_for(engine, draining=False)["num_running_reqs"] > 0
     assert state(engine)["weight_version"] == before and engine.weights_checker() == sums
+
+
+def test_an_engine_leaves_a_session_whose_lease_ended(engine: HttpServerEngineAdapter) -> None:
+    engine.begin_weight_update(lease_seconds=0.05)
+    wait_for(engine, session=None)
+    with pytest.raises(UpdateConflictError, match="This engine has left the session"):
+        engine.update_weights_from_disk(engine.server_args.model_path)
+    assert engine.update_weights_from_disk(engine.server_args.model_path)[0]
 
 
 def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpServerEngineAdapter) -> None:
