@@ -31,7 +31,7 @@ from benchmarks.served_slices import ServedTensor, served_tensors
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import ControlReply, ControlReq
-from verl_server.weight_sync.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
+from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 
 Source = Literal["registered", "named", "disk", "group"]
 _PROGRESS_SECONDS = 5.0

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, multiprocessing
 
 from benchmarks.shapes import SHAPES
-from verl_server.weight_sync.copy_table import build_tables
-from verl_server.weight_sync.fused_copy import NUM_WARPS, TILE_BYTES, CopyPlan
+from verl_server.weight_sync.copying.copy_table import build_tables
+from verl_server.weight_sync.copying.fused_copy import NUM_WARPS, TILE_BYTES, CopyPlan
 
 Cut = Literal["rows", "columns", "whole"]
 Pair = tuple[Tensor, Tensor]
@@ -191,7 +191,7 @@ def gpu_candidates(pairs: list[Pair]) -> Iterator[tuple[str, Callable[[], Run]]]
 
 
 def tiled(pairs: list[Pair], tile_bytes: int, warps: int) -> Run:
-    from verl_server.weight_sync.copy_kernel import TileCopies
+    from verl_server.weight_sync.copying.copy_kernel import TileCopies
 
     tables, left = build_tables(pairs, tile_bytes)
     assert not left, "every pair of a model is one for the kernel"

@@ -23,7 +23,7 @@ import torch
 
 from verl_server import Engine, HttpServerEngineAdapter, ServerLaunchError, VerlServerError, WeightUpdateError
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.sender import describe_tensors
+from verl_server.weight_sync.trainer.sender import describe_tensors
 
 BOUND = 10.0
 GOOD = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}}

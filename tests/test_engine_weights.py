@@ -32,7 +32,7 @@ from verl_server.io_struct import (
     UnregisterWeightsReq,
     UpdateWeightsFromDistributedReq,
 )
-from verl_server.weight_sync.sender import describe_tensors
+from verl_server.weight_sync.trainer.sender import describe_tensors
 
 
 @pytest.fixture

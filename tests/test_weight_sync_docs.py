@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_server.weight_sync.shards import boxes_of, local_tensor
+from verl_server.weight_sync.trainer.shards import boxes_of, local_tensor
 
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
 FRAGMENTS = ("hugging_face_names(hf_config", "peft_model")

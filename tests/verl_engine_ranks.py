@@ -32,8 +32,8 @@ from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
 from verl_server.verl_engine import VerlEngine
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.sender import describe_tensors
-from verl_server.weight_sync.shards import TensorShard
+from verl_server.weight_sync.trainer.sender import describe_tensors
+from verl_server.weight_sync.trainer.shards import TensorShard
 
 PROMPT = [17, 42, 99, 7, 3, 120]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verl_server.server_args import ServerArgs
     from verl_server.verl_engine import VerlEngine
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.shards import TensorShard
+    from verl_server.weight_sync.trainer.shards import TensorShard
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ _HOMES = {
     "LocalSerializedTensor": "verl_server.weight_sync.handles",
     "SamplingParams": "verl_server.sampling_params",
     "ServerArgs": "verl_server.server_args",
-    "TensorShard": "verl_server.weight_sync.shards",
+    "TensorShard": "verl_server.weight_sync.trainer.shards",
     "VerlEngine": "verl_server.verl_engine",
     "launch_server": "verl_server.server.launch",
     "launch_server_from_verl_engine": "verl_server.server.launch",

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import torch
 
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.pusher import Push, Source, WeightPusher
-    from verl_server.weight_sync.sender import Mapping
-    from verl_server.weight_sync.shards import TensorShard
+    from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
+    from verl_server.weight_sync.trainer.sender import Mapping
+    from verl_server.weight_sync.trainer.shards import TensorShard
 
 _UNKNOWN_REGISTRATION, _CONFLICT = 404, 409
 
@@ -335,7 +335,7 @@ class EngineWeights(abc.ABC):
 
     def _weight_pusher(self) -> WeightPusher:
         """Made at the first push: a client that only generates needs no torch."""
-        from verl_server.weight_sync.pusher import OneRank, WeightPusher
+        from verl_server.weight_sync.trainer.pusher import OneRank, WeightPusher
 
         with self._pusher_lock:
             if self._pusher is None:

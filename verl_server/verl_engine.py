@@ -25,9 +25,9 @@ from verl_server.io_struct import UpdateWeightsFromTensorReq
 from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.pusher import Push, Source, WeightPusher
-from verl_server.weight_sync.sender import Mapping
-from verl_server.weight_sync.shards import TensorShard
+from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
+from verl_server.weight_sync.trainer.sender import Mapping
+from verl_server.weight_sync.trainer.shards import TensorShard
 
 _MEET_TIMEOUT = 1800.0
 """Seconds that trainer ranks may be apart when they come to a call: torch's own default."""

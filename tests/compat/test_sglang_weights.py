@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weight_sync.group.test_process_group import Trainer
 from tests.weight_sync.group_trainer import SHAPES
-from tests.weight_sync.test_process_group import Trainer
 from verl_server import HttpServerEngineAdapter, WeightUpdateError
 from verl_server.errors import VerlServerError
-from verl_server.weight_sync.broadcast import broadcast_weights, init_weights_update_group
-from verl_server.weight_sync.group_connection import in_thread
+from verl_server.weight_sync.group.broadcast import broadcast_weights, init_weights_update_group
+from verl_server.weight_sync.group.group_connection import in_thread
 
 BOUND = 60.0
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}

@@ -15,7 +15,7 @@ from verl_server.io_struct import RegisterWeightsReq, UpdateReq
 from verl_server.runtime import scheduler_process
 from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
-from verl_server.weight_sync.fused_copy import CopyPlan
+from verl_server.weight_sync.copying.fused_copy import CopyPlan
 
 
 def make_holdable(tp_rank: int) -> None:

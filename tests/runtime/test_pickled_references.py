@@ -27,7 +27,7 @@ from verl_server.io_struct import (
 from verl_server.runtime.stager import Stager
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
-from verl_server.weight_sync.legacy import parse_payload
+from verl_server.weight_sync.server.legacy import parse_payload
 
 from .fakes import prompt
 from .test_weight_fuzz import WeighedHarness

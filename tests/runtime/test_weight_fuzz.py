@@ -43,7 +43,7 @@ from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.tp_worker import TpWorker
 from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
-from verl_server.weight_sync.plan import UpdatePlan
+from verl_server.weight_sync.server.plan import UpdatePlan
 
 from .fakes import FakeModelRunner, Harness, generate, prompt
 from .test_scheduler_fuzz import Shadow

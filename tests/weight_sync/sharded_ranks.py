@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.weight_sync.reading import read
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.handles import WeightsDescription
-from verl_server.weight_sync.merge import merge
-from verl_server.weight_sync.sender import WeightSender
-from verl_server.weight_sync.trainer_modules import ModuleParameters
+from verl_server.weight_sync.trainer.merge import merge
+from verl_server.weight_sync.trainer.sender import WeightSender
+from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 
 INPUT = torch.linspace(-2, 3, 12).square().reshape(2, 6)
 Named = list[tuple[str, torch.Tensor]]

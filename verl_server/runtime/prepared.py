@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verl_server.weight_sync.plan import UpdatePlan
+from verl_server.weight_sync.server.plan import UpdatePlan
 
 Window = list[tuple[str, Tensor]]
 """Tensors that arrived together."""

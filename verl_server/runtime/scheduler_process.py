@@ -34,7 +34,7 @@ from verl_server.runtime.tp_worker import TpWorker
 from verl_server.runtime.weight_sources import WeightSources
 from verl_server.runtime.weight_updater import WeightUpdater
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.fused_copy import compile_kernels
+from verl_server.weight_sync.copying.fused_copy import compile_kernels
 
 logger = logging.getLogger(__name__)
 

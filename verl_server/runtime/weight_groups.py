@@ -20,9 +20,9 @@ from verl_server.runtime.model_runner import ModelRunner
 from verl_server.runtime.prepared import Done, Prepared, Received, Streamed, Window
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.plan import UpdatePlan
-from verl_server.weight_sync.process_group import WeightGroup
-from verl_server.weight_sync.receiver import WeightReceiver
+from verl_server.weight_sync.group.process_group import WeightGroup
+from verl_server.weight_sync.server.plan import UpdatePlan
+from verl_server.weight_sync.server.receiver import WeightReceiver
 
 
 class WeightGroups:

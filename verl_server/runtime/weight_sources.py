@@ -29,11 +29,11 @@ from verl_server.runtime.prepared import Done, Planned, Prepared
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.runtime.weight_groups import WeightGroups, check_lists
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.disk import Checkpoint
 from verl_server.weight_sync.handles import TensorHandle
-from verl_server.weight_sync.legacy import give_back, parse_payload
-from verl_server.weight_sync.plan import UpdatePlan
-from verl_server.weight_sync.receiver import WeightReceiver
+from verl_server.weight_sync.server.disk import Checkpoint
+from verl_server.weight_sync.server.legacy import give_back, parse_payload
+from verl_server.weight_sync.server.plan import UpdatePlan
+from verl_server.weight_sync.server.receiver import WeightReceiver
 
 
 class WeightSources:

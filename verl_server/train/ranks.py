@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from verl_server.verl_engine import VerlEngine
-from verl_server.weight_sync.sender import gather_full_tensors
+from verl_server.weight_sync.trainer.sender import gather_full_tensors
 
 
 def setup_ranks(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

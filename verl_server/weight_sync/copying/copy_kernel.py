@@ -1,0 +1,99 @@
+"""The Triton kernel of a fused copy, and its launches. Imported by `CopyPlan`, where there are Triton and a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from verl_server.weight_sync.copying.copy_table import FIELDS, Table
+
+_FIELDS = tl.constexpr(FIELDS)
+
+
+class TileCopies:
+    """Launches that copy what the tables say, compiled and loaded; the tables lie on the device."""
+
+    def __init__(self, tables: Sequence[Table], device: torch.device, *, num_warps: int) -> None:
+        """Waits for the current stream, after which any stream may launch. Raises whatever Triton does if it cannot."""
+        self._device = device
+        with torch.cuda.device(device):
+            self._launches = [_prepared(table, device, num_warps) for table in tables]
+            torch.cuda.current_stream().synchronize()
+
+    def launch(self) -> None:
+        """Enqueue the copies on the device's current stream."""
+        with torch.cuda.device(self._device):
+            for launch in self._launches:
+                launch()
+
+
+def _prepared(table: Table, device: torch.device, num_warps: int) -> Callable[[], object]:
+    """A launch without anything left to find out: only its arguments travel."""
+    constants = (_type(table.kind.source), _type(table.kind.destination), table.kind.vector, table.tile_words)
+    records, tiles = table.records.to(device), table.tiles.to(device)
+    kernel = copy_tiles.warmup(records, tiles, *constants, grid=(1,), num_warps=num_warps)
+    # The first launch loads the code. An empty record makes it copy nothing.
+    kernel[1, 1, 1](torch.zeros_like(records[:1]), torch.zeros_like(tiles[:1]), *constants)
+    return partial(kernel[len(tiles), 1, 1], records, tiles, *constants)
+
+
+def _type(dtype: torch.dtype) -> tl.dtype:
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_tiles(
+    records: tl.tensor,
+    tiles: tl.tensor,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Program i copies the i-th tile: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * 2
+    record = records + tl.load(tile).to(tl.int64) * _FIELDS
+    # The table promises, and the compiler cannot know, that words are aligned.
+    source = tl.multiple_of(
+        tl.load(record).to(tl.pointer_type(SOURCE)), min(16, VECTOR * SOURCE.primitive_bitwidth // 8)
+    )
+    destination = tl.multiple_of(
+        tl.load(record + 1).to(tl.pointer_type(DESTINATION)), min(16, VECTOR * DESTINATION.primitive_bitwidth // 8)
+    )
+    words = tl.load(record + 2)
+    row_words = tl.load(record + 3)
+    start = tl.load(tile + 1).to(tl.int64) * TILE
+    lane = tl.arange(0, TILE)
+    inside = lane < words - start
+    if row_words == words:
+        _move(source + start * VECTOR, destination + start * VECTOR, lane, lane, inside, VECTOR)
+    else:
+        first_row = start // row_words
+        # Counted from the start of the tile's first row: fits 32 bits, in which division is cheap.
+        word = lane + (start - first_row * row_words).to(tl.int32)
+        row = word // row_words.to(tl.int32)
+        column = word - row * row_words.to(tl.int32)
+        from_word = (first_row + row) * tl.load(record + 4) + column
+        to_word = (first_row + row) * tl.load(record + 5) + column
+        _move(source, destination, from_word, to_word, inside, VECTOR)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(
+    source: tl.tensor,
+    destination: tl.tensor,
+    from_word: tl.tensor,
+    to_word: tl.tensor,
+    inside: tl.tensor,
+    VECTOR: tl.constexpr,
+) -> None:
+    """Copy words, converting as torch does: from double to 16 bits through float32."""
+    element = tl.arange(0, VECTOR)[None, :]
+    values = tl.load(source + (from_word * VECTOR)[:, None] + element, mask=inside[:, None])
+    if source.dtype != destination.dtype:
+        values = values.to(tl.float32).to(destination.dtype.element_ty)
+    tl.store(destination + (to_word * VECTOR)[:, None] + element, values, mask=inside[:, None])

@@ -1,0 +1,306 @@
+"""Weights over a process group: how a server rank joins trainers of other hosts, and receives what they broadcast.
+
+The stager of each rank holds one `WeightGroup` for each name. The layout is SGLang's, so its trainers can be used
+as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast; server rank i of
+an engine is `rank_offset + i`. `broadcast` has the trainer's side.
+
+Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
+when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
+After a fault the group is broken: each further call says so, until it was destroyed and joined again. It does not
+heal, for both sides count their broadcasts. How that is kept differs:
+
+- Gloo ends the process, from a thread of its own, when more bytes come than were expected. So the member is a
+  child process (`gloo_member`), which receives into memory that it shares with the server.
+- NCCL receives with a kernel on the GPU, which spins until data comes. It gets a stream of its own, and a thread
+  that waits for it; on a fault the group is aborted, which ends the kernel. NCCL's own watchers, which end the
+  process, are off for these groups. Others must wait for their own streams and events meanwhile, never for the
+  device. If the server's ranks use NCCL among themselves (tensor parallelism), two communicators are in flight
+  with no order between them, which NCCL does not promise to survive: receive while no step runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from verl_server.errors import BadRequestError, WeightUpdateError
+from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.weight_sync.group.gloo_member import GlooMember
+from verl_server.weight_sync.group.group_connection import Lifeline, connect_nccl, in_thread
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 256
+"""Bytes between the starts of tensors in a window: any dtype may begin there."""
+
+
+class Member(Protocol):
+    """What a `WeightGroup` needs of this rank's end of the group."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A buffer of bytes to receive into."""
+
+    def free(self, buffer: Tensor) -> None:
+        """Nothing will be received into it any more; it lives on as long as somebody holds it."""
+
+    def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
+        """What waits, in any thread, for one broadcast into each (start, bytes) of the buffer.
+
+        It comes after the work that the caller's current stream has now, and raises RuntimeError.
+        """
+
+    def abort(self) -> None:
+        """End what is in flight, and the membership."""
+
+
+class WeightGroup:
+    """This rank's membership in one group. One thread receives at a time; any thread may close."""
+
+    def __init__(self, name: str, member: Member, lifeline: Lifeline, timeout: float) -> None:
+        self.name = name
+        self.broken = ""
+        """Why nothing can be received any more."""
+        self._member, self._lifeline, self._timeout = member, lifeline, timeout
+
+    @classmethod
+    def join(cls, req: InitWeightsUpdateGroupReq, rank: int, device: torch.device, timeout: float) -> WeightGroup:
+        """Meet the others as `req.rank_offset + rank`, in at most `timeout` seconds.
+
+        With Gloo this returns when all ranks are there; with NCCL, as in SGLang, when the trainer's store is: the
+        ranks meet in the first broadcast. `device` is where the server's weights are; over Gloo, tensors arrive on
+        the CPU. Raises BadRequestError for a layout that cannot be, WeightUpdateError if the group did not form.
+        """
+        _check_layout(req, rank, device)
+        lifeline, member = Lifeline(), None
+        try:
+            member = GlooMember() if req.backend == "gloo" else None
+            deadline = time.monotonic() + timeout
+            address = lifeline.connect(req.master_address, req.master_port, timeout)
+            left = max(0.0, deadline - time.monotonic())
+            if member is not None:
+                member.join(req, req.rank_offset + rank, address, left)
+                return cls(req.group_name, member, lifeline, timeout)
+            nccl = in_thread(lambda: NcclMember(req, req.rank_offset + rank, device, timeout)).result(left)
+            return cls(req.group_name, nccl, lifeline, timeout)
+        except (OSError, RuntimeError, TimeoutError) as error:
+            lifeline.close()
+            if member is not None:
+                member.abort()
+            raise WeightUpdateError(
+                f"Could not join the group '{req.group_name}' at {req.master_address}:{req.master_port} within "
+                f"{timeout:g} s ({_first_line(error)}). Is the trainer (rank 0) creating the group there now, with "
+                f"world_size={req.world_size}, backend='{req.backend}' and the same group_name?"
+            ) from None
+
+    def receive(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield (name, tensor) lists as they arrive: all at once if they fit `window_bytes`, else in windows.
+
+        A window has at most half of `window_bytes` (or one tensor that is larger), and the next one arrives while
+        the caller copies: use its tensors on the current stream, before asking for more. "flattened_bucket" is one
+        window, as large as the sender made it. Leaving the iterator early breaks the group. Raises
+        BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
+        counts on its broadcasts being received.
+        """
+        if self.broken:
+            raise WeightUpdateError(
+                f"The group '{self.name}' is broken ({self.broken}). Call destroy_weights_update_group, then "
+                "init_weights_update_group again."
+            )
+        finished = False
+        buffers: list[Tensor] = []
+        try:
+            windows = _windows(names, dtypes, shapes, load_format, window_bytes)
+            size = max(window.nbytes for window in windows)
+            for _ in windows[:2]:
+                buffers.append(self._member.allocate(size))
+            yield from self._pipeline(windows, buffers)
+            finished = True
+        except (BadRequestError, WeightUpdateError) as error:
+            self._break(str(error))
+            raise
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # most likely no memory for a window
+            self._break(_first_line(error))
+            raise WeightUpdateError(f"Receiving from the group '{self.name}' failed: {self.broken}") from error
+        finally:
+            if not finished:
+                self._break("an update was not received to its end")
+            for buffer in buffers:  # after the break: nothing is on its way into them any more
+                self._member.free(buffer)
+
+    def close(self) -> None:
+        """Leave the group. Bounded; the other members need not leave at the same time."""
+        self.broken = self.broken or "it was destroyed"
+        self._lifeline.close()
+        self._abort()
+
+    # -- receiving ---------------------------------------------------------------------------------------------
+
+    def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+        """One of the two buffers is filled while the caller copies from the other."""
+        arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
+        for index, window in enumerate(windows):
+            self._await(arrival, window)
+            if index + 1 < len(windows):
+                parts = windows[index + 1].parts()
+                arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
+            yield window.tensors(buffers[index % 2])
+
+    def _await(self, arrival: Future[None], window: Window) -> None:
+        """Return when the window is there; raise if the trainer is gone, failed, or is too slow."""
+        done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
+        what = f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
+        if self.broken:  # looked at first: NCCL's kernel ends without an error when it is aborted
+            raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
+        if arrival in done:
+            error = arrival.exception()
+            if error is not None:
+                raise WeightUpdateError(
+                    f"Receiving {what} from the group '{self.name}' failed ({_first_line(error)}). Did the trainer "
+                    "die, or broadcast another size?"
+                )
+        elif done:
+            raise WeightUpdateError(f"The trainer of the group '{self.name}' went away before {what} arrived.")
+        else:
+            raise WeightUpdateError(
+                f"Not everything came from the group '{self.name}' within {self._timeout:g} s (waited for {what}). "
+                "Does the trainer broadcast these names, dtypes and shapes from rank 0, in this order?"
+            )
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _break(self, reason: str) -> None:
+        if not self.broken:
+            self.broken = reason
+            self._abort()
+
+    def _abort(self) -> None:
+        """End what is in flight: NCCL's kernel leaves the GPU, Gloo's sockets close."""
+        try:
+            in_thread(self._member.abort).result(self._timeout)
+        except TimeoutError:
+            logger.error("The group '%s' does not end: a kernel of it may occupy the GPU until a restart", self.name)
+        except (RuntimeError, OSError) as error:
+            logger.warning("Ending the group '%s': %s", self.name, _first_line(error))
+
+
+class NcclMember:
+    """This process as a member, with a stream of its own."""
+
+    def __init__(self, req: InitWeightsUpdateGroupReq, group_rank: int, device: torch.device, timeout: float) -> None:
+        limit = datetime.timedelta(seconds=timeout)
+        store = TCPStore(req.master_address, req.master_port, req.world_size, False, limit)
+        self._device = device
+        self._group = connect_nccl(req.group_name, store, group_rank, req.world_size, device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def free(self, buffer: Tensor) -> None:
+        """Nothing to do: it came from the caller's stream, which is done with it first."""
+
+    def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
+        before = torch.cuda.current_stream(self._device).record_event()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._stream.wait_event(before)
+                works = [self._group.broadcast([buffer[start : start + size]], options) for start, size in parts]
+                for work in works:
+                    work.wait()
+                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps, does not spin
+                arrived.record(self._stream)
+                arrived.synchronize()
+
+        return run
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+class Window:
+    """Consecutive tensors of one update, and where each lies in a buffer."""
+
+    def __init__(self, flattened: bool) -> None:
+        self.names: list[str] = []
+        self.nbytes = 0
+        self._flattened = flattened
+        self._items: list[tuple[torch.dtype, list[int], int, int]] = []
+
+    def add(self, name: str, dtype: torch.dtype, shape: list[int]) -> None:
+        nbytes = math.prod(shape) * dtype.itemsize
+        start = self.nbytes if self._flattened else _aligned(self.nbytes)
+        self.names.append(name)
+        self._items.append((dtype, shape, start, nbytes))
+        self.nbytes = start + nbytes
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(start, bytes) in the buffer of each broadcast, in order: each tensor, or all of them in one."""
+        if self._flattened:
+            return [(0, self.nbytes)]
+        return [(start, nbytes) for _, _, start, nbytes in self._items]
+
+    def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """Views into `buffer`; copies where a bucket of mixed dtypes puts a tensor at an odd byte."""
+        result = []
+        for name, (dtype, shape, start, nbytes) in zip(self.names, self._items, strict=True):
+            data = buffer[start : start + nbytes]
+            result.append((name, (data.clone() if start % dtype.itemsize else data).view(dtype).view(shape)))
+        return result
+
+
+def _windows(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
+) -> list[Window]:
+    """Cut an update into windows. BadRequestError if its three lists do not describe tensors."""
+    if load_format not in (None, "auto", "flattened_bucket"):
+        raise BadRequestError(f"load_format={load_format!r} is not supported; unset it or use 'flattened_bucket'.")
+    if not len(names) == len(dtypes) == len(shapes) or not names:
+        raise BadRequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: give one each.")
+    flattened = load_format == "flattened_bucket"
+    everything, windows = Window(flattened), [Window(flattened)]
+    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or any(size < 0 for size in shape) or math.prod(shape) >= 2**48:
+            raise BadRequestError(f"'{name[:100]}': dtype '{dtype_name[:50]}' and shape {shape[:16]} are no tensor's.")
+        everything.add(name, dtype, shape)
+        if windows[-1].names and _aligned(windows[-1].nbytes) + math.prod(shape) * dtype.itemsize > window_bytes // 2:
+            windows.append(Window(flattened))
+        windows[-1].add(name, dtype, shape)
+    return [everything] if flattened or everything.nbytes <= window_bytes else windows
+
+
+def _check_layout(req: InitWeightsUpdateGroupReq, rank: int, device: torch.device) -> None:
+    if req.backend not in ("nccl", "gloo"):
+        raise BadRequestError(f"backend={req.backend!r} is not supported; use 'nccl' or 'gloo'.")
+    if req.backend == "nccl" and device.type != "cuda":
+        raise BadRequestError("backend='nccl' needs GPUs, but this server runs on the CPU; use 'gloo' on both sides.")
+    if not 1 <= req.rank_offset <= req.rank_offset + rank < req.world_size:
+        raise BadRequestError(
+            f"rank_offset={req.rank_offset} and tensor-parallel rank {rank} do not fit world_size={req.world_size}: "
+            "rank 0 is the trainer's, and every server rank needs one."
+        )
+    if not 0 < req.master_port < 65536:
+        raise BadRequestError(f"master_port={req.master_port} is no port.")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,232 @@
+"""Storages of this process, made readable for others: each is exported once and remembered while it lives.
+
+One `Exports` serves the whole process, as the memory is the process's; `sender` asks it for every storage that
+is pushed. On CPU a storage is moved into shared memory, in place: parameters, views and optimizer keep working
+on it (it can no longer be resized). A child that is forked later shares that memory, so what it writes to an
+inherited parameter the parent sees. Memory that a NumPy array or another library may refer to by address,
+page-locked memory, and CUDA memory that cannot be exported are copied into shared memory at every push instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from verl_server.errors import BadRequestError, WeightUpdateError
+from verl_server.weight_sync.handles import Allocation
+from verl_server.weight_sync.shared_memory import Arena, describe_fd, out_of_memory, page_aligned
+from verl_server.weight_sync.trainer.cuda_queries import allocation_id
+
+logger = logging.getLogger(__name__)
+
+_CUDA_MALLOC = b"c"
+"""Second byte of a handle that torch made of cudaMalloc's memory (the first is a version). "e" is an expandable
+segment, whose pages can be exchanged under the same address, and which another process may not be allowed to open."""
+
+
+@dataclass(slots=True)
+class Region:
+    """Where one storage can be read by others."""
+
+    storage: StorageWeakRef
+    """Keeps the StorageImpl's address from being used again, not its memory."""
+    device: torch.device
+    data_ptr: int
+    nbytes: int
+    allocation: Allocation
+    offset: int = 0
+    """Of the storage inside the allocation, in bytes."""
+    staging: torch.UntypedStorage | None = None
+    """A copy that is refreshed at every push, for a storage that cannot be shared."""
+    memory_is_alive: Callable[[], object] | None = None
+    """CPU: None or a falsy result says that the memory which was described is gone, whatever lies there now."""
+    allocation_id: int = 0
+    """CUDA: the driver's number of this allocation, unique in the process's life; 0 if not known."""
+
+    def is_there(self) -> bool:
+        """Whether the memory that was described is still what lies at its address (on CUDA see `is_allocated`)."""
+        return self.memory_is_alive is None or self.memory_is_alive() is not None
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage still lies in the memory that was described."""
+        there = self.data_ptr == storage.data_ptr() and self.nbytes == storage.nbytes()
+        return there and self.is_there() and self.is_allocated()
+
+    def is_freed(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+    def is_allocated(self) -> bool:
+        """Whether CUDA memory is in the allocation that was described; regions with one `allocation_id` agree."""
+        return not self.allocation_id or allocation_id(self.data_ptr) == self.allocation_id
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether a change of this memory would be noticed, so that a server may keep it open between pushes."""
+        return self.allocation.kind != "cuda" or self.allocation_id != 0
+
+    def refresh(self, storage: torch.UntypedStorage) -> None:
+        if self.staging is not None:
+            self.staging.copy_(storage)
+
+
+class Exports:
+    """The regions of this process. Thread-safe; a forked child starts with none."""
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        # Keyed by the StorageImpl's address, which the weak reference keeps from being used again.
+        self._regions: dict[int, Region] = {}
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def regions(self, storages: Iterable[torch.UntypedStorage]) -> dict[int, Region]:
+        """The region of each storage by its `_cdata`; what is not exported yet, or moved since, is exported.
+
+        Raises WeightUpdateError when there is no shared memory left; every storage then still holds its values.
+        """
+        with self._lock:
+            self._forget_freed()
+            self._export([s for s in storages if not self._is_exported(s)])
+            return {s._cdata: self._regions[s._cdata] for s in storages}
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def _is_exported(self, storage: torch.UntypedStorage) -> bool:
+        region = self._regions.get(storage._cdata)
+        return region is not None and region.holds(storage)
+
+    def _forget_freed(self) -> None:
+        for key in [key for key, region in self._regions.items() if region.is_freed()]:
+            del self._regions[key]
+
+    def _export(self, storages: list[torch.UntypedStorage]) -> None:
+        movable = []
+        foreign = _foreign_memory([s for s in storages if s.device.type == "cpu"])
+        for storage in storages:
+            if storage.device.type == "cuda":
+                self._export_cuda(storage)
+            elif storage.device.type != "cpu":
+                raise BadRequestError(
+                    f"Weights on device '{storage.device}' cannot be shared; use CPU or CUDA tensors."
+                )
+            elif storage.is_shared():
+                self._remember(storage, _describe_shared_by_torch(storage))
+            elif storage._cdata in foreign:
+                self._stage(storage)
+            elif can_swap_storages():
+                movable.append(storage)
+            else:
+                _check_dev_shm(storage.nbytes())
+                self._remember(storage, _describe_shared_by_torch(storage))
+        self._move(movable)
+
+    def _remember(self, storage: torch.UntypedStorage, allocation: Allocation, offset: int = 0) -> Region:
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        region = Region(weak, storage.device, storage.data_ptr(), storage.nbytes(), allocation, offset)
+        self._regions[storage._cdata] = region
+        return region
+
+    def _move(self, storages: list[torch.UntypedStorage]) -> None:
+        """Into one arena, one storage at a time, so that no more than one is held twice."""
+        if not storages:
+            return
+        arena = Arena(sum(page_aligned(s.nbytes()) for s in storages))
+        for storage in storages:
+            reserved = arena.reserve(storage.nbytes())
+            reserved.storage.copy_(storage)
+            storage._swap_data_ptr_(reserved.storage)  # type: ignore[attr-defined]
+            self._remember(storage, arena.describe(), reserved.offset).memory_is_alive = reserved.memory_is_alive
+
+    def _stage(self, storage: torch.UntypedStorage) -> None:
+        arena = Arena(storage.nbytes())
+        reserved = arena.reserve(storage.nbytes())
+        self._remember(storage, arena.describe(), reserved.offset).staging = reserved.storage
+
+    def _export_cuda(self, storage: torch.UntypedStorage) -> None:
+        try:
+            allocation = _describe_cuda(storage)
+        except RuntimeError as error:
+            allocation, reason = None, str(error).splitlines()[0]
+        else:
+            reason = "its allocator uses expandable segments"
+        if allocation is not None and allocation.handle[1:2] == _CUDA_MALLOC:
+            self._remember(storage, allocation).allocation_id = allocation_id(storage.data_ptr())
+            return
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "CUDA memory could not be exported (%s); such weights travel through a copy in shared memory, "
+                "which is much slower. Do not set expandable_segments for the trainer's allocator.",
+                reason,
+            )
+        self._stage(storage)
+
+
+def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
+    """Export once; torch's count of importers is settled at once, for the protocol replaces it.
+
+    torch would keep memory that the trainer frees until an importer decrements the export's counter. Our
+    importers never outlive the update that named the memory, or its registration (see `offers`), during
+    which the trainer keeps it, so the count would only hold memory back when a server dies.
+    """
+    _, handle, nbytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    torch.UntypedStorage._release_ipc_counter(counter, counter_offset, device=storage.device)  # type: ignore[no-untyped-call]
+    return Allocation(
+        id=uuid.uuid4().hex,
+        kind="cuda",
+        nbytes=nbytes,
+        pid=os.getpid(),
+        device_uuid=str(torch.cuda.get_device_properties(storage.device).uuid),
+        handle=handle,
+        storage_offset_bytes=offset,
+    )
+
+
+def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
+    """Those on CPU whose memory must stay where it is: page-locked, or allocated by others than torch.
+
+    The private mapping of a checkpoint file does not count as foreign: a model fresh from `from_pretrained`
+    lies in such mappings, and nobody else holds the address.
+    """
+    foreign = [s for s in storages if not s.resizable() or (torch.cuda.is_available() and s.is_pinned())]
+    if not foreign:
+        return set()
+    private = []
+    with open("/proc/self/maps") as maps:
+        for span, mode, _, _, inode, *_ in (line.split() for line in maps):
+            if mode.endswith("p") and inode != "0":
+                start, end = (int(part, 16) for part in span.split("-"))
+                private.append((start, end))
+    return {s._cdata for s in foreign if not any(start <= s.data_ptr() < end for start, end in private)}
+
+
+def can_swap_storages() -> bool:
+    """torch 2.12 and later can exchange the memory of two storages."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def _describe_shared_by_torch(storage: torch.UntypedStorage) -> Allocation:
+    """Memory that torch shares already (`share_memory_()`), or moves itself on releases that cannot swap."""
+    try:
+        fd, nbytes = storage._share_fd_cpu_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise WeightUpdateError(f"Could not place {storage.nbytes():,} bytes into shared memory: {error}") from None
+    return describe_fd(fd, nbytes, uuid.uuid4().hex)
+
+
+def _check_dev_shm(nbytes: int) -> None:
+    """torch writes into /dev/shm without reserving first: running out there would be SIGBUS."""
+    status = os.statvfs("/dev/shm")
+    if status.f_bavail * status.f_frsize < nbytes:
+        raise out_of_memory(OSError(28, "No space left in /dev/shm"), nbytes)

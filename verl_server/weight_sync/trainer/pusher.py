@@ -1,0 +1,279 @@
+"""The flow of a push, from the tensors of all ranks to the outcome on all ranks.
+
+`EngineBase` holds a `WeightPusher` for this process alone, `VerlEngine` one for its ranks. A push is: every rank
+describes its memory (`sender`), with all of its writes done; the ranks meet, handing descriptions on only when
+they changed; the first rank sends one request; the outcome reaches every rank, and until then nobody returns, for
+the server may be reading the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+from torch import nn
+
+from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError
+from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
+from verl_server.weight_sync.trainer.merge import merge, merged_id
+from verl_server.weight_sync.trainer.offers import Offer, Offers
+from verl_server.weight_sync.trainer.sender import Described, Mapping, WeightSender, describe_tensors
+from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
+
+Named = Iterable[tuple[str, Any]]
+Source = nn.Module | Named | Callable[[], Named]
+"""Whose parameters are pushed: a module, these very tensors, or what a function gives at each push."""
+
+Send = Callable[["Push"], Any]
+"""Sends one request; runs on the first rank only."""
+
+
+class Ranks(Protocol):
+    """The ranks that push together; `spmd.RankGroup` is one."""
+
+    rank: int
+    size: int
+
+    def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]: ...
+
+    def act(self, what: str, act: Callable[[], Any]) -> Any: ...
+
+
+class OneRank:
+    """A trainer of one process."""
+
+    rank, size = 0, 1
+
+    def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
+        return [prepare()]
+
+    def act(self, what: str, act: Callable[[], Any]) -> Any:
+        return act()
+
+
+@dataclass(frozen=True)
+class Push:
+    """What the first rank sends."""
+
+    offer: Offer | None = None
+    describe: Callable[[], WeightsDescription] | None = None
+    """The description that `offer` speaks of, for a server that does not have it."""
+    named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
+    """Instead of the two: handles that the caller made."""
+
+    def for_readers(self, count: int) -> Push:
+        """The same push for `count` server ranks, of which each reads one value of every handle."""
+        handles = self.named_tensors
+        if handles is not None:
+            handles = [(name, _spread(value, count)) for name, value in handles]
+        return replace(self, named_tensors=handles)
+
+
+class _Part(msgspec.Struct, array_like=True):
+    """What a rank brings to the meeting."""
+
+    id: str = ""
+    names_id: str = ""
+    can_be_kept: bool = True
+    description: WeightsDescription | None = None
+    """None if the first rank has it already."""
+    handles: list[tuple[str, LocalSerializedTensor]] | None = None
+
+
+class WeightPusher:
+    """Pushes the weights of some ranks to one engine. Thread-safe: one push at a time."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sender = WeightSender()
+        self._offers = Offers()
+        self._source: Callable[[], Named] | None = None
+        self._mapping: Mapping | None = None
+        self._registered = ""
+        """names_id of what was registered last."""
+        self._told = ""
+        """Id of the description of this rank that the first rank has."""
+        self._peers: list[WeightsDescription | None] = [None] * ranks.size
+        """On the first rank: the last description of each rank."""
+        self._lock = threading.Lock()
+
+    def update(self, named_tensors: Named, mapping: Mapping | None, send: Send) -> Any:
+        """Push these tensors, by id if the server knows them; returns what `send` returns."""
+        with self._lock:
+            return self._push("update_weights_from_tensor", lambda: named_tensors, mapping, send)
+
+    def register(self, source: Source, mapping: Mapping | None, send: Send) -> Any:
+        """Have the server open them now; `push` sends them from then on."""
+        with self._lock:
+            listed = _listing(source)
+            result = self._push("register_weights", listed, mapping, send, register=True)
+            self._source, self._mapping = listed, mapping
+            return result
+
+    def push(self, send: Send) -> Any:
+        """Push what was registered, as it is now."""
+        with self._lock:
+            if self._source is None:
+                raise BadRequestError("No weights are registered: call register_weights(model) first.")
+            return self._push("push_weights", self._source, self._mapping, send, register=True)
+
+    def unregister(self, send: Callable[[list[str]], Any]) -> None:
+        """Have the server close everything that it may have open; afterwards the memory may be freed."""
+        with self._lock:
+            ids = self._offers.open_ids()
+            self._ranks.gather("unregister_weights", bytes)
+            self._ranks.act("unregister_weights", lambda: send(ids) if ids else None)
+            self._source = self._mapping = None
+            self._offers.clear()
+
+    def released(self, tags: list[str] | None) -> None:
+        """The engine released memory: it shares its device with the trainer, and closed what it had of ours."""
+        with self._lock:
+            self._offers.second_sight = False
+            if tags is None or "weights" in tags:
+                self._offers.clear()
+
+    def end(self) -> list[str]:
+        """Hold nothing any more; returns what the server may still have open. Waits for no push."""
+        ids = self._offers.open_ids()
+        self._source = self._mapping = None
+        self._offers.clear()
+        return ids
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _push(
+        self, what: str, source: Callable[[], Named], mapping: Mapping | None, send: Send, register: bool = False
+    ) -> Any:
+        tensors: list[tuple[str, Any]] = []  # alive until the outcome is known: temporaries have no other owner
+        mine: list[Described] = []
+
+        def prepare() -> bytes:
+            tensors.extend(_expanded(source(), mapping))
+            return msgspec.msgpack.encode(self._part(tensors, mine))
+
+        parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, prepare)]
+        if any(part.handles is not None for part in parts):
+            with _saying_what_is_certain():
+                return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(parts))))
+        names_id, id = merged_id([part.names_id for part in parts]), merged_id([part.id for part in parts])
+        self._told = mine[0].description.id
+        if register:
+            if self._registered != names_id:
+                self._offers.replace(self._registered)
+            self._registered = names_id
+        can_be_kept = all(part.can_be_kept for part in parts)
+        offer = self._offers.offer(names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept)
+        try:
+            with _saying_what_is_certain():
+                result = self._ranks.act(what, lambda: send(Push(offer, self._description(parts))))
+        except BaseException as error:  # also Ctrl-C
+            self._told = ""  # whatever went wrong, the next push starts from nothing
+            self._offers.failed(offer, error)
+            raise
+        self._offers.succeeded(names_id, offer)
+        return result
+
+    def _part(self, tensors: list[tuple[str, Any]], mine: list[Described]) -> _Part:
+        if any(isinstance(value, LocalSerializedTensor) for _, value in tensors):
+            return _Part(handles=_handles(tensors, self._ranks))
+        described = self._sender.describe(tensors)
+        mine.append(described)
+        id, names_id = described.description.id, described.names_id
+        known = self._told == id
+        return _Part(id, names_id, described.can_be_kept, None if known else described.description)
+
+    def _description(self, parts: list[_Part]) -> Callable[[], WeightsDescription]:
+        """What the ranks own together, merged when it is asked for. Runs on the first rank."""
+        for rank, part in enumerate(parts):
+            self._peers[rank] = part.description or self._peers[rank]
+        own = list(self._peers)
+        return lambda: merge([_expected(description, part) for description, part in zip(own, parts, strict=True)])
+
+
+@contextlib.contextmanager
+def _saying_what_is_certain() -> Iterator[None]:
+    """Add to an error that is no answer of the server's what became of the push."""
+    try:
+        yield
+    except BaseException as error:
+        answered = isinstance(error, VerlServerError) and not isinstance(error, (UnansweredError, ServerDiedError))
+        if not answered:
+            error.add_note(
+                "This push ended without the server's answer. A server that lives drops it, unless it was copying at "
+                "that moment: then it finishes, and serves what the tensors held meanwhile. Which of the two, is "
+                "certain again after the next push that succeeds."
+            )
+        raise
+
+
+def _expected(description: WeightsDescription | None, part: _Part) -> WeightsDescription:
+    if description is None or description.id != part.id:
+        raise RuntimeError("A rank pushed by an id that the first rank does not know.")
+    return description
+
+
+def _listing(source: Source) -> Callable[[], Named]:
+    if isinstance(source, nn.Module):
+        return ModuleParameters(source).named
+    if callable(source):
+        return source
+    pairs = list(source)
+    return lambda: pairs
+
+
+def _expanded(named: Named, mapping: Mapping | None) -> list[tuple[str, Any]]:
+    """(name, tensor) pairs as the server shall see them."""
+    pairs = list(named)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise BadRequestError(
+                f"named_tensors must give (name, tensor) pairs, not {type(pair).__name__}: pass "
+                "model.named_parameters() or model.state_dict().items()."
+            )
+    return pairs if mapping is None else [entry for name, tensor in pairs for entry in mapping(name, tensor)]
+
+
+def _handles(tensors: list[tuple[str, Any]], ranks: Ranks) -> list[tuple[str, LocalSerializedTensor]]:
+    """Handles for all of them, in order; of those that have a value for each rank, this rank's."""
+    described = iter(describe_tensors([(n, t) for n, t in tensors if not isinstance(t, LocalSerializedTensor)]))
+    handles = [(n, t) if isinstance(t, LocalSerializedTensor) else next(described) for n, t in tensors]
+    if ranks.size == 1:
+        return handles
+    return [(name, LocalSerializedTensor(values=[value.get(ranks.rank)])) for name, value in handles]
+
+
+def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:
+    """One value for each rank, which server ranks read by their number."""
+    first = parts[0].handles or []
+    if len(parts) == 1:
+        return first
+    for rank, part in enumerate(parts):
+        _check_same([name for name, _ in first], None if part.handles is None else [n for n, _ in part.handles], rank)
+    values = zip(*([value for _, value in part.handles or []] for part in parts), strict=True)
+    return [
+        (name, LocalSerializedTensor(values=[local.values[0] for local in locals_]))
+        for (name, _), locals_ in zip(first, values, strict=True)
+    ]
+
+
+def _spread(value: LocalSerializedTensor, count: int) -> LocalSerializedTensor:
+    return LocalSerializedTensor(values=[value.get(i % len(value.values)) for i in range(count)])
+
+
+def _check_same(first: list[str], other: list[str] | None, rank: int) -> None:
+    """Handles go by position in the ranks' lists: all must bring the same names in the same order."""
+    if first == other:
+        return
+    if other is None or not first:
+        raise BadRequestError("Some ranks push handles (LocalSerializedTensor), others only tensors.")
+    only_first = [name for name in first if name not in set(other)][:4]
+    only_other = [name for name in other if name not in set(first)][:4]
+    detail = f"only rank 0 has {only_first}, only rank {rank} has {only_other}"
+    if not (only_first or only_other):
+        detail = "the order differs" if len(first) == len(other) else "some come more than once"
+    raise BadRequestError(f"Rank 0 pushes {len(first)} handles, rank {rank} pushes {len(other)}: {detail}.")

@@ -1,0 +1,266 @@
+"""The trainer's side: tensors in, a description of their memory out, the same one while nothing moved.
+
+Held by `pusher` for each engine. A push of the same tensors costs a comparison of pointers; what moved, grew or
+was replaced is seen and described anew under another id. `exports` makes the memory readable for others, `shards`
+says which part of a full tensor it is. Whoever pushes keeps the tensors alive, and does not write to them, until
+the update was answered.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from verl_server.errors import BadRequestError
+from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
+from verl_server.weight_sync.trainer.cuda_queries import device_frees, wait_for_writes
+from verl_server.weight_sync.trainer.description import PLAIN, Pushed, describe_memory, readable_memory
+from verl_server.weight_sync.trainer.exports import Exports, Region
+from verl_server.weight_sync.trainer.shards import local_tensor
+from verl_server.weight_sync.trainer.trainer_modules import gathered_by_fsdp
+
+logger = logging.getLogger(__name__)
+
+Mapping = Callable[[str, torch.Tensor], Iterable[Pushed]]
+"""(name, tensor) as the trainer has them -> the tensors or shards that the server knows, for example the parts of a
+fused projection. Views are pushed as fast as the tensor itself; what it computes anew is copied at every push."""
+
+_REMEMBERED = 16
+"""Sets of names of which a sender remembers the description: a version may come in several pushes."""
+_MOVES_BEFORE_WARNING = 3
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of one set of tensors, as long as they stay where they are."""
+
+    description: WeightsDescription
+    names_id: str
+    """Names the set of names, wherever the tensors lie."""
+    tensors: list[Pushed]
+    """Refer to the memory, for the time of a push."""
+    can_be_kept: bool
+    """Whether a server may keep this memory open: changes of all of it would be noticed."""
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What the tensors lie in, as strong references."""
+        return list(_storages(self.tensors).values())
+
+
+class _Known:
+    """The last look at one set of names, without strong references to its memory."""
+
+    def __init__(
+        self, description: WeightsDescription, names_id: str, prints: list[Any], regions: dict[int, Region]
+    ) -> None:
+        self.description, self.names_id = description, names_id
+        self.prints = prints
+        """One of each tensor; see `_look_at`."""
+        self.regions = regions
+        """By storage. Their weak references pin the StorageImpls that the prints compare."""
+        self.devices = list(dict.fromkeys(region.device for region in regions.values()))
+        self.can_be_kept = all(region.can_be_kept for region in regions.values())
+        self.is_copied = any(region.staging is not None for region in regions.values())
+        self.moves = 0
+        """How often in a row the set was found elsewhere."""
+        self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
+        self._frees: tuple[int, ...] = ()
+        """What `device_frees` said before the segments were last looked at, one by one."""
+
+    def is_current(self, prints: list[Any]) -> bool:
+        """Whether every tensor lies where it was described. (Equal prints are about the same, living storages.)"""
+        return (
+            self.prints == prints
+            and all(region.is_there() for region in self.regions.values())
+            and self._segments_are_there()
+        )
+
+    def _segments_are_there(self) -> bool:
+        """Whether no CUDA memory was given back to the driver, and other memory got its address."""
+        if not self._segments:
+            return True
+        frees = device_frees(self.devices)
+        if frees and frees == self._frees:
+            return True
+        there = all(region.is_allocated() for region in self._segments.values())
+        self._frees = frees if there else ()
+        return there
+
+    def is_dead(self) -> bool:
+        """Whether a tensor of the set was freed, so that it can never be found there again."""
+        return any(region.is_freed() for region in self.regions.values())
+
+
+class WeightSender:
+    """Describes the memory of tensors for one engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: collections.OrderedDict[tuple[str, ...], _Known] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def describe(self, tensors: list[Pushed]) -> Described:
+        """The memory of `tensors` on this rank, with everything written that was queued on its devices.
+
+        Raises BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
+        every tensor then still holds its values.
+        """
+        names = tuple(name for name, _ in tensors)
+        prints = _look_at(tensors)
+        with self._lock:
+            known = self._known.get(names)
+            if known is None or not known.is_current(prints):
+                known = self._describe_anew(names, tensors, known)
+            else:
+                known.moves = 0
+                wait_for_writes(known.devices)
+            self._known.move_to_end(names)
+            if known.is_copied:
+                storages = _storages(tensors)
+                for key, region in known.regions.items():
+                    region.refresh(storages[key])
+        return Described(known.description, known.names_id, tensors, known.can_be_kept)
+
+    def _describe_anew(self, names: tuple[str, ...], tensors: list[Pushed], before: _Known | None) -> _Known:
+        """Describe a set that is new or has moved, and remember it."""
+        storages = _storages(tensors)
+        _refuse_gathered(tensors, storages)
+        for dead in [key for key, other in self._known.items() if other.is_dead()]:
+            del self._known[dead]  # with it goes the shared memory that its tensors were copied into
+        wait_for_writes({storage.device for storage in storages.values()})  # before CPU storages are moved
+        regions = _exports.regions(storages.values())
+        prints = _look_at(tensors)  # again, for they have moved
+        known = _Known(describe_memory(tensors, regions), _names_id(names), prints, regions)
+        if before is not None:
+            known.moves = before.moves + 1
+            if known.moves == _MOVES_BEFORE_WARNING:
+                _warn_of_moves(names, before.prints, prints)
+        self._known[names] = known
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return known
+
+
+def _look_at(tensors: list[Pushed]) -> list[Any]:
+    """A print of each tensor: all that is looked at, at every push, when nothing has moved.
+
+    It differs whenever the tensor lies elsewhere, is another part, or is read in another way.
+    """
+    prints: list[Any] = []
+    for name, value in tensors:
+        memory: Any = value if type(value) in PLAIN else local_tensor(value)
+        part = None if memory is value else _part(value)
+        if type(memory) not in PLAIN:
+            readable_memory(name, value)  # says what is wrong with it
+        try:
+            place = memory.untyped_storage()._cdata, memory.data_ptr(), memory.shape, memory.stride()
+        except (RuntimeError, NotImplementedError):
+            readable_memory(name, value)
+            raise
+        prints.append((part, place, memory.dtype))
+    return prints
+
+
+def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
+    """What the tensors lie in, by `_cdata`."""
+    found = {}
+    for name, value in tensors:
+        storage = readable_memory(name, value).untyped_storage()
+        if storage.nbytes():
+            found[storage._cdata] = storage
+    return found
+
+
+def _part(value: Any) -> Any:
+    """What else than its memory a sharded tensor is."""
+    if isinstance(value, DTensor):
+        return value._spec  # shape, placements and mesh; the same object as long as nothing changes
+    return tuple(value.shape), tuple(value.offset)
+
+
+def _refuse_gathered(tensors: list[Pushed], storages: dict[int, torch.UntypedStorage]) -> None:
+    """FSDP2's full parameters of the moment: after the optimizer's step they hold the old values."""
+    gathered = gathered_by_fsdp().intersection(storages)
+    names = [name for name, value in tensors if local_tensor(value).untyped_storage()._cdata in gathered]
+    if names:
+        raise BadRequestError(
+            f"{names[:4]} ({len(names)} in all) are parameters that FSDP2 has gathered for the moment (a forward "
+            "without backward leaves the root module so). They miss later optimizer steps. Call reshard() on the "
+            "module and read its parameters again, or register_weights(module), which does both at every push."
+        )
+
+
+def _names_id(names: tuple[str, ...]) -> str:
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+
+
+def _warn_of_moves(names: tuple[str, ...], before: list[Any], now: list[Any]) -> None:
+    moved = [name for name, old, new in zip(names, before, now, strict=True) if old != new]
+    logger.warning(
+        "%d of %d pushed tensors lie in other memory at every push (%s ...), so all of them are opened and planned "
+        "again each time. Push the parameters themselves, or views of them, instead of copies.",
+        len(moved),
+        len(names),
+        ", ".join(moved[:4]),
+    )
+
+
+_exports = Exports()  # one for the process, as the memory is the process's
+
+
+# -- handles for one update ---------------------------------------------------------------------------------------
+
+
+def describe_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, LocalSerializedTensor]]:
+    """Handles through which the schedulers of this host read whole tensors, in the order given.
+
+    They are opened for one update and planned anew each time: `EngineBase.update_weights_from_tensor` and
+    `register_weights` are faster, and read shards.
+    """
+    tensors = [(name, readable_memory(name, _whole(name, tensor))) for name, tensor in named_tensors]
+    wait_for_writes({tensor.device for _, tensor in tensors})
+    storages = {s._cdata: s for s in (tensor.untyped_storage() for _, tensor in tensors) if s.nbytes()}
+    regions = _exports.regions(storages.values())
+    for key, region in regions.items():
+        region.refresh(storages[key])
+    return [(name, LocalSerializedTensor(values=[_handle(tensor, regions)])) for name, tensor in tensors]
+
+
+def _handle(tensor: torch.Tensor, regions: dict[int, Region]) -> TensorHandle:
+    region = regions.get(tensor.untyped_storage()._cdata)
+    return TensorHandle(
+        allocation=Allocation(id="", kind="shm", nbytes=0) if region is None else region.allocation,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=list(tensor.shape),
+        stride=list(tensor.stride()),
+        storage_offset=(0 if region is None else region.offset // tensor.element_size()) + int(tensor.storage_offset()),
+    )
+
+
+def _whole(name: str, tensor: Any) -> Any:
+    if isinstance(tensor, DTensor) and not is_whole(tensor):
+        raise BadRequestError(
+            f"'{name}' is a DTensor with placements {tensor.placements}: this rank holds only a part, which a handle "
+            "cannot say. Push it through VerlEngine on every rank."
+        )
+    return tensor
+
+
+def is_whole(tensor: DTensor) -> bool:
+    """Whether this rank holds all of it."""
+    return tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements)
+
+
+def gather_full_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Replace sharded DTensors by full tensors; every rank of their mesh must call this with the same names."""
+    return [
+        (name, tensor.full_tensor() if isinstance(tensor, DTensor) and not is_whole(tensor) else tensor)
+        for name, tensor in named_tensors
+    ]
