@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -38,6 +39,10 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # `close` hung up
+            self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
         while data := connection.recv(65536):  # the client sends a request in one piece
             self.requests.append(data)
             self.got_request.set()
