@@ -98,6 +98,8 @@ def run_rank(rank: int, job: Job, parent: Connection) -> None:
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     if job.device == "cuda":
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # more would wait for each other on cores that the server keeps busy
     backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
     try:
