@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         ServerLaunchError,
         ServerUnavailableError,
         UnansweredError,
+        UnknownRegistrationError,
+        UpdateConflictError,
         VerlServerError,
         WeightUpdateError,
     )
@@ -44,6 +46,8 @@ __all__ = [
     "ServerUnavailableError",
     "TensorShard",
     "UnansweredError",
+    "UnknownRegistrationError",
+    "UpdateConflictError",
     "VerlEngine",
     "VerlServerError",
     "WeightUpdateError",

@@ -143,7 +143,11 @@ class ServerArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
-        for name in ("startup_timeout", "control_timeout", "sync_timeout", "kv_cache_gib"):
+        if self.weight_receive_bytes < 2:
+            raise BadRequestError(
+                f"ServerArgs.weight_receive_bytes must be at least 2, not {self.weight_receive_bytes}."
+            )
+        for name in ("startup_timeout", "control_timeout", "sync_timeout", "weight_update_lease", "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         if not 0.0 < self.mem_fraction_static <= 1.0:
