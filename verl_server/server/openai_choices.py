@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from verl_server.server.request_state import ReqState, Triple
 from verl_server.server.tokenizer import ModelText
 
 
-class Choices:
+class Choices(abc.ABC):
     """One request's answer. Remembers how much of each sample was streamed."""
 
     object_name: str
@@ -28,15 +29,15 @@ class Choices:
 
     # -- what the two kinds differ in -----------------------------------------------------------------------
 
-    def choice(self, index: int, state: ReqState) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def choice(self, index: int, state: ReqState) -> dict[str, Any]: ...
 
-    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]: ...
 
+    @abc.abstractmethod
     def logprobs(self, state: ReqState, start: int) -> Any:
         """Log-probabilities of the output from token `start` on, None if they were not asked for."""
-        raise NotImplementedError
 
     # -- shared ---------------------------------------------------------------------------------------------
 
