@@ -135,18 +135,14 @@ class ServerArgs:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
-        positive = ("tp_size", "nnodes", "max_running_requests", "chunked_prefill_size", "page_size")
-        for name in positive:
+        sizes = ("tp_size", "nnodes", "max_running_requests", "chunked_prefill_size", "page_size")
+        for name in (*sizes, "weight_receive_bytes"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
         for name in ("context_length", "max_total_tokens", "max_queued_requests", "cpu_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
-        if self.weight_receive_bytes < 2:
-            raise BadRequestError(
-                f"ServerArgs.weight_receive_bytes must be at least 2, not {self.weight_receive_bytes}."
-            )
         for name in ("startup_timeout", "control_timeout", "sync_timeout", "weight_update_lease", "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
