@@ -68,12 +68,22 @@ class ServerArgs:
     """Most requests in one batch."""
     max_queued_requests: int | None = None
     """Most requests waiting; beyond it `/generate` answers 503. Default: no bound."""
-    chunked_prefill_size: int = 2048
-    """Most prompt tokens in one step; longer prompts are prefilled in chunks."""
+    chunked_prefill_size: int | None = None
+    """Most prompt tokens in one step; longer prompts are prefilled in chunks. Default: 8192 on CUDA, 2048 on CPU."""
     page_size: int = 16
     """Tokens in a KV page, the grain of prefix sharing."""
     disable_radix_cache: bool = False
     """Turn the prefix cache off."""
+    attention_backend: Literal["auto", "triton", "torch"] = "auto"
+    """Paged attention; `auto` takes the Triton kernels on CUDA, plain PyTorch on CPU and where Triton is missing."""
+    fused_kernels: bool = True
+    """Run norms, rotary embedding, activation and sampling as fused Triton kernels on CUDA; off: plain PyTorch."""
+    disable_cuda_graph: bool = False
+    """Launch decode steps operator by operator instead of replaying CUDA graphs."""
+    cuda_graph_max_bs: int = 256
+    """Largest decode batch that is captured as a CUDA graph; larger ones are launched operator by operator."""
+    disable_overlap_schedule: bool = False
+    """Wait for each step on CUDA before the next one is planned."""
     random_seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
     cpu_threads: int | None = None
@@ -135,11 +145,12 @@ class ServerArgs:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
-        sizes = ("tp_size", "nnodes", "max_running_requests", "chunked_prefill_size", "page_size")
+        sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs")
         for name in (*sizes, "weight_receive_bytes"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("context_length", "max_total_tokens", "max_queued_requests", "cpu_threads"):
+        optional = ("context_length", "max_total_tokens", "max_queued_requests", "chunked_prefill_size", "cpu_threads")
+        for name in optional:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
@@ -165,6 +176,10 @@ class ServerArgs:
                 f"Refusing to bind {self.host} without a key: anyone who reaches it could replace the weights. "
                 "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if the network is trusted."
             )
+
+    def prefill_chunk(self, device_type: str) -> int:
+        """Most prompt tokens in one step on "cpu" or "cuda"."""
+        return self.chunked_prefill_size or (8192 if device_type == "cuda" else 2048)
 
     @property
     def ranks_per_node(self) -> int:

@@ -55,7 +55,7 @@ class Scheduler:
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             max_rows=min(runner.max_rows, server_args.max_running_requests),
-            chunked_prefill_size=server_args.chunked_prefill_size,
+            chunked_prefill_size=server_args.prefill_chunk(runner.device.type),
             disable_radix_cache=server_args.disable_radix_cache,
         )
         self.requests: dict[str, Req] = {}

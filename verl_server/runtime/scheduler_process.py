@@ -184,7 +184,7 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
         "context_length": runner.context_length,
         "page_size": runner.page_size,
         "max_running_requests": runner.max_rows,
-        "chunked_prefill_size": server_args.chunked_prefill_size,
+        "chunked_prefill_size": server_args.prefill_chunk(runner.device.type),
         "vocab_size": runner.vocab_size,
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
