@@ -80,6 +80,16 @@ def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class FakeStep:
+    """A step and its output."""
+
+    def __init__(self, output: ForwardOutput) -> None:
+        self._output = output
+
+    def result(self) -> ForwardOutput:
+        return self._output
+
+
 class FakeModelRunner:
     """Same interface as `ModelRunner`; `salt` is the weights."""
 
@@ -87,6 +97,7 @@ class FakeModelRunner:
         self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
         self.context_length, self.vocab_size = context_length, VOCAB
         self.device = torch.device("cpu")
+        self.overlaps = False
         self.salt = 0
         self.kv = [_GARBAGE] * (num_pages * page_size)
         self.table = [[0] * (context_length // page_size + 1) for _ in range(max_rows)]
@@ -97,7 +108,10 @@ class FakeModelRunner:
         self.nan_at: Callable[[list[int]], bool] | None = None
         self.computed_tokens = 0
 
-    def forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput | None:
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> FakeStep:
+        return FakeStep(self._forward(batch, specs))
+
+    def _forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput:
         self._check_shape(batch, specs)
         if self.before_step is not None:
             self.before_step(batch)

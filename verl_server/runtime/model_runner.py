@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +31,20 @@ _PROMPT_LOGIT_BYTES = 256 * 2**20
 """Bound on the fp32 logits held at once for prompt log-probabilities."""
 
 
+@dataclass
+class _Computed:
+    """A step that was computed while it was launched; None on ranks that do not sample."""
+
+    output: ForwardOutput | None
+
+    def result(self) -> ForwardOutput:
+        assert self.output is not None, "only rank 0 has the output of a step"
+        return self.output
+
+
 class ModelRunner:
+    overlaps = False
+
     def __init__(self, server_args: ServerArgs, tp: TpGroup, device: torch.device) -> None:
         self.tp, self.device = tp, device
         self._args = server_args
@@ -53,6 +67,9 @@ class ModelRunner:
         self.sampler = Sampler(self.vocab_size, device, server_args.random_seed)
 
     # -- one step ----------------------------------------------------------------------------------------------
+
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> _Computed:
+        return _Computed(self.forward(batch, specs))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput | None:

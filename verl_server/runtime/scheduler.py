@@ -192,7 +192,7 @@ class Scheduler:
         if batch is None:
             return
         try:
-            output = self.worker.forward(batch.forward, batch.specs)
+            output = self.worker.launch(batch.forward, batch.specs).result()
         except Exception as error:
             if not self.worker.is_recoverable(error):
                 raise

@@ -49,6 +49,13 @@ Command = ForwardBatch | WeightReq | StageCommand | RunStagedCommand | DropStage
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
+class Step(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> ForwardOutput:
+        """Wait until it is computed; its output. Called once, on rank 0 only, in the order of launches."""
+
+
 class Runner(Protocol):
     """What scheduling needs of a `ModelRunner`."""
 
@@ -58,8 +65,11 @@ class Runner(Protocol):
     context_length: int
     vocab_size: int
     device: torch.device
+    overlaps: bool
+    """`launch` returns before the step is computed: the next one can be planned meanwhile."""
 
-    def forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput | None: ...
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
+        """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
 
     def memory_figures(self) -> dict[str, Any]: ...
 
@@ -104,12 +114,10 @@ class TpWorker:
         self.stager = stager
         self.tp = tp
 
-    def forward(self, batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
-        """Run one step on all ranks (rank 0)."""
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec]) -> Step:
+        """Begin one step on all ranks (rank 0)."""
         self._broadcast(batch)
-        output = self.runner.forward(batch, specs)
-        assert output is not None, "the model runner of rank 0 gave no output"
-        return output
+        return self.runner.launch(batch, specs)
 
     def control(self, req: WeightReq) -> ControlReply:
         """Carry out a weight or memory request on all ranks (rank 0)."""
@@ -147,7 +155,7 @@ class TpWorker:
                 return
             match command:
                 case ForwardBatch():
-                    self.runner.forward(command, None)
+                    self.runner.launch(command, None)
                 case StageCommand(req):
                     self.stager.submit(req)
                 case RunStagedCommand(id):
