@@ -1,0 +1,217 @@
+"""The attention kernels against plain PyTorch: on a GPU, or in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.attention_reference import paged_attention
+
+pytest.importorskip("triton")
+
+from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies no bf16
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative error that rounding of inputs and softmax weights to the dtype may leave."""
+SMALL = DecodeConfig(block=16, warps=4, stages=3, programs_per_sm=2)
+"""Short blocks, so that short sequences are cut between programs too."""
+
+
+class Problem:
+    """Random queries, pool and page table. What no entry may read is NaN: rest of last pages, pages of nobody."""
+
+    def __init__(
+        self,
+        cached: list[int],
+        extend: list[int],
+        *,
+        num_heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        heads_first: bool = True,
+        config: DecodeConfig | None = SMALL,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.cached, self.extend = cached, extend
+        lens = [c + e for c, e in zip(cached, extend, strict=True)]
+        pages = [-(-n // page_size) for n in lens]
+        shape = (sum(pages) + 3, page_size, 2, kv_heads, head_dim)
+        pool = torch.full(shape, float("nan"))
+        order = torch.randperm(len(pool) - 1, generator=generator).tolist()
+        self.table = torch.full((len(lens) + 2, max(pages) + 1), len(pool) - 1, dtype=torch.int32)
+        self.rows = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)].tolist()
+        for row, length, count in zip(self.rows, lens, pages, strict=True):
+            mine = [order.pop() for _ in range(count)]
+            self.table[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            for i, page in enumerate(mine):
+                there = min(page_size, length - i * page_size)
+                pool[page, :there] = torch.randn(there, *shape[2:], generator=generator)
+        if heads_first:  # as the model runner orders memory: a head's keys in a page lie together
+            pool = pool.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+        self.q = torch.randn(sum(extend), num_heads, head_dim, generator=generator).to(DEVICE, dtype)
+        self.pool = pool.to(DEVICE, dtype)
+        self.table = self.table.to(DEVICE)
+        self.attention = PagedAttention(
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            device=DEVICE,
+            decode_config=config,
+        )
+
+    def expected(self) -> Tensor:
+        return paged_attention(self.q, self.pool, self.table, self.rows, self.cached, self.extend)
+
+    def decode(self) -> Tensor:
+        assert set(self.extend) == {1}
+        lens = np.array(self.cached) + 1
+        meta = torch.from_numpy(self.attention.host_metadata(lens)).to(DEVICE)
+        return self.attention.decode(self.q, self.pool, self.table, _ints(self.rows), _ints(lens.tolist()), meta)
+
+    def prefill(self) -> Tensor:
+        starts = _ints(np.cumsum([0, *self.extend]).tolist())
+        return self.attention.extend(
+            self.q, self.pool, self.table, _ints(self.rows), _ints(self.cached), starts, max(self.extend)
+        )
+
+
+def _ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_agrees(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.shape == expected.shape
+    error = torch.linalg.vector_norm(found.float() - expected) / torch.linalg.vector_norm(expected)
+    assert error < LIMITS[dtype], f"relative error {error:.2e}"  # NaN fails
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "heads of one": dict(num_heads=2, kv_heads=2),
+    "pairs": dict(num_heads=4, kv_heads=2),
+    "groups of three": dict(num_heads=6, kv_heads=2, head_dim=64),
+    "groups of seven": dict(num_heads=14, kv_heads=2, head_dim=64),
+    "groups of eight": dict(num_heads=8, kv_heads=1, head_dim=128),
+    "groups of twenty": dict(num_heads=20, kv_heads=1),
+    "odd head size": dict(head_dim=80),
+    "token pages": dict(page_size=1),
+    "odd pages": dict(page_size=5),
+    "long pages": dict(page_size=64),
+    "tokens first": dict(heads_first=False),
+    "half precision": dict(dtype=HALF, head_dim=128),
+    "fp16": dict(dtype=torch.float16, head_dim=64),
+    "large heads": dict(dtype=HALF, head_dim=256, config=None),
+    "measured choice": dict(dtype=HALF, num_heads=16, kv_heads=8, head_dim=128, config=None),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_decode_agrees_with_plain_attention(layout: dict[str, Any]) -> None:
+    problem = Problem([0, 14, 15, 16, 129, 40], [1] * 6, **layout)
+    assert_agrees(problem.decode(), problem.expected(), problem.q.dtype)
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [2], [700], [1] * 40, [1, 700, 1], [33] * 8, [600, 3, 300, 3]],
+    ids=["one token", "two tokens", "one long", "many short", "a straggler", "equal", "mixed"],
+)
+def test_decode_balances_any_lengths(lens: list[int]) -> None:
+    problem = Problem([n - 1 for n in lens], [1] * len(lens))
+    expected = problem.expected()
+    assert_agrees(problem.decode(), expected, torch.float32)
+    assert_agrees(problem.decode(), expected, torch.float32)  # the workspaces are ready for the next layer
+
+
+def test_decode_reads_scores_of_any_size() -> None:
+    problem = Problem([200, 90], [1, 1])
+    problem.q *= 100.0  # one-hot softmax; parts with far lower maxima must vanish, not overflow
+    assert_agrees(problem.decode(), problem.expected(), torch.float32)
+
+
+def test_entries_without_work_are_not_touched() -> None:
+    problem = Problem([30, 17, 8], [1, 1, 1])
+    lens = np.array(problem.cached) + 1
+    meta = torch.from_numpy(problem.attention.host_metadata(lens[:2])).to(DEVICE)
+    out = torch.full((3, 4 * 32), 7.0, device=DEVICE)
+    rows = _ints(problem.rows)
+    problem.attention.decode(problem.q, problem.pool, problem.table, rows, _ints(lens.tolist()), meta, out)
+    assert_agrees(out[:2], problem.expected()[:2], torch.float32)
+    assert (out[2] == 7.0).all()
+
+
+@pytest.mark.parametrize("lens", [[1], [5000], [1, 2, 3], [100] * 300, [1] * 255 + [30000]])
+def test_work_is_dealt_out_evenly_and_whole(lens: list[int]) -> None:
+    attention = PagedAttention(
+        num_heads=4, kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32, device=DEVICE, decode_config=SMALL
+    )
+    meta = attention.host_metadata(np.array(lens))
+    share, larger, first = int(meta[0]), int(meta[1]), meta[2:].reshape(-1, 3)
+    units = [(e, h, b) for e, n in enumerate(lens) for h in range(2) for b in range(-(-n // SMALL.block))]
+    assert share * len(first) + larger == len(units) and larger < len(first)
+    starts = np.arange(len(first)) * share + np.minimum(np.arange(len(first)), larger)
+    busy = starts < len(units)
+    assert busy.sum() == min(len(first), len(units))
+    assert [tuple(at) for at in first[busy].tolist()] == [units[i] for i in starts[busy]]
+    assert len(meta) == len(attention.host_metadata(np.array([3, 4])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_extend_agrees_with_plain_attention(layout: dict[str, Any]) -> None:
+    problem = Problem([0, 16, 7, 64, 0], [20, 1, 50, 16, 1], **layout)
+    assert_agrees(problem.prefill(), problem.expected(), problem.q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("cached", "extend"),
+    [([0], [1]), ([0], [300]), ([250], [130]), ([0, 200, 3], [129, 2, 64]), ([5] * 30, [2] * 30)],
+    ids=["one token", "long prompt", "later chunk", "mixed", "many short"],
+)
+def test_extend_of_any_lengths(cached: list[int], extend: list[int]) -> None:
+    problem = Problem(cached, extend)
+    assert_agrees(problem.prefill(), problem.expected(), torch.float32)
+
+
+def test_extend_and_decode_agree_on_single_tokens() -> None:
+    problem = Problem([0, 40, 200], [1, 1, 1], dtype=HALF, head_dim=64)
+    assert_agrees(problem.decode(), problem.prefill().float(), HALF)
+
+
+@pytest.mark.cuda
+def test_decode_replays_in_a_graph_with_other_lengths() -> None:
+    problem = Problem([500, 30, 1200, 7], [1] * 4, dtype=torch.bfloat16, head_dim=128, config=None)
+    attention, rows = problem.attention, _ints(problem.rows)
+    shorter = np.array([3, 31, 700, 1])
+    lens = _ints(shorter.tolist())
+    meta = torch.from_numpy(attention.host_metadata(shorter)).to(DEVICE)
+    attention.decode(problem.q, problem.pool, problem.table, rows, lens, meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.decode(problem.q, problem.pool, problem.table, rows, lens, meta)
+    for wanted in (shorter, np.array(problem.cached) + 1, np.array([64, 1, 65, 8])):
+        lens.copy_(_ints(wanted.tolist()))
+        meta.copy_(torch.from_numpy(attention.host_metadata(wanted)))
+        out.fill_(float("nan"))
+        graph.replay()
+        before = (wanted - 1).tolist()
+        expected = paged_attention(problem.q, problem.pool, problem.table, problem.rows, before, [1] * 4)
+        assert_agrees(out, expected, torch.bfloat16)
+
+
+@pytest.mark.cuda
+def test_decode_gives_the_same_bits_every_time() -> None:
+    lens = [1500, 64, 3000, 900, 20] * 8
+    problem = Problem([n - 1 for n in lens], [1] * len(lens), dtype=torch.bfloat16, head_dim=128, config=None)
+    first = problem.decode()
+    for _ in range(50):
+        assert torch.equal(problem.decode(), first)

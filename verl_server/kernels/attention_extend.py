@@ -1,0 +1,101 @@
+"""Prefill attention: several new tokens per entry against the entry's pages, causal.
+
+`PagedAttention.extend` launches it. A tile is a run of one entry's new tokens with all query heads of one KV head as
+its rows, so that keys are read once for the whole group. The new tokens' own keys are in the pool already, which
+makes fresh prompts, later chunks and prefix hits one case: online softmax over the pages (FlashAttention-2: Dao,
+2023), unmasked up to the tile's first token, masked over the diagonal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_block(
+    i: tl.tensor, queries: tl.tensor, m: tl.tensor, sums: tl.tensor, acc: tl.tensor,
+    seen_by_row: tl.tensor, end: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    scale: tl.tensor, stride_page: tl.tensor, stride_token: tl.tensor,
+    MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """One block of keys into the online softmax (m, sums, acc); row r sees keys below seen_by_row[r] <= end."""
+    token, dim = i * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = (dim < D)[None, :]
+    if MASKED:
+        page = tl.load(pages + token // PAGE, mask=token < end, other=0)
+        inside &= (token < end)[:, None]
+    else:
+        page = tl.load(pages + token // PAGE)
+    at = page.to(tl.int64) * stride_page + (token % PAGE) * stride_token
+    at = at[:, None] + dim[None, :]
+    k = tl.load(keys + at, mask=inside, other=0.0)
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+    if MASKED:
+        scores = tl.where(token[None, :] < seen_by_row[:, None], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    weight = tl.exp2(scores - m_new[:, None])
+    old = tl.exp2(m - m_new)
+    sums = sums * old + tl.sum(weight, 1)
+    v = tl.load(values + at, mask=inside, other=0.0)
+    acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return m_new, sums, acc
+
+
+@triton.jit(do_not_specialize=["entries"])  # type: ignore[untyped-decorator]
+def extend_kernel(
+    out: tl.tensor, q: tl.tensor, kv: tl.tensor, page_table: tl.tensor, rows: tl.tensor, cached: tl.tensor,
+    q_starts: tl.tensor, entries: tl.tensor,
+    scale: tl.tensor, stride_q_token: tl.tensor, stride_q_head: tl.tensor, stride_row: tl.tensor,
+    stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """See `PagedAttention.extend`. Entry e's tiles are numbered from q_starts[e] // BLOCK_Q + e, with room to spare."""
+    head, tile = tl.program_id(0), tl.program_id(1)
+    entry, above = 0, entries
+    while above - entry > 1:
+        middle = (entry + above) // 2
+        if tl.load(q_starts + middle) // BLOCK_Q + middle <= tile:
+            entry = middle
+        else:
+            above = middle
+    start, stop = tl.load(q_starts + entry), tl.load(q_starts + entry + 1)
+    # The last tokens of an entry see most keys: their tiles come first, so that short ones fill the end.
+    first = (tl.cdiv(stop - start, BLOCK_Q) - 1 - (tile - start // BLOCK_Q - entry)) * BLOCK_Q
+    if first < 0:
+        return
+    before = tl.load(cached + entry)
+    pages = page_table + tl.load(rows + entry).to(tl.int64) * stride_row
+
+    row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query = first + row // GROUP
+    real = (row < BLOCK_Q * GROUP) & (query < stop - start)
+    inside = real[:, None] & (dim < D)[None, :]
+    of_token = (start + query).to(tl.int64)
+    q_at = of_token * stride_q_token + (head * GROUP + row % GROUP) * stride_q_head
+    queries = tl.load(q + q_at[:, None] + dim[None, :], mask=inside, other=0.0)
+    keys = kv + head * stride_head
+    values = keys + stride_kv
+
+    seen_by_row = before + query + 1
+    end = before + tl.minimum(first + BLOCK_Q, stop - start)
+    full = (before + first + 1) // BLOCK_N
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in tl.range(0, full, num_stages=STAGES):
+        m, sums, acc = _attend_block(
+            i, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
+            False, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    for i in tl.range(full, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
+        m, sums, acc = _attend_block(
+            i, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
+            True, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    out_at = of_token * (KV_HEADS * GROUP * D) + (head * GROUP + row % GROUP) * D
+    done = (acc / sums[:, None]).to(out.dtype.element_ty)
+    tl.store(out + out_at[:, None] + dim[None, :], done, mask=inside)

@@ -1,0 +1,174 @@
+"""Attention over the paged KV pool on CUDA: `PagedAttention`, its workspaces and how its kernels are launched.
+
+The model runner owns one for all layers and calls it between storing a step's keys and the output projection. A KV
+layer is [pages, page_size, 2 (k, v), kv_heads, head_dim] with any strides but a dense last dimension. Nothing is
+read beyond an entry's length, so pages need no clearing. One stream at a time: layers share the workspaces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from verl_server.kernels.attention_decode import decode_kernel
+from verl_server.kernels.attention_extend import extend_kernel
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How decode uses one GPU; chosen by measurement (`benchmarks/attention.py`)."""
+
+    block: int
+    """Keys in a unit of work."""
+    warps: int
+    stages: int
+    """Blocks of keys and values in flight in a program."""
+    programs_per_sm: int
+
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
+        """For the bytes of one head's key: longer rows mean fewer in a block, which must fit into shared memory."""
+        row = triton.next_power_of_2(head_dim) * itemsize
+        return cls(block=max(16, min(64, 16384 // row)), warps=4, stages=5, programs_per_sm=2)
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """A tile of prefill: `rows` of (token, query head) against blocks of `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
+        row = triton.next_power_of_2(head_dim) * itemsize
+        keys = max(16, min(64, 16384 // row))
+        rows = 64 if max_extend * group <= 64 or row > 256 else 128
+        rows = max(rows, triton.next_power_of_2(group))
+        return cls(rows, keys, warps=rows // 16, stages=2)
+
+
+class PagedAttention:
+    """Paged attention for one model's head layout, for all of its layers.
+
+    `decode_config` overrides the measured choice. On a machine without a GPU the kernels run in Triton's
+    interpreter, which is for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        decode_config: DecodeConfig | None = None,
+    ) -> None:
+        self._kv_heads, self._group, self._head_dim = kv_heads, num_heads // kv_heads, head_dim
+        self._page_size, self._dtype = page_size, dtype
+        self._scale = math.log2(math.e) / math.sqrt(head_dim)
+        self._block_d = max(16, triton.next_power_of_2(head_dim))
+        self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
+        self._programs = _multiprocessors(device) * self.decode_config.programs_per_sm
+        # Two parts of unfinished heads a program; see decode_kernel.
+        parts = 2 * self._programs * self._group
+        self._part_acc = torch.empty(parts, head_dim, dtype=torch.float32, device=device)
+        self._part_max = torch.empty(parts, dtype=torch.float32, device=device)
+        self._part_sum = torch.empty(parts, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
+
+    def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """How decode's work is dealt out over the programs, for `kv_lens` [n], each >= 1; n >= 1.
+
+        Its length never changes: [share, programs with one unit more, then (entry, head, block) of each program's
+        first unit]. Entries beyond n get no work: their output rows stay unwritten.
+        """
+        blocks = -(-kv_lens.astype(np.int64) // self.decode_config.block)
+        ends = np.cumsum(blocks * self._kv_heads)
+        share, larger = divmod(int(ends[-1]), self._programs)
+        program = np.arange(self._programs)
+        first = program * share + np.minimum(program, larger)
+        entry = np.minimum(np.searchsorted(ends, first, side="right"), len(ends) - 1)  # past the end: no work
+        within = first - (ends[entry] - blocks[entry] * self._kv_heads)
+        meta = np.empty(2 + 3 * self._programs, dtype=np.int32)
+        meta[:2] = share, larger
+        meta[2:] = np.stack([entry, *np.divmod(within, blocks[entry])], axis=1).reshape(-1)
+        return meta
+
+    def decode(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        page_table: Tensor,
+        rows: Tensor,
+        kv_lens: Tensor,
+        meta: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from each entry's newest token, whose key is stored: q [n, heads, head_dim] -> [n, heads * head_dim].
+
+        `rows`, `kv_lens` (the new token included) int32 [n]; `page_table` int32 [rows, columns]; `meta` is
+        `host_metadata` of the same lengths; `out`, if given, is where the result goes, contiguous. The launch depends
+        on no value, so it can be captured in a CUDA graph.
+        """
+        if out is None:
+            out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        config = self.decode_config
+        decode_kernel[(self._programs,)](
+            out, q, kv_layer, page_table, rows, kv_lens, meta,
+            self._part_acc, self._part_max, self._part_sum, self._arrivals,
+            self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
+            KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
+            BLOCK=config.block, BLOCK_M=max(16, triton.next_power_of_2(self._group)),
+            BLOCK_ROWS=triton.next_power_of_2(self._group), BLOCK_D=self._block_d,
+            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+        )  # fmt: skip
+        return out
+
+    def extend(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        page_table: Tensor,
+        rows: Tensor,
+        cached: Tensor,
+        q_starts: Tensor,
+        max_extend: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from new tokens whose keys are stored, causally: q [T, heads, head_dim] -> [T, heads * head_dim].
+
+        Entry e's tokens are q_starts[e] .. q_starts[e + 1] of q and follow its cached[e] earlier ones. `rows`,
+        `cached` int32 [m], `q_starts` int32 [m + 1] from 0 to T; `max_extend` is the longest entry's, which decides
+        the tile size.
+        """
+        if out is None:
+            out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        config = ExtendConfig.of(self._head_dim, self._dtype.itemsize, self._group, max_extend)
+        block_q = config.rows // self._group
+        entries = rows.shape[0]
+        extend_kernel[(self._kv_heads, q.shape[0] // block_q + entries)](
+            out, q, kv_layer, page_table, rows, cached, q_starts, entries,
+            self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
+            KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
+            BLOCK_Q=block_q, BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=self._block_d,
+            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+        )  # fmt: skip
+        return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4
