@@ -98,8 +98,7 @@ class Driver:
 
     def step(self, work: list[tuple[Sequence, int]]) -> ForwardOutput:
         batch = self.batch(work)
-        output = self.runner.forward(batch, [work[i][0].spec for i in batch.sample])
-        assert output is not None
+        output = self.runner.launch(batch, [work[i][0].spec for i in batch.sample]).result()
         self.accept(work, batch, output)
         return output
 

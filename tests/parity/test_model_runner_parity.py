@@ -117,12 +117,12 @@ def test_prompt_and_top_logprobs(model: Model, driver: Driver, monkeypatch: pyte
     sequence = driver.add(prompt, top=3)
     batch = driver.batch([(sequence, 40)])
     batch.prompt_logprobs, batch.prompt_next_ids = [(0, 10, 3, [5, 6])], [prompt[40]]
-    first = driver.runner.forward(batch, [])
+    first = driver.runner.launch(batch, []).result()
     assert first is not None
     sequence.cached = 40
     batch = driver.batch([(sequence, 20)])
     batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 3, [5, 6])], [-1]
-    second = driver.runner.forward(batch, [sequence.spec])
+    second = driver.runner.launch(batch, [sequence.spec]).result()
     assert second is not None
     a, b = first.prompt_logprobs[0], second.prompt_logprobs[0]
     expected = model.reference.logprobs(prompt)[10:-1]

@@ -28,15 +28,14 @@ class LeadingDriver(Driver):
         if len(work) == 1 and work[0][0].cached == 0:
             batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 2, [5])], [-1]  # gathers logits on all ranks
         self.runner.tp.broadcast_command(msgspec.msgpack.encode(batch))
-        output = self.runner.forward(batch, [work[i][0].spec for i in batch.sample])
-        assert output is not None
+        output = self.runner.launch(batch, [work[i][0].spec for i in batch.sample]).result()
         self.accept(work, batch, output)
         return output
 
 
 def follow(runner: ModelRunner) -> None:
     while command := runner.tp.broadcast_command(None):
-        assert runner.forward(msgspec.msgpack.decode(command, type=ForwardBatch), None) is None
+        runner.launch(msgspec.msgpack.decode(command, type=ForwardBatch), None)
 
 
 def lead(runner: ModelRunner) -> list[dict[str, Any]]:

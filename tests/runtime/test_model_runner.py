@@ -54,7 +54,7 @@ def big_runner(tmp_path: Path) -> ModelRunner:
         tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=4, weights=False
     )
     runner = make_runner(folder, load_format="dummy", max_total_tokens=8192)
-    runner.kv_pool.fill_(1.0)
+    runner.kv.pool.fill_(1.0)
     return runner
 
 
@@ -64,7 +64,7 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
     kv, weights = int(figures["kv_cache_bytes"]), int(figures["weight_bytes"])
     assert kv > 8 << 20 and weights > 50 << 20
     parameters = list(runner.model.parameters())
-    addresses = [p.data_ptr() for p in parameters] + [runner.kv_pool.data_ptr()]
+    addresses = [p.data_ptr() for p in parameters] + [runner.kv.pool.data_ptr()]
     views = [destination for slot in runner.weight_map.slots.values() for destination, _ in slot.pieces]
 
     for _ in range(3):
@@ -81,9 +81,9 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
         for view in views:  # made before the release, they write into the resumed memory
             view.fill_(0.5)
         assert all((p == 0.5).all() for p in parameters)
-        runner.kv_pool.fill_(1.0)
+        runner.kv.pool.fill_(1.0)
     assert all(a is b for a, b in zip(parameters, runner.model.parameters(), strict=True))
-    assert [p.data_ptr() for p in parameters] + [runner.kv_pool.data_ptr()] == addresses
+    assert [p.data_ptr() for p in parameters] + [runner.kv.pool.data_ptr()] == addresses
 
 
 def test_weights_are_aligned_and_apart(tiny_qwen2: Path) -> None:
@@ -136,10 +136,10 @@ def test_releasing_and_resuming_twice_is_harmless(tiny_llama: Path) -> None:
 
 def test_padding_page_is_zero_after_resume(tiny_llama: Path) -> None:
     runner = make_runner(tiny_llama)
-    runner.kv_pool.fill_(torch.nan)
+    runner.kv.pool.fill_(torch.nan)
     runner.release_kv_cache()
     runner.resume_kv_cache()
-    assert (runner.kv_pool[:, -1] == 0).all()
+    assert (runner.kv.pool[:, -1] == 0).all()
 
 
 @pytest.mark.parametrize("backup", [False, True])
@@ -171,9 +171,9 @@ def test_nan_in_the_pool_harms_nobody_later(tiny_llama: Path) -> None:
     prompts = [random_prompt(n, seed=n) for n in (5, 40)]
     expected = [clean.add(p) for p in prompts]
     clean.finish(expected, 12)
-    runner.kv_pool[:, : runner.num_pages] = torch.nan
+    runner.kv.pool[:, : runner.num_pages] = torch.nan
     again = Driver(runner)
-    runner.page_table[:] = again.free_pages[0]  # rows still name their last users' pages
+    runner.kv.page_table[:] = again.free_pages[0]  # rows still name their last users' pages
     got = [again.add(p) for p in prompts]
     again.finish(got, 12)
     for a, b in zip(expected, got, strict=True):

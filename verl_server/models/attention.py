@@ -1,9 +1,9 @@
-"""Attention over the paged KV pool: what a step attends to, planned once, then run by every layer.
+"""Attention over the paged KV pool in plain PyTorch: planned once a step, then run by every layer.
 
-`ModelRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls
+`StepRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls its
 `attend`. Entries of similar size are packed into padded groups. Prompts without cached prefix attend to
-their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. The same PyTorch
-code serves CPU and CUDA.
+their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is what runs on
+the CPU, and the fallback on CUDA (`paged_attention` has kernels for it, and the same interface).
 
 A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim]. The last page is never written: page lists are
 padded with it. Masked positions still enter `0 * v`, so whatever they hold must be finite, which is why
@@ -13,12 +13,15 @@ padded with it. Masked positions still enter `0 * v`, so whatever they hold must
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from verl_server.models.layers import RMSNorm, rotate
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,21 +47,63 @@ class AttentionGroup:
     """Whether the query heads that share a KV head become further query rows, so that keys are not expanded."""
 
 
+class Heads(Protocol):
+    """What attention needs of a layer's `Attention` module."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+class AttentionStep(Protocol):
+    """How a step attends, in every layer: `AttentionPlan`, or `paged_attention.PagedStep`."""
+
+    def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
+        """qkv [tokens, (heads + 2 * kv_heads) * head_dim], as projected; may be overwritten. Norms and rotates
+        queries and keys, stores keys and values into `kv_layer`, returns [tokens, heads * head_dim]."""
+        ...
+
+
 @dataclass
 class AttentionPlan:
     slots: Tensor
     """[tokens] where each new token's keys and values go, in the flattened pool."""
     groups: list[AttentionGroup]
+    cos: Tensor
+    sin: Tensor
+    """[tokens, 1, head_dim], of the tokens' positions; see `RotaryEmbedding`."""
+
+    def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
+        states = norm_and_rotate(qkv, heads, self.cos, self.sin)
+        kv = states[:, heads.num_heads :].view(qkv.shape[0], 2, heads.num_kv_heads, heads.head_dim)
+        return attend(states[:, : heads.num_heads], kv, kv_layer, self)
+
+
+def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
+    """[tokens, heads + 2 * kv_heads, head_dim]: `qkv` itself, with queries and keys normed and rotated in place."""
+    states = qkv.view(qkv.shape[0], -1, heads.head_dim)
+    qk = states[:, : heads.num_heads + heads.num_kv_heads]
+    normed = qk
+    if heads.q_norm is not None and heads.k_norm is not None:
+        normed = torch.cat([heads.q_norm(qk[:, : heads.num_heads]), heads.k_norm(qk[:, heads.num_heads :])], dim=1)
+    qk.copy_(rotate(normed, cos, sin))  # back beside v: keys and values go to the pool in one copy
+    return states
 
 
 def plan_attention(
-    cached: Ints, extend: Ints, table: Ints, page_size: int, group_heads: int, device: torch.device
+    cached: Ints,
+    extend: Ints,
+    slots: Ints,
+    table: Ints,
+    page_size: int,
+    group_heads: int,
+    rotary: tuple[Tensor, Tensor],
+    device: torch.device,
 ) -> AttentionPlan:
     """Decide groups and build every index tensor. `table` is [entries, pages], padded with the padding page."""
     starts = np.concatenate(([0], np.cumsum(extend)))
-    positions = token_positions(cached, extend)
-    entry_of = np.repeat(np.arange(len(extend)), extend)
-    slots = table[entry_of, positions // page_size] * page_size + positions % page_size
     fresh = (cached == 0) & (extend > 1)
     groups = []
     for kind in (True, False):
@@ -67,7 +112,7 @@ def plan_attention(
             if not kind:
                 _add_pages(group, members, cached, extend, table, page_size, group_heads, device)
             groups.append(group)
-    return AttentionPlan(to_device(slots, device), groups)
+    return AttentionPlan(to_device(slots, device), groups, *rotary)
 
 
 def attend(q: Tensor, kv: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:

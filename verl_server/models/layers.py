@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_server.models.loader import WeightSlot
+from verl_server.models.ops import TORCH_OPS, Ops
 from verl_server.runtime.tp_group import TpGroup
 
 _ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -38,17 +39,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Statistics in fp32, rounded to the compute dtype before the weight is applied, as transformers does."""
-
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
         self.weight = _weight(size)
         self.eps = eps
+        self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True).add_(self.eps))
-        return (x32 * scale).to(x.dtype).mul_(self.weight)
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds `x` to `residual` in place and norms the sum."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield WeightSlot.whole(f"{prefix}.weight", self.weight)
@@ -67,7 +69,13 @@ class RotaryEmbedding:
         self._cos = torch.cat([angles.cos(), angles.cos()], dim=-1).unsqueeze(1).to(device)
         self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position [max_positions, 1, head_dim], for kernels that look up themselves."""
+        return self._cos, self._sin
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [tokens, 1, head_dim] of some positions."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
@@ -171,9 +179,9 @@ class VocabParallel(nn.Module):
         return self._tp.all_reduce(out.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Full-vocabulary logits in fp32, on every rank."""
+        """Full-vocabulary logits in the compute dtype, on every rank."""
         out = self._tp.all_gather_last_dim(linear(hidden, self.weight))
-        return out[..., : self._vocab_size].float()
+        return out[..., : self._vocab_size]
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         # Padding rows are in no piece: they keep their zeros, and `logits` cuts them off.

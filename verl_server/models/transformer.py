@@ -7,11 +7,10 @@ tokens. Residuals are added and rounded in the compute dtype, as transformers do
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
-from verl_server.models.attention import AttentionPlan, attend
+from verl_server.models.attention import AttentionStep
 from verl_server.models.config import ModelConfig
 from verl_server.models.layers import (
     FusedColumnLinear,
@@ -19,9 +18,9 @@ from verl_server.models.layers import (
     RotaryEmbedding,
     RowLinear,
     VocabParallel,
-    rotate,
 )
 from verl_server.models.loader import WeightMap
+from verl_server.models.ops import TORCH_OPS, Ops
 from verl_server.runtime.tp_group import TpGroup
 
 _EMBED = "model.embed_tokens.weight"
@@ -42,15 +41,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        qk = heads[:, : self.num_heads + self.num_kv_heads]
-        normed = qk
-        if self.q_norm is not None and self.k_norm is not None:
-            normed = torch.cat([self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])], dim=1)
-        qk.copy_(rotate(normed, cos, sin))  # back beside v: keys and values go to the pool in one copy
-        kv = heads[:, self.num_heads :].view(x.shape[0], 2, self.num_kv_heads, self.head_dim)
-        out: Tensor = self.o_proj(attend(heads[:, : self.num_heads], kv, kv_layer, plan))
+    def forward(self, x: Tensor, kv_layer: Tensor, step: AttentionStep) -> Tensor:
+        out: Tensor = self.o_proj(step.attend(self.qkv_proj(x), self, kv_layer))
         return out
 
     def add_slots(self, weight_map: WeightMap, prefix: str) -> None:
@@ -62,16 +54,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, tp: TpGroup, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         size = config.intermediate_size
         parts = {"gate_proj": (size, tp.size), "up_proj": (size, tp.size)}
         self.gate_up_proj = FusedColumnLinear(tp, config.hidden_size, parts, config.mlp_bias)
         self.down_proj = RowLinear(tp, size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        out: Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
         return out
 
     def add_slots(self, weight_map: WeightMap, prefix: str) -> None:
@@ -80,16 +72,19 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, tp)
+    """Adds to the residual stream in place, one layer late: each norm adds what the sublayer before it gave."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), cos, sin, kv_layer, plan).add_(x)
-        out: Tensor = self.mlp(self.post_attention_layernorm(x)).add_(x)
+    def __init__(self, config: ModelConfig, tp: TpGroup, ops: Ops) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, ops)
+        self.self_attn = Attention(config, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, ops)
+        self.mlp = MLP(config, tp, ops)
+
+    def forward(self, x: Tensor | None, residual: Tensor, kv_layer: Tensor, step: AttentionStep) -> Tensor:
+        normed = self.input_layernorm(residual) if x is None else self.input_layernorm.add(x, residual)
+        attended = self.self_attn(normed, kv_layer, step)
+        out: Tensor = self.mlp(self.post_attention_layernorm.add(attended, residual))
         return out
 
     def add_slots(self, weight_map: WeightMap, prefix: str) -> None:
@@ -102,27 +97,30 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Built under the default device and dtype that the caller sets."""
 
-    def __init__(self, config: ModelConfig, tp: TpGroup, max_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TpGroup, max_positions: int, device: torch.device, ops: Ops = TORCH_OPS
+    ) -> None:
         super().__init__()
         check_tp(config, tp.size)
         self.config = config
         self.embed_tokens = VocabParallel(tp, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, tp) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, tp, ops) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, ops)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else VocabParallel(tp, config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
 
-    def forward(self, ids: Tensor, positions: Tensor, kv_pool: list[Tensor], plan: AttentionPlan) -> Tensor:
+    def forward(self, ids: Tensor, kv_layers: list[Tensor], step: AttentionStep) -> Tensor:
         """Hidden states of the step's tokens before the final norm; keys and values go to the pool."""
-        x = self.embed_tokens.embed(ids)
-        cos, sin = self.rotary.at(positions)
-        for layer, kv_layer in zip(self.layers, kv_pool, strict=True):
-            x = layer(x, cos, sin, kv_layer, plan)
-        return x
+        residual = self.embed_tokens.embed(ids)
+        x = None
+        for layer, kv_layer in zip(self.layers, kv_layers, strict=True):
+            x = layer(x, residual, kv_layer, step)
+        assert x is not None, "a decoder has layers"
+        return residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [n, vocab_size] of some rows of `forward`'s result."""
+        """Logits [n, vocab_size] in the compute dtype, of some rows of `forward`'s result."""
         return self.lm_head.logits(self.norm(hidden))
 
     def weight_map(self) -> WeightMap:

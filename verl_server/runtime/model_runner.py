@@ -1,15 +1,18 @@
-"""`ModelRunner`: one rank's model, its KV pool and page table; executes `ForwardBatch`es.
+"""`ModelRunner`: one rank's model, KV cache and sampler; launches `ForwardBatch`es.
 
 Owned by a scheduler process. Rank 0's also samples. Device memory belongs to it: weights (written only through
 `weight_map`), the KV pool, and their release and resume. Both live in a `MemoryArena`: no tensor ever moves.
+On CUDA a launch waits for nothing: what a step needs is copied to the device in the stream's order, what it gave
+comes back through pinned memory, and `Step.result` waits for it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+import importlib.util
+import logging
 import os
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,34 +20,31 @@ from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PromptLogprobs
-from verl_server.models.attention import Ints, plan_attention, to_device, token_positions
+from verl_server.models.attention import AttentionStep, plan_attention, to_device
 from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
 from verl_server.models.loader import fill_dummy, load_checkpoint
+from verl_server.models.ops import TORCH_OPS, Ops, fused_ops
 from verl_server.models.transformer import Decoder
-from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.runtime.device_arrays import upload
+from verl_server.runtime.forward_batch import ForwardBatch, SampleSpec
+from verl_server.runtime.kv_cache import KVCache, Placement
 from verl_server.runtime.memory_arena import MemoryArena, aligned
-from verl_server.runtime.sampler import Sampler, prompt_logprobs
+from verl_server.runtime.running_step import RunningStep
+from verl_server.runtime.sampler import Sampled, Sampler, prompt_logprobs
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
+
+if TYPE_CHECKING:  # they need Triton
+    from verl_server.models.paged_attention import PagedBackend
+    from verl_server.runtime.decode_graphs import DecodeGraphs
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_LOGIT_BYTES = 256 * 2**20
 """Bound on the fp32 logits held at once for prompt log-probabilities."""
 
 
-@dataclass
-class _Computed:
-    """A step that was computed while it was launched; None on ranks that do not sample."""
-
-    output: ForwardOutput | None
-
-    def result(self) -> ForwardOutput:
-        assert self.output is not None, "only rank 0 has the output of a step"
-        return self.output
-
-
 class ModelRunner:
-    overlaps = False
-
     def __init__(self, server_args: ServerArgs, tp: TpGroup, device: torch.device) -> None:
         self.tp, self.device = tp, device
         self._args = server_args
@@ -55,67 +55,122 @@ class ModelRunner:
         self.vocab_size = self.config.vocab_size
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
-        self.page_size, self.max_rows = server_args.page_size, server_args.max_running_requests
-        self.model = self._build()
+        paged, self._fused = _kernels(server_args, device)
+        self.model = self._build(fused_ops() if self._fused else TORCH_OPS)
         self.weight_map = self.model.weight_map()
         if dummy:
             fill_dummy(self.weight_map, server_args.random_seed, device)
         else:
             load_checkpoint(self.weight_map, folder)
-        self.num_pages = self._size_kv_pool()
-        self._allocate_kv_pool()
+        self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
+        self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
         self.sampler = Sampler(self.vocab_size, device, server_args.random_seed)
+        self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
+        self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
+        """What each row's latest step sampled; a step may be planned before it is known to the host."""
+        self._paged = self._paged_backend() if paged else None
+        self._graphs = (
+            None if self._paged is None or server_args.disable_cuda_graph else self._decode_graphs(self._paged)
+        )
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> _Computed:
-        return _Computed(self.forward(batch, specs))
-
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput | None:
-        """Run one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others, which return None."""
-        cached, extend = _ints(batch.cached_lens), _ints(batch.extend_lens)
-        self._update_page_table(batch)
-        rows = _ints(batch.rows)
-        group_heads = self.config.num_heads // self.tp.size // self._kv_heads
-        table = self._trimmed_table(rows, cached + extend)
-        plan = plan_attention(cached, extend, table, self.page_size, group_heads, self.device)
-        ids = to_device(_ints(batch.input_ids), self.device)
-        positions = to_device(token_positions(cached, extend), self.device)
-        hidden = self.model(ids, positions, self._kv_layers, plan)
-        starts = np.cumsum(extend) - extend
-        prompt = self._prompt_logprobs(batch, hidden, starts)
-        if not batch.sample:
-            return ForwardOutput([], [], [], [], prompt) if specs is not None else None
-        last = to_device((starts + extend - 1)[batch.sample], self.device)
-        logits = self.model.logits(hidden.index_select(0, last))
-        if specs is None:
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
+        """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others."""
+        placement = self.kv.place(batch)
+        prompt: dict[int, PromptLogprobs] = {}
+        if self._graphs is not None and not batch.prompt_logprobs and self._graphs.takes(placement):
+            logits = self._graphs.run(placement)
+        else:
+            hidden = self._hidden(placement)
+            prompt = self._prompt_logprobs(batch, hidden, placement)
+            if not batch.sample:
+                return RunningStep(None, prompt, self._event())
+            last = to_device(placement.last[batch.sample], self.device)
+            logits = self.model.logits(hidden.index_select(0, last))
+        sampled = self._sample(batch, logits, placement, specs)
+        return RunningStep(sampled, prompt, self._event())
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Behind all that was submitted so far."""
+        if self.device.type == "cpu":
             return None
-        output = self.sampler(logits, specs)
-        output.prompt_logprobs = prompt
-        return output
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
-    def _update_page_table(self, batch: ForwardBatch) -> None:
-        """Write the step's pages into the table; zero those that no cached token is in (see `attention`)."""
-        cached_of = dict(zip(batch.rows, batch.cached_lens, strict=True))
-        new: list[int] = []
-        for row, column, pages in batch.page_updates:
-            self.page_table[row, column : column + len(pages)] = pages
-            first_new = -(-cached_of.get(row, self.context_length) // self.page_size)
-            new += pages[max(0, first_new - column) :]
-        if new:
-            self.kv_pool.index_fill_(1, to_device(_ints(new), self.device), 0)
+    def _hidden(self, placement: Placement) -> Tensor:
+        """Hidden states of all new tokens, launched operator by operator."""
+        if self._paged is None:
+            step, ids, rows = self._plan(placement)
+        else:
+            step, ids, rows = self._upload(self._paged, placement)
+        if (placement.ids < 0).any():
+            n = placement.num_decodes  # only these can have been sampled in a step that is not read yet
+            ids[:n] = torch.where(ids[:n] < 0, self._last_tokens[rows[:n]], ids[:n])
+        hidden: Tensor = self.model(ids, self.kv.layers, step)
+        return hidden
 
-    def _trimmed_table(self, rows: Ints, lens: Ints) -> Ints:
-        """The step's part of the page table; columns beyond a request's length point to the padding page."""
-        pages = -(-lens // self.page_size)
-        columns = np.arange(int(pages.max()))
-        return np.where(columns < pages[:, None], self.page_table[rows, : len(columns)], self.num_pages)
+    def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """The PyTorch attention of a step, its ids and its rows, on the device."""
+        lens = placement.cached + placement.extend
+        plan = plan_attention(
+            placement.cached,
+            placement.extend,
+            placement.slots,
+            self.kv.trimmed_table(placement.rows, lens),
+            self.page_size,
+            self._num_heads // self.kv.kv_heads,
+            self.model.rotary.at(to_device(placement.positions, self.device)),
+            self.device,
+        )
+        return plan, to_device(placement.ids, self.device), to_device(placement.rows, self.device)
 
-    def _prompt_logprobs(self, batch: ForwardBatch, hidden: Tensor, starts: Ints) -> dict[int, PromptLogprobs]:
+    def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """The paged attention of a step, its ids and the rows of those that decode, on the device."""
+        from verl_server.models.paged_attention import DecodePart, ExtendPart, PagedStep
+
+        n = placement.num_decodes
+        lens = placement.cached + placement.extend
+        starts = np.concatenate(([0], np.cumsum(placement.extend[n:])))
+        arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens[:n]]
+        arrays += [placement.rows[n:], placement.cached[n:], starts]
+        work = [backend.work(lens[:n])] if n else []
+        ids, positions, slots, rows, kv_lens, *extend = upload([*arrays, *work], self.device)
+        decode = DecodePart(rows, kv_lens, extend.pop()) if n else None
+        chunks = None
+        if n < len(placement.rows):
+            chunks = ExtendPart(extend[0], extend[1], extend[2], int(placement.extend[n:].max()))
+        return PagedStep(backend, positions, slots, decode, chunks), ids.long(), rows
+
+    def _decode(self, ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+        """Logits of a step that only decodes, from device tensors alone: what a CUDA graph holds."""
+        ids = torch.where(ids < 0, self._last_tokens[rows], ids)
+        return self.model.logits(self.model(ids, self.kv.layers, step))
+
+    def _sample(
+        self, batch: ForwardBatch, logits: Tensor, placement: Placement, specs: list[SampleSpec] | None
+    ) -> Sampled | None:
+        """Sample on rank 0; where steps overlap every rank keeps the tokens on its device, for the next step."""
+        lens = (placement.cached + placement.extend)[batch.sample]
+        sampled = None if specs is None else self.sampler.launch(logits, specs, lens)
+        if self.overlaps:
+            ids = (
+                torch.empty(len(batch.sample), dtype=torch.int64, device=self.device)
+                if sampled is None
+                else sampled.ids
+            )
+            self.tp.broadcast(ids)
+            rows = to_device(placement.rows[batch.sample], self.device)
+            self._last_tokens.index_copy_(0, rows, ids)
+        return sampled
+
+    def _prompt_logprobs(self, batch: ForwardBatch, hidden: Tensor, placement: Placement) -> dict[int, PromptLogprobs]:
         """All ranks take part (the logits are gathered); a bounded number of positions at a time."""
         step = max(1, _PROMPT_LOGIT_BYTES // (4 * self.vocab_size))
         result = {}
+        starts = placement.starts
         for (entry, first, top_num, requested), next_id in zip(
             batch.prompt_logprobs, batch.prompt_next_ids, strict=True
         ):
@@ -147,12 +202,18 @@ class ModelRunner:
     def release_kv_cache(self) -> None:
         """Give the KV pool's memory back; its contents are lost."""
         self._release_scratch()
-        self._kv_arena.release()
+        self.kv.release()
 
     def resume_kv_cache(self) -> None:
-        """Take memory for the KV pool again; every page is handed out anew, and zeroed then."""
-        self._kv_arena.resume()
-        self.kv_pool[:, -1].zero_()
+        """Take memory for the KV pool again; every page is handed out anew."""
+        self.kv.resume()
+
+    def release_cuda_graphs(self) -> None:
+        """Give back the memory of captured graphs; they are captured again when steps need them."""
+        if self._graphs is not None:
+            self._release_scratch()
+            self._graphs.discard()
+            torch.cuda.empty_cache()
 
     def release_weights(self) -> None:
         """Give the weights' memory back; kept in host memory if `enable_weights_cpu_backup`, else lost."""
@@ -173,7 +234,7 @@ class ModelRunner:
         """Bytes held now for weights and KV, in whole pages, and the KV capacity in tokens."""
         figures: dict[str, float | int] = {
             "weight_bytes": self._weights_arena.bytes_held,
-            "kv_cache_bytes": self._kv_arena.bytes_held,
+            "kv_cache_bytes": self.kv.bytes_held,
             "token_capacity": self.num_pages * self.page_size,
         }
         if self.device.type == "cuda":
@@ -196,13 +257,13 @@ class ModelRunner:
 
     # -- construction ------------------------------------------------------------------------------------------
 
-    def _build(self) -> Decoder:
+    def _build(self, ops: Ops) -> Decoder:
         """The decoder without memory, then its parameters one after another in the weights arena, all zero."""
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device("meta"):
-                model = Decoder(self.config, self.tp, self.context_length, self.device).eval()
+                model = Decoder(self.config, self.tp, self.context_length, self.device, ops).eval()
         finally:
             torch.set_default_dtype(previous)
         self._weights_arena = MemoryArena(sum(aligned(p.nbytes) for p in model.parameters()), self.device)
@@ -216,51 +277,27 @@ class ModelRunner:
         return model
 
     @property
-    def _kv_heads(self) -> int:
-        return max(1, self.config.num_kv_heads // self.tp.size)
+    def _num_heads(self) -> int:
+        return self.config.num_heads // self.tp.size
 
-    @property
-    def _page_bytes(self) -> int:
-        per_token = 2 * self._kv_heads * self.config.head_dim * self.config.num_layers
-        return per_token * self.page_size * self.dtype.itemsize
+    def _paged_backend(self) -> PagedBackend:
+        from verl_server.kernels.paged_attention import PagedAttention
+        from verl_server.models.paged_attention import PagedBackend
 
-    def _size_kv_pool(self) -> int:
-        """Pages that fit the memory settings, no more than the largest batch could use."""
-        if self.device.type == "cuda":
-            self.synchronize()
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = free - total * (1 - self._args.mem_fraction_static)
-            setting = f"mem_fraction_static={self._args.mem_fraction_static}"
-        else:
-            budget = self._args.kv_cache_gib * 2**30
-            setting = f"kv_cache_gib={self._args.kv_cache_gib}"
-        pages = int(budget // self._page_bytes) - 1  # one for padding
-        pages = min(pages, self.max_rows * math.ceil(self.context_length / self.page_size))
-        if self._args.max_total_tokens is not None:
-            pages = min(pages, self._args.max_total_tokens // self.page_size)
-            setting = f"{setting}, max_total_tokens={self._args.max_total_tokens}"
-        pages = min(self._agree(pages), pages)
-        if pages < 1:
-            raise BadRequestError(
-                f"No room for a KV cache after the weights ({setting}, {self._page_bytes} bytes a page). "
-                "Raise the setting, free memory on the device, or use a smaller model or a larger tp_size."
-            )
-        return pages
+        kernels = PagedAttention(
+            num_heads=self._num_heads,
+            kv_heads=self.kv.kv_heads,
+            head_dim=self.config.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return PagedBackend(kernels, self.model.rotary, self.kv.device_page_table, self.page_size, self._fused)
 
-    def _agree(self, pages: int) -> int:
-        """The smallest count of all ranks: page ids are rank 0's, so every pool must hold them."""
-        return min(int(part) for part in self.tp.gather(str(pages).encode()))
+    def _decode_graphs(self, backend: PagedBackend) -> DecodeGraphs:
+        from verl_server.runtime.decode_graphs import DecodeGraphs
 
-    def _allocate_kv_pool(self) -> None:
-        config = self.config
-        shape = (config.num_layers, self.num_pages + 1, self.page_size, 2, self._kv_heads, config.head_dim)
-        self._kv_arena = MemoryArena(math.prod(shape) * self.dtype.itemsize, self.device)
-        self.kv_pool = self._kv_arena.view(0, shape, self.dtype)
-        self.kv_pool[:, -1].zero_()
-        self._kv_layers = list(self.kv_pool.unbind(0))
-        columns = math.ceil(self.context_length / self.page_size)
-        self.page_table = np.full((self.max_rows, columns), self.num_pages, dtype=np.int64)
+        return DecodeGraphs(self._decode, self.kv, backend, self._args.cuda_graph_max_bs)
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
@@ -284,6 +321,21 @@ def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
     if ordinal >= count:
         raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
     return torch.device("cuda", ordinal)
+
+
+def _kernels(server_args: ServerArgs, device: torch.device) -> tuple[bool, bool]:
+    """Whether this rank runs the paged attention kernels, and the fused ones."""
+    wanted = server_args.attention_backend
+    if device.type == "cpu":
+        if wanted == "triton":
+            raise BadRequestError("attention_backend='triton' needs a CUDA device. Use 'auto' or 'torch' on the CPU.")
+        return False, False
+    if importlib.util.find_spec("triton") is None:
+        if wanted == "triton":
+            raise BadRequestError("attention_backend='triton' needs Triton: pip install triton, or use 'torch'.")
+        logger.warning("Triton is not installed: steps run on plain PyTorch, several times slower. pip install triton.")
+        return False, False
+    return wanted != "torch", server_args.fused_kernels
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:
@@ -316,7 +368,3 @@ def _trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return  # another libc: large blocks are mapped one by one there too
-
-
-def _ints(values: list[int]) -> Ints:
-    return np.array(values, dtype=np.int64)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
-from verl_server.models.attention import to_device
+from verl_server.models.attention import Ints, to_device
 from verl_server.runtime.forward_batch import ForwardOutput, SampleSpec
 from verl_server.runtime.penalties import Penalties
 
@@ -58,6 +58,18 @@ class _Filter:
     """Largest top_k: how many candidates have to be sorted."""
 
 
+@dataclass
+class Sampled:
+    """What a launch gave."""
+
+    ids: Tensor
+    """int64 [n] on the device."""
+    output: ForwardOutput
+
+    def read(self) -> ForwardOutput:
+        return self.output
+
+
 class Sampler:
     """Holds the parameter tensors of the last batch while its composition does not change."""
 
@@ -67,6 +79,12 @@ class Sampler:
         self._specs: list[SampleSpec] = []
         self._params: _BatchParams | None = None
         self._penalties = Penalties(vocab_size, device)
+
+    def launch(
+        self, logits: Tensor, specs: list[SampleSpec], positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Sampled:
+        output = self(logits.float(), specs)
+        return Sampled(torch.tensor(output.next_ids, device=self._device), output)
 
     def __call__(self, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
         """`logits` [n, vocab_size] fp32, one row for each of `specs`; they are overwritten."""
@@ -225,6 +243,7 @@ def prompt_logprobs(
     part: PromptLogprobs, logits: Tensor, targets: list[int], top_num: int, requested: list[int] | None
 ) -> None:
     """Append to `part` the log-probabilities of `targets` under raw `logits` [len(targets), vocab_size]."""
+    logits = logits.float()
     logprobs = logits.sub_(logits.logsumexp(-1, keepdim=True))
     ids = to_device(np.array(targets, dtype=np.int64), logits.device).unsqueeze(1)
     part.logprobs += logprobs.gather(1, ids).squeeze(1).tolist()

@@ -92,6 +92,11 @@ class TpGroup:
             dist.all_reduce(tensor, group=self.device_group)
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's contents on every rank's device, in the stream's order."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0, group=self.device_group)
+
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate equal shards [..., n] of all ranks to [..., size * n]."""
         if self.size == 1:

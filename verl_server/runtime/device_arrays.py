@@ -1,0 +1,55 @@
+"""Index arrays on their way to the device: many small arrays, one transfer.
+
+A transfer costs as much as a small kernel, so what a step needs travels together, through pinned memory that torch's
+host allocator keeps from reuse until the copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 4
+"""int32s at which arrays start: Triton compiles kernels apart for pointers that are not aligned to 16 bytes."""
+
+
+class PackedInts:
+    """int32 arrays of fixed capacities in one device buffer that never moves."""
+
+    def __init__(self, capacities: Sequence[int], device: torch.device) -> None:
+        self._starts, total = _layout(capacities)
+        self._buffer = torch.zeros(total, dtype=torch.int32, device=device)
+        self.views = [self._buffer[start : start + n] for start, n in zip(self._starts, capacities, strict=True)]
+
+    def write(self, arrays: Sequence[npt.NDArray[np.integer]]) -> None:
+        """Fill the start of each array, after all work submitted before on the current stream."""
+        staging = torch.empty(len(self._buffer), dtype=torch.int32, pin_memory=self._buffer.is_cuda)
+        _fill(staging, self._starts, arrays)
+        self._buffer.copy_(staging, non_blocking=True)
+
+
+def upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Each array as an int32 tensor on the device, in one transfer that is not waited for."""
+    starts, total = _layout([len(array) for array in arrays])
+    staging = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    _fill(staging, starts, arrays)
+    buffer = staging.to(device, non_blocking=True)
+    return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return starts, total
+
+
+def _fill(staging: Tensor, starts: Sequence[int], arrays: Sequence[npt.NDArray[np.integer]]) -> None:
+    host = staging.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        host[start : start + len(array)] = array
