@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
-from verl_server.models.attention import Ints, to_device
+from verl_server.models.attention import to_device
 from verl_server.runtime.forward_batch import ForwardOutput, SampleSpec
 from verl_server.runtime.penalties import Penalties
 
