@@ -1,7 +1,9 @@
 """`BatchPlanner`: which requests run in the next step, and on which pages.
 
 Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache; pure Python, no
-tensors, no I/O. The `Scheduler` adds requests, asks for a `ScheduleBatch`, reports it done and removes requests.
+tensors, no I/O. The `Scheduler` adds requests, asks for a `ScheduleBatch`, launches it, reports it collected and
+removes requests. One step may be in flight while the next is planned: pages and rows that it still writes can be
+given away, because the device runs steps in order.
 
 Policy: every running request decodes in every step; what is left of the step goes to prefills, at most
 `chunked_prefill_size` prompt tokens, oldest first. Admission is first come, first served and optimistic: only a
@@ -46,6 +48,8 @@ class BatchPlanner:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._reserve_ratio = _RESERVE_START
+        self._num_retracted = 0
+        """Waiting requests that were started before."""
 
     # -- requests in and out ---------------------------------------------------------------------------------
 
@@ -60,7 +64,8 @@ class BatchPlanner:
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Forget a request. `cache=False` keeps its newest pages out of the prefix cache."""
         if req.row < 0:
-            self.waiting.remove(req)
+            del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=_arrival)]
+            self._num_retracted -= req.started
             return
         self.running.remove(req)
         self._free(req, cache)
@@ -73,7 +78,11 @@ class BatchPlanner:
             self.running = [req for req in self.running if req.row >= 0]
 
     def retract(self, req: Req) -> None:
-        """Put a running request back into the queue without KV; it keeps its tokens and log-probabilities."""
+        """Put a running request back into the queue without KV; it keeps its tokens and log-probabilities.
+
+        Not while a step of it is in flight, whose token could not be told from one of its next life.
+        """
+        assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step of it is in flight"
         self.running.remove(req)
         self._free(req, cache=True)
         req.private = False
@@ -81,6 +90,7 @@ class BatchPlanner:
             req.prompt_logprobs.clear()
         req.num_retractions += 1
         self.num_retractions += 1
+        self._num_retracted += 1
         self.add(req)
 
     def retract_all(self) -> None:
@@ -95,7 +105,7 @@ class BatchPlanner:
 
     def has_started(self) -> bool:
         """Whether any request was started and is not finished, retracted ones included."""
-        return bool(self.running) or any(req.started for req in self.waiting)
+        return bool(self.running) or self._num_retracted > 0
 
     def start_version(self) -> None:
         """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`.
@@ -111,26 +121,39 @@ class BatchPlanner:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def plan(self, only_started: bool = False) -> ScheduleBatch | None:
-        """The next step, None if there is nothing to run. `only_started` admits nobody new (a drain)."""
-        while True:
-            reqs = self._plan_once(only_started)
-            if reqs:
-                return ScheduleBatch.build(reqs)
-            if not self.running:
-                return None
-            # Prefills hold all pages and none can go on: the newest makes room for the others.
-            self._retract_newest()
+    def plan(self, only_started: bool = False, settled: bool = True) -> ScheduleBatch | None:
+        """The next step, which must be launched at once. None if there is nothing to run.
 
-    def complete(self, batch: ScheduleBatch) -> list[Req]:
-        """The step was computed: move the lengths. Returns the requests whose prefill went on, to `share`."""
-        prefilled = []
-        for req in batch.reqs:
-            req.cached_len = req.device_len
-            if req.prefilling:
-                req.prefilling = req.device_len < len(req.token_ids)
-                req.restarted = req.restarted and req.prefilling
-                prefilled.append(req)
+        `only_started` admits nobody new (a drain). While a step is in flight (not `settled`) nobody is retracted: then
+        None also means that somebody would have to be, and to ask again when it was collected.
+        """
+        retracted = False
+        while True:
+            decodes, growing, prefills = self._split_running()
+            if len(growing) <= self.available_pages():
+                for req in growing:
+                    self._grow(req, 1)
+                admit = bool(self.waiting) and not retracted
+                if reqs := decodes + self._plan_prefills(prefills, admit, only_started):
+                    self._adapt_reserve(retracted)
+                    return ScheduleBatch.build(reqs)
+                if not self.running:
+                    return None
+            # Decodes are short of pages, or prefills hold all of them: the newest makes room for the others.
+            if not settled:
+                return None
+            self.retract(max(self.running, key=_arrival))
+            retracted = True
+
+    def collected(self, batch: ScheduleBatch) -> list[Req]:
+        """The step was computed: its KV is sound. Returns the requests whose prefill went on, to `share`."""
+        for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
+            if req.row >= 0:
+                req.sound_len += extend_len
+        prefilled = [req for req in batch.prefills if req.row >= 0 and req.prefilling]
+        for req in prefilled:
+            req.prefilling = req.sound_len < len(req.token_ids)
+            req.restarted = req.restarted and req.prefilling
         return prefilled
 
     def share(self, reqs: list[Req]) -> None:
@@ -139,19 +162,28 @@ class BatchPlanner:
             if req.row >= 0:
                 self._share(req)
 
-    def _plan_once(self, only_started: bool) -> list[Req]:
-        retracted = self._make_room_for_decodes()
+    def _split_running(self) -> tuple[list[Req], list[Req], list[Req]]:
+        """Requests that decode next, those of them that need a page for it, and those whose prefill goes on.
+
+        Who has sampled its last token, though it is still pending, is none of them.
+        """
         size = self.page_size
-        decodes, prefills = [], []
+        decodes, growing, prefills = [], [], []
         for req in self.running:
             cached_len = req.cached_len
-            if len(req.token_ids) - cached_len == 1:
+            if cached_len >= req.compute_len:
+                continue
+            if len(req.token_ids) + req.num_pending - cached_len == 1:
                 if cached_len == len(req.pages) * size:
-                    self._grow(req, 1)
+                    growing.append(req)
                 req.device_len = cached_len + 1
                 decodes.append(req)
             else:
                 prefills.append(req)
+        return decodes, growing, prefills
+
+    def _plan_prefills(self, prefills: list[Req], admit: bool, only_started: bool) -> list[Req]:
+        """Who fills up the step: first prefills that go on, oldest first, then, with `admit`, waiting requests."""
         budget = self.chunked_prefill_size
         prefills.sort(key=_arrival)
         chunks = []
@@ -159,30 +191,14 @@ class BatchPlanner:
             if took := self._take_chunk(req, budget):
                 budget -= took
                 chunks.append(req)
+        return chunks + self._admit(budget, only_started) if admit else chunks
+
+    def _adapt_reserve(self, retracted: bool) -> None:
+        """Admit more carefully after a retraction, and a little less so after every step without."""
         if retracted:
             self._reserve_ratio = min(1.0, self._reserve_ratio + _RESERVE_RISE)
         else:
             self._reserve_ratio = max(_RESERVE_MIN, self._reserve_ratio - _RESERVE_DECAY)
-            if self.waiting:
-                chunks += self._admit(budget, only_started)
-        return decodes + chunks
-
-    def _make_room_for_decodes(self) -> bool:
-        """Retract the newest requests until every other running one can decode; returns whether any was."""
-        retracted = False
-        while True:
-            size = self.page_size
-            need = 0
-            for req in self.running:
-                if len(req.token_ids) - req.cached_len == 1 and req.cached_len == len(req.pages) * size:
-                    need += 1
-            if need <= self.available_pages():
-                return retracted
-            self._retract_newest()
-            retracted = True
-
-    def _retract_newest(self) -> None:
-        self.retract(max(self.running, key=_arrival))
 
     def _take_chunk(self, req: Req, budget: int) -> int:
         """Plan the next part of a prefill as far as budget and pages allow; returns its length."""
@@ -200,9 +216,9 @@ class BatchPlanner:
         """Start waiting requests in order while budget, rows and pages last."""
         admitted: list[Req] = []
         skipped: list[Req] = []
-        if budget <= 0 or not self.rows.available:
+        if budget <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
-        reserved = sum(self._expected_pages(req) for req in self.running)
+        reserved = self._expected_pages(self.running)
         computing = {self._next_page(req) for req in self.running if req.prefilling}
         for req in self.waiting:
             if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
@@ -218,7 +234,7 @@ class BatchPlanner:
                 skipped.append(req)
             elif self._start(req, node, reserved):
                 budget -= self._take_chunk(req, budget)
-                reserved += self._expected_pages(req)
+                reserved += self._expected_pages([req])
                 computing.add(self._next_page(req))
                 admitted.append(req)
             else:
@@ -246,11 +262,13 @@ class BatchPlanner:
         req.row = self.rows.alloc()
         req.node = node
         req.pages = cache.path_pages(node)
-        req.cached_len = node.depth * self.page_size
+        req.cached_len = req.sound_len = node.depth * self.page_size
         if req.pages:
             req.page_updates = [(0, list(req.pages))]
         req.prefilling = True
-        if not req.started:
+        if req.started:
+            self._num_retracted -= 1
+        else:
             req.started = True
             req.cached_tokens = min(req.cached_len, len(req.prompt_ids))
             self.num_prompt_tokens += len(req.prompt_ids)
@@ -261,9 +279,17 @@ class BatchPlanner:
     def _reserve_pages(self, req: Req) -> int:
         return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
 
-    def _expected_pages(self, req: Req) -> int:
-        """Pages that a running request will probably still ask for."""
-        return max(0, self._num_pages(len(req.token_ids)) + self._reserve_pages(req) - len(req.pages))
+    def _expected_pages(self, reqs: list[Req]) -> int:
+        """Pages that running requests will probably still ask for. One pass: every step with a queue asks."""
+        size, ratio = self.page_size, self._reserve_ratio
+        total = 0
+        for req in reqs:
+            remain = req.max_new_tokens - len(req.output_ids)
+            reserve = int(ratio * (remain if remain < _RESERVE_CLIP else _RESERVE_CLIP))
+            expected = -(-len(req.token_ids) // size) - (-reserve // size) - len(req.pages)
+            if expected > 0:
+                total += expected
+        return total
 
     # -- pages -----------------------------------------------------------------------------------------------
 
@@ -290,7 +316,7 @@ class BatchPlanner:
 
     def _share(self, req: Req) -> None:
         """Give the full pages of a request to the prefix cache; it goes on holding them."""
-        count = req.cached_len // self.page_size
+        count = req.sound_len // self.page_size
         node = req.node
         if self.cache.disabled or req.private or node is None or count <= node.depth:
             return
@@ -307,7 +333,7 @@ class BatchPlanner:
         self.cache.unlock(req.node)
         self.rows.free(req.row)
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
-        req.cached_len = req.device_len = 0
+        req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
         req.prefilling = False
 
     def check_invariants(self, deep: bool = True) -> None:
@@ -327,12 +353,15 @@ class BatchPlanner:
         owned += [node.page for node in self.cache.outdated()]
         for req in self.running:
             assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
+            assert req.node.depth * self.page_size <= req.sound_len <= min(req.cached_len, len(req.token_ids))
+            assert 0 <= req.num_pending <= 1, "more than one step is in flight"
             assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not the tree's"
             owned += req.pages[req.num_shared :]
         assert len(set(owned)) == len(owned), "a KV page has two owners"
         assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
         for req in self.waiting:
             assert req.row < 0 and not req.pages and req.node is None, "a waiting request holds KV"
+        assert self._num_retracted == sum(req.started for req in self.waiting)
 
 
 def _arrival(req: Req) -> int:

@@ -271,6 +271,7 @@ class ControlQueue:
         elif self.holds_generation:
             return True  # whoever paused, or began the session, has decided what becomes of running requests
         elif req.mode == "retract":
+            scheduler.settle()
             scheduler.planner.retract_all()
         elif req.mode == "wait":
             return not scheduler.planner.has_started()
@@ -300,7 +301,7 @@ class ControlQueue:
 
     def _run(self, pending: _Pending) -> None:
         req = pending.req
-        self._scheduler.emit()  # ends of aborted requests are sent before the reply, and under the old version
+        self._scheduler.settle()  # what ran, or was aborted, is told before the reply, and under the old version
         try:
             self.session.check(req)
         except VerlServerError as error:
@@ -375,6 +376,7 @@ class ControlQueue:
         self._refuse(req, message, 504)
 
     def _pause(self, req: PauseGenerationReq) -> None:
+        self._scheduler.settle()
         self.paused = True
         if req.mode == "abort":
             self._scheduler.abort_all("Aborted")

@@ -28,7 +28,8 @@ class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
     extend_lens: list[int]
     """New tokens of each request, >= 1."""
     input_ids: list[int]
-    """The new tokens of all entries, concatenated; sum(extend_lens) of them."""
+    """The new tokens of all entries, concatenated; sum(extend_lens) of them. -1 stands for the token that the latest
+    step before this one sampled for the row: it is known to the device only."""
     page_updates: list[tuple[int, int, list[int]]]
     """(row, first column, page ids) to write into the page table before the step."""
     sample: list[int]
@@ -54,6 +55,12 @@ class SampleSpec:
     return_logprob: bool
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether sampling needs the values of all earlier output tokens on the host."""
+        params = self.params
+        return params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
 
 
 @dataclass(slots=True)

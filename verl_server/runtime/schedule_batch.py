@@ -7,7 +7,13 @@ Four lengths say where a request stands:
                                                               ^ device_len ends the step
 
 Decode (extend 1), a chunk of a prefill, and what follows a prefix-cache hit are all "extend from cached_len to
-device_len". The `BatchPlanner` moves these lengths, the `Scheduler` appends tokens and finishes requests.
+device_len".
+
+These lengths move when a step is launched, not when it is computed, so that the next one can be planned meanwhile.
+The newest token of a request may then be known to the device only: `num_pending` counts such tokens, which count as
+part of the request everywhere but in `token_ids` and `output_ids`. `sound_len` follows behind: it moves when a step is
+collected, and only what lies below it may be shared. The `BatchPlanner` moves the lengths, the `Scheduler` appends
+tokens and finishes requests.
 """
 
 from __future__ import annotations
@@ -57,17 +63,20 @@ class PromptLogprobState:
 class Req:
     """One request from arrival to its terminal message.
 
-    Waiting: no row, no pages, `cached_len == 0`. Running: `pages` backs `token_ids[:device_len]`; the first
-    `num_shared` of them belong to the prefix cache (held through `node`), the others to this request alone.
+    Waiting: no row, no pages, `cached_len == 0`. Running: `pages` backs the first `device_len` tokens; the first
+    `num_shared` of them belong to the prefix cache (held through `node`), the others to this request alone. Over:
+    `row < 0` again; what steps in flight still give for it is dropped.
     """
 
     __slots__ = (
         "arrival",
         "cached_len",
         "cached_tokens",
+        "compute_len",
         "device_len",
         "max_new_tokens",
         "node",
+        "num_pending",
         "num_retractions",
         "output_ids",
         "page_updates",
@@ -79,25 +88,28 @@ class Req:
         "restarted",
         "rid",
         "row",
+        "sound_len",
         "spec",
         "started",
         "stop_ids",
         "token_ids",
     )
 
-    def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int) -> None:
+    def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int, seed: int) -> None:
         self.rid = message.rid
         self.arrival = arrival
         """Order of arrival: the oldest request is admitted first and retracted last."""
         self.prompt_ids = message.input_ids
         self.output_ids: list[int] = []
         self.token_ids = list(message.input_ids)
-        """Prompt and output."""
+        """Prompt and output, as far as known here."""
         self.max_new_tokens = max_new_tokens
+        self.compute_len = len(message.input_ids) + max(max_new_tokens - 1, 0)
+        """Tokens whose KV may ever be computed: all but the last one sampled."""
         self.stop_ids = frozenset(message.stop_ids)
         self.spec = SampleSpec(
             params=message.sampling,
-            seed=message.sampling.sampling_seed,
+            seed=seed,
             prompt_ids=self.prompt_ids,
             output_ids=self.output_ids,
             stop_ids=message.stop_ids,
@@ -116,9 +128,14 @@ class Req:
         self.node: PageNode | None = None
         self.cached_len = 0
         self.device_len = 0
+        self.sound_len = 0
+        """Leading tokens whose KV was computed by steps that were collected, or came from the prefix cache."""
+        self.num_pending = 0
+        """Tokens that steps in flight sample: at most one between two turns, two while a step is being collected."""
         self.page_updates: list[tuple[int, list[int]]] = []
         """(first column, pages) to write into the page table with the next step."""
         self.prefilling = False
+        """Until the last chunk of its prefill was collected."""
         self.private = False
         """KV mixes weight versions: never shared through the prefix cache."""
         self.restarted = False
@@ -135,7 +152,7 @@ class Req:
 
     @property
     def remain_len(self) -> int:
-        return self.max_new_tokens - len(self.output_ids)
+        return self.max_new_tokens - len(self.output_ids) - self.num_pending
 
     @property
     def num_shared(self) -> int:
@@ -168,30 +185,45 @@ class ScheduleBatch:
     reqs: list[Req]
     forward: ForwardBatch
     specs: list[SampleSpec]
+    prefills: list[Req]
+    """Those of `reqs` whose prefill this step goes on with, or ends."""
 
     @classmethod
     def build(cls, reqs: list[Req]) -> ScheduleBatch:
-        """Turn planned lengths into one `ForwardBatch`. Consumes the requests' page updates."""
+        """Turn planned lengths into one `ForwardBatch`, and move them: it will be launched at once.
+
+        Consumes the requests' page updates. A token that is still pending is -1 in `input_ids`.
+        """
         forward = ForwardBatch(rows=[], cached_lens=[], extend_lens=[], input_ids=[], page_updates=[], sample=[])
-        specs = []
+        rows, cached_lens, extend_lens = forward.rows, forward.cached_lens, forward.extend_lens
+        input_ids, sample = forward.input_ids, forward.sample
+        specs, prefills = [], []
         for entry, req in enumerate(reqs):
-            cached_len, device_len = req.cached_len, req.device_len
-            forward.rows.append(req.row)
-            forward.cached_lens.append(cached_len)
-            forward.extend_lens.append(device_len - cached_len)
+            cached_len, device_len, tokens = req.cached_len, req.device_len, req.token_ids
+            rows.append(req.row)
+            cached_lens.append(cached_len)
+            extend_lens.append(device_len - cached_len)
             if device_len - cached_len == 1:
-                forward.input_ids.append(req.token_ids[cached_len])
+                input_ids.append(tokens[cached_len] if cached_len < len(tokens) else -1)
             else:
-                forward.input_ids.extend(req.token_ids[cached_len:device_len])
+                input_ids.extend(tokens[cached_len:device_len])
             if req.page_updates:
-                forward.page_updates.extend((req.row, column, pages) for column, pages in req.page_updates)
+                forward.page_updates.extend([(req.row, column, pages) for column, pages in req.page_updates])
                 req.page_updates = []
-            if device_len == len(req.token_ids) and req.remain_len > 0:
-                forward.sample.append(entry)
+            if req.prefilling:
+                prefills.append(req)
+                if req.prompt_logprobs is not None:
+                    _ask_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
+            if device_len >= len(tokens) and req.max_new_tokens:
+                sample.append(entry)
                 specs.append(req.spec)
-            if req.prompt_logprobs is not None:
-                _ask_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
-        return cls(reqs, forward, specs)
+                req.num_pending += 1
+            req.cached_len = device_len
+        return cls(reqs, forward, specs, prefills)
+
+    def reads_outputs(self) -> bool:
+        """Whether the step after this one cannot be launched before the values of these tokens are known."""
+        return any(spec.reads_outputs for spec in self.specs)
 
 
 def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:

@@ -5,13 +5,15 @@ between two steps only: messages and control requests are acted on, then the `Ba
 `ScheduleBatch`, the `TpWorker` runs it on every rank, and what it gave leaves as one `BatchTokenIDOut`. Every
 accepted request gets exactly one terminal entry; docs/scheduler-states.md says which, in which state.
 
-A turn is split into plan, run and `_process`, which touch the requests at separate moments, so that planning
-step n+1 while step n runs (overlap) needs a change in `advance` alone.
+Where the runner overlaps, a turn is: plan and launch step n+1, then collect step n, which the device has computed
+meanwhile, and process it. So n+1 is planned before the tokens of n are known here, see `Req`; what must know them
+calls `settle` first. Where it does not, every step is collected in the turn that launched it.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 
@@ -30,7 +32,7 @@ from verl_server.runtime.control_queue import ControlQueue
 from verl_server.runtime.forward_batch import ForwardOutput
 from verl_server.runtime.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.runtime.scheduler_stats import SchedulerStats
-from verl_server.runtime.tp_worker import TpWorker
+from verl_server.runtime.tp_worker import Step, TpWorker
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,9 @@ class Scheduler:
         self.stats = SchedulerStats(clock)
         self._output = BatchOutput()
         self._arrivals = 0
+        self._seeds = random.Random(server_args.random_seed)
+        self._in_flight: tuple[ScheduleBatch, Step] | None = None
+        """The step that was launched and not collected; None between two turns unless the runner overlaps."""
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -86,23 +91,32 @@ class Scheduler:
         """One turn: control requests whose moment has come, then one step, then what there is to say."""
         self.control.run_ready()
         self.emit()  # an abort is answered before the next step, not after it
-        if self.has_runnable():
-            refusal = self.worker.weights.refusal()
-            if refusal is not None:
-                self.abort_all(refusal, status_code=503)
-            else:
-                self._step()
+        if not self.has_runnable():
+            self._collect()
+        elif (refusal := self.worker.weights.refusal()) is not None:
+            self.settle()
+            self.abort_all(refusal, status_code=503)
+        else:
+            self._step()
         self.emit()
         if self.server_args.check_invariants or not self.planner.running:
             self.check_invariants(deep=self.server_args.check_invariants)
 
     def has_runnable(self) -> bool:
-        """Whether the next turn has a step to take."""
+        """Whether the next turn may have a step to launch."""
         return bool(self.requests) and not self.control.holds_generation
 
     def has_work(self) -> bool:
         """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
-        return self.has_runnable() or self.control.is_ready()
+        return self._in_flight is not None or self.has_runnable() or self.control.is_ready()
+
+    def settle(self) -> None:
+        """Wait for the step in flight, if any, and send what it gave: afterwards every token is known here.
+
+        Before weights, memory or running requests are touched, and before the process ends.
+        """
+        self._collect()
+        self.emit()
 
     def emit(self) -> None:
         """Send what was collected since the last message, if anything."""
@@ -127,7 +141,8 @@ class Scheduler:
             max_new_tokens = room - len(message.input_ids)
         self._arrivals += 1
         self.stats.num_requests += 1
-        req = Req(message, self._arrivals, max_new_tokens)
+        seed = message.sampling.sampling_seed
+        req = Req(message, self._arrivals, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
         self.requests[req.rid] = req
         self.planner.add(req)
 
@@ -187,25 +202,55 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        batch = self.planner.plan(only_started=self.control.draining)
+        """Launch the next step, then collect the one before."""
+        if self._in_flight is not None and self._in_flight[0].reads_outputs():
+            self._collect()
+        batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
         self.control.step_taken()
         if batch is None:
+            self._collect()
             return
         try:
-            output = self.worker.launch(batch.forward, batch.specs).result()
+            step = self.worker.launch(batch.forward, batch.specs)
         except Exception as error:
             if not self.worker.is_recoverable(error):
                 raise
-            logger.exception("A step of %d requests failed; they are aborted.", len(batch.reqs))
-            for req in batch.reqs:
-                self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
+            self.settle()  # the step before it is whole
+            self._fail(batch, error)
             return
-        prefilled = self.planner.complete(batch)
-        self._process(batch, output)
+        self._collect()
+        self._in_flight = batch, step
+        if not self.worker.runner.overlaps:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take the result of the step in flight, if any, and process it."""
+        if self._in_flight is None:
+            return
+        (batch, step), self._in_flight = self._in_flight, None
+        try:
+            output = step.result()
+        except Exception as error:
+            if not self.worker.is_recoverable(error):
+                raise
+            self._fail(batch, error)
+            return
+        prefilled = self.planner.collected(batch)
+        self._process(batch, output, prefilled)
         self.planner.share(prefilled)  # not before it is known that what they computed is sound
 
-    def _process(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
-        """Append the new tokens, finish what is over, and collect what the step has to say."""
+    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
+        """A step could not be computed: its requests are over, and with them what was launched on top of it."""
+        logger.error("A step of %d requests failed; they are aborted.", len(batch.reqs), exc_info=error)
+        for req in batch.reqs:
+            if req.row >= 0:
+                self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
+
+    def _process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
+        """Append the new tokens, finish what is over, and collect what the step has to say.
+
+        What it gave for requests that ended since it was launched is dropped.
+        """
         reqs = batch.reqs
         for entry, part in output.prompt_logprobs.items():
             state = reqs[entry].prompt_logprobs
@@ -213,14 +258,19 @@ class Scheduler:
                 state.add(part)
         vocab_size = self.worker.runner.vocab_size
         finished: list[tuple[Req, bool]] = []
+        num_tokens = 0
         for sampled, entry in enumerate(batch.forward.sample):
             req = reqs[entry]
+            if req.row < 0:
+                continue
+            req.num_pending -= 1
             token, logprob = output.next_ids[sampled], output.logprobs[sampled]
             if logprob != logprob or not 0 <= token < vocab_size:  # NaN: the distribution was none
                 reason: FinishReason | None = FinishReason(type="stop", matched="NaN happened")
                 self._output.add(req, reason, [], [])
                 finished.append((req, False))
                 continue
+            num_tokens += 1
             req.append(token)
             reason = req.finish_reason()
             index = self._output.add(req, reason, [token], [logprob])
@@ -228,7 +278,7 @@ class Scheduler:
             self._output.add_prompt_logprobs(index, req)
             if reason is not None:
                 finished.append((req, True))
-        for req in reqs:  # max_new_tokens=0: over as soon as the prompt is computed
+        for req in prefilled:  # max_new_tokens=0: over as soon as the prompt is computed
             if req.max_new_tokens == 0 and not req.prefilling:
                 index = self._output.add(req, FinishReason(type="length", length=0), [], [])
                 self._output.add_prompt_logprobs(index, req)
@@ -236,13 +286,16 @@ class Scheduler:
         for req, _ in finished:
             del self.requests[req.rid]
         self.planner.remove_finished(finished)
-        self.stats.count_step(len(batch.forward.sample))
+        self.stats.count_step(num_tokens)
 
     def check_invariants(self, *, deep: bool) -> None:
         """Page accounting, and that every live request is either waiting or running."""
         self.planner.check_invariants(deep)
         assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running)
+        assert self._in_flight is None or self.worker.runner.overlaps, "a step was not collected"
         if deep:
+            pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
+            assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
             listed = sorted(req.rid for req in self.planner.waiting + self.planner.running)
             assert listed == sorted(self.requests), "a live request is neither waiting nor running"
 
