@@ -44,7 +44,15 @@ class ChildProcess:
     stderr line by line, and the last lines are kept for error messages.
     """
 
-    def __init__(self, name: str, module: str, argument: dict[str, Any], env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        argument: dict[str, Any],
+        env: dict[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
+        """`pass_fds` are open in the child, too, under the same numbers; `argument` says what they are."""
         self.name = name
         self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
@@ -58,7 +66,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(status_w, alive_r),
+                pass_fds=(status_w, alive_r, *pass_fds),
                 env=_child_env(env),
                 start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in order
             )

@@ -1,8 +1,8 @@
 """Every message that crosses a process boundary inside a server.
 
-`TokenizerManager` -> `Scheduler` (ZMQ, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, the control
-requests and `WithdrawReq`. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of arrays,
-and one `ControlReply` for each control request, matched by `id`.
+`TokenizerManager` -> `Scheduler` (`MessageSocket`, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, the
+control requests and `WithdrawReq`. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of
+arrays, and one `ControlReply` for each control request, matched by `id`.
 
 Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager.
 Unknown JSON keys are ignored there, as SGLang's routes do.

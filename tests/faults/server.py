@@ -47,9 +47,9 @@ def launched(pauses: Path, model: Path, **settings: Any) -> HttpServerEngineAdap
 
 
 def _serve(argument: dict[str, Any], ready: Any) -> None:
-    def child(name: str, module: str, argument: dict[str, Any]) -> ChildProcess:
+    def child(name: str, module: str, argument: dict[str, Any], pass_fds: tuple[int, ...]) -> ChildProcess:
         assert module == "verl_server.runtime.scheduler_process"
-        return ChildProcess(name, "tests.faults.scheduler", argument)
+        return ChildProcess(name, "tests.faults.scheduler", argument, pass_fds=pass_fds)
 
     with mock.patch.object(launch, "ChildProcess", child):
         launch._serve_child(argument, ready)

@@ -1,18 +1,19 @@
-"""Scheduler processes as the launcher starts them, spoken to over their two sockets."""
+"""Scheduler processes as the launcher starts them, spoken to over their socket."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from tests.weight_sync import described
 from verl_server.child_process import ChildProcess
@@ -34,8 +35,10 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
 )
+from verl_server.message_socket import MessageSocket
 from verl_server.models.loader import iter_checkpoint
 from verl_server.models.tiny import make_model_folder
+from verl_server.runtime.scheduler_process import SchedulerSockets
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
@@ -45,41 +48,46 @@ _DECODER = msgspec.msgpack.Decoder(SchedulerOutput)
 
 
 class Ranks:
-    """The processes of one engine, and the TokenizerManager's ends of the sockets."""
+    """The processes of one engine, and the TokenizerManager's end of the socket."""
 
     def __init__(self, folder: Path, at: Path, tp_size: int = 1, **settings: Any) -> None:
         defaults = {"cpu_threads": 1, "max_total_tokens": 1024, "page_size": 4, "check_invariants": True}
         args = ServerArgs(model_path=str(folder), device="cpu", tp_size=tp_size, **(defaults | settings))
-        self._context = zmq.Context()
-        self.push, self._pull = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        addresses = [f"ipc://{at}/in", f"ipc://{at}/out"]
-        self.push.bind(addresses[0])
-        self._pull.bind(addresses[1])
-        self.children = [
-            ChildProcess(
-                f"scheduler-tp{rank}",
-                "verl_server.runtime.scheduler_process",
-                {
-                    "server_args": args.to_json(),
-                    "tp_rank": rank,
-                    "init_addr": f"file://{at}/rendezvous" if tp_size > 1 else None,
-                    "in_addr": addresses[0],
-                    "out_addr": addresses[1],
-                },
-            )
-            for rank in range(tp_size)
-        ]
+        self.messages, schedulers_end = MessageSocket.pair()
+        self._received: list[bytes] = []
+        with schedulers_end:
+            self.children = [
+                ChildProcess(
+                    f"scheduler-tp{rank}",
+                    "verl_server.runtime.scheduler_process",
+                    {
+                        "server_args": args.to_json(),
+                        "tp_rank": rank,
+                        "init_addr": f"file://{at}/rendezvous" if tp_size > 1 else None,
+                        "socket": schedulers_end.fileno(),
+                    },
+                    pass_fds=(schedulers_end.fileno(),) if rank == 0 else (),
+                )
+                for rank in range(tp_size)
+            ]
         self.infos: list[dict[str, Any]] = []
 
     def wait_ready(self) -> None:
         self.infos = [child.wait_ready(WAIT) for child in self.children]
 
     def send(self, message: Any) -> None:
-        self.push.send(msgspec.msgpack.encode(message))
+        self.messages.send(msgspec.msgpack.encode(message))
+
+    def says_something(self, seconds: float) -> bool:
+        return bool(select.select([self.messages], [], [], seconds)[0])
 
     def receive(self) -> SchedulerOutput:
-        assert self._pull.poll(WAIT * 1000), "the scheduler said nothing"
-        return _DECODER.decode(self._pull.recv())
+        deadline = time.monotonic() + WAIT
+        while not self._received:
+            assert self.says_something(max(0.0, deadline - time.monotonic())), "the scheduler said nothing"
+            self._received += self.messages.receive()
+            assert self._received or not self.messages.is_closed, "the scheduler hung up"
+        return _DECODER.decode(self._received.pop(0))
 
     def reply(self, message: Any) -> ControlReply:
         self.send(message)
@@ -110,7 +118,29 @@ class Ranks:
     def close(self) -> None:
         for child in self.children:
             child.terminate()
-        self._context.destroy(linger=0)
+        self.messages.close()
+
+
+def test_a_waiting_loop_sends_what_had_no_room_and_still_hears_the_bell() -> None:
+    manager, schedulers_end = MessageSocket.pair()
+    sockets = SchedulerSockets(schedulers_end)
+    sockets.send(ControlReply(id=1, success=True, payload="x" * (4 << 20)))  # more than a socket holds
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(sockets.wait, None)
+        got: list[bytes] = []
+        while not got:
+            assert select.select([manager], [], [], WAIT)[0], "it sleeps over an unsent message"
+            got += manager.receive()
+        assert len(_DECODER.decode(got[0]).payload) == 4 << 20 and not waiting.done()
+        sockets.ring()
+        waiting.result(WAIT)
+        manager.close()
+        sockets.wait(WAIT)
+        assert sockets.receive() == []
+        start = time.monotonic()
+        sockets.wait(0.2)
+        assert time.monotonic() - start >= 0.2, "a peer that is gone keeps nobody awake"
+    sockets.close()
 
 
 @contextlib.contextmanager
@@ -139,7 +169,7 @@ def test_ready_info(ranks: Ranks) -> None:
 
 def test_generate_abort_and_malformed_messages(ranks: Ranks) -> None:
     for junk in (b"", b"\xc1", b"not msgpack", msgspec.msgpack.encode({"type": "NoSuchReq"}), b"\x91" * 100_000):
-        ranks.push.send(junk)
+        ranks.messages.send(junk)
     tokens, reason = ranks.generate("a", [5, 6, 7, 8, 9], 12)
     assert len(tokens) == 12 and reason.type == "length"
     assert ranks.generate("b", [5, 6, 7, 8, 9], 12)[0] == tokens, "from the cache"
@@ -152,7 +182,7 @@ def test_generate_abort_and_malformed_messages(ranks: Ranks) -> None:
 def test_idle_process_sleeps_and_a_pending_flush_still_ends(ranks: Ranks) -> None:
     assert ranks.reply(GetInternalStateReq(id=2)).payload["num_running_reqs"] == 0
     before = cpu_seconds(ranks.children[0].pid)
-    assert not ranks._pull.poll(500)
+    assert not ranks.says_something(0.5)
     assert cpu_seconds(ranks.children[0].pid) - before < 0.1
     assert ranks.reply(GetInternalStateReq(id=3)).payload["weights_state"] == "serving"
 
@@ -186,7 +216,7 @@ def test_staging_wakes_an_idle_process_which_sleeps_again(ranks: Ranks, tmp_path
     assert ranks.reply(UpdateWeightsFromTensorReq(id=21, registration="pushed")).success
     assert ranks.generate("awake", [5, 6, 7, 8, 9], 12)[0] != before
     start = cpu_seconds(ranks.children[0].pid)
-    assert not ranks._pull.poll(500)
+    assert not ranks.says_something(0.5)
     assert cpu_seconds(ranks.children[0].pid) - start < 0.1, "the bell is silent again"
     assert ranks.reply(UnregisterWeightsReq(id=22)).success
     assert ranks.reply(UpdateWeightsFromTensorReq(id=23, registration="pushed")).status_code == 404

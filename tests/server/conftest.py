@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.server.fake_scheduler import INFO, FakeScheduler
+from verl_server.message_socket import MessageSocket
 from verl_server.models.tiny import make_model_folder
 from verl_server.server.http_server import create_app
 from verl_server.server.tokenizer import ModelText
@@ -39,12 +40,12 @@ class FakeChild:
 class Stack:
     """Manager, fake scheduler and HTTP application of one test."""
 
-    def __init__(self, folder: Path, sockets: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.args = ServerArgs(model_path=str(folder), **{"control_timeout": 5.0} | settings)
-        addresses = f"ipc://{sockets}/in", f"ipc://{sockets}/out"
         self.deaths: list[Exception] = []
-        self.manager = TokenizerManager(self.args, *addresses, on_death=self.deaths.append)
-        self.scheduler = FakeScheduler(*addresses)
+        messages, schedulers_end = MessageSocket.pair()
+        self.manager = TokenizerManager(self.args, messages, on_death=self.deaths.append)
+        self.scheduler = FakeScheduler(schedulers_end)
         self.child = FakeChild()
         text = ModelText(self.args)
         text.load_tokenizer()
@@ -92,11 +93,11 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_stack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStack]:
+def make_stack(text_folder: Path) -> Iterator[MakeStack]:
     stacks: list[Stack] = []
 
     def make(**settings: Any) -> Stack:
-        stacks.append(Stack(text_folder, tmp_path_factory.mktemp("ipc"), **settings))
+        stacks.append(Stack(text_folder, **settings))
         return stacks[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""A scheduler in a thread that speaks the ZMQ protocol and computes nothing.
+"""A scheduler in a thread that speaks the protocol of the message socket and computes nothing.
 
 Each request's output is a script of tokens; tests decide when they go out. By default token k of a prompt is
 `prompt[-1] + 1 + k` (mod vocabulary) and everything is sent at once.
@@ -6,15 +6,17 @@ Each request's output is a script of tokens; tests decide when they go out. By d
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import zmq
 
 from verl_server import io_struct as io
+from verl_server.message_socket import MessageSocket
 
 VOCAB = 320
 INFO: dict[str, Any] = {
@@ -44,8 +46,7 @@ class Running:
 
 @dataclass
 class FakeScheduler:
-    in_addr: str
-    out_addr: str
+    end: socket.socket
     script: Callable[[io.TokenizedGenerateReq], list[int]] | None = None
     """Tokens of a request; it ends with "length" after them, or "stop" at one of its stop ids."""
     chunk: int | None = None
@@ -87,24 +88,24 @@ class FakeScheduler:
     # -- the scheduler's side -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as self._push:
-            for socket, address in ((pull, self.in_addr), (self._push, self.out_addr)):
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.connect(address)
-            self._serve(pull)
-
-    def _serve(self, pull: zmq.Socket[bytes]) -> None:
+        self._messages = MessageSocket(self.end)
         decoder = msgspec.msgpack.Decoder(io.SchedulerInput)
         while not self._stopping.is_set():
-            if pull.poll(timeout=0 if self.running and not self.hold else 2):
-                message = decoder.decode(pull.recv())
+            self._messages.flush()
+            ready, _, _ = select.select([self._messages], [], [], 0 if self.running and not self.hold else 0.002)
+            for data in self._messages.receive() if ready else []:
+                message = decoder.decode(data)
                 self._handle(message)
                 with self._changed:
                     self.received.append(message)
                     self._changed.notify_all()
-            elif not self.hold:
+            if not ready and not self.hold:
                 for running in list(self.running.values()):
                     self._step(running)
+        self._messages.close()
+
+    def send(self, message: io.SchedulerOutput) -> None:
+        self._messages.send(msgspec.msgpack.encode(message))
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, io.TokenizedGenerateReq):
@@ -121,7 +122,7 @@ class FakeScheduler:
         else:
             reply = self.control(message) if self.control else io.ControlReply(id=message.id, success=True)
             if reply is not None:
-                self._push.send(msgspec.msgpack.encode(reply))
+                self.send(reply)
 
     def _step(self, running: Running) -> None:
         left = running.script[running.sent :]
@@ -159,4 +160,4 @@ class FakeScheduler:
             values: list[float | None] = [None, *(-i / 10 for i in ids[1:])]
             out.prompt_logprobs[0] = io.PromptLogprobs(token_ids=ids, logprobs=values)
         running.sent += len(tokens)
-        self._push.send(msgspec.msgpack.encode(out))
+        self.send(out)

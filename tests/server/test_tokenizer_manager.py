@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
@@ -331,6 +330,15 @@ def test_closing_a_stream_aborts_its_request(stack: Stack) -> None:
 # -- control ------------------------------------------------------------------------------------------------
 
 
+def test_a_message_that_no_socket_holds_reaches_the_scheduler(stack: Stack) -> None:
+    payload = "A" * (8 << 20)
+    req = io.UpdateWeightsFromTensorReq(serialized_named_tensors=[payload])
+    assert stack.manager.run_sync(stack.manager.control(req), timeout=10).success
+    (received,) = stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq)
+    assert received.serialized_named_tensors == [payload]
+    assert run(stack, input_ids=[10], sampling_params={"max_new_tokens": 2})["output_ids"] == [11, 12]
+
+
 def test_replies_are_matched_by_id_not_by_order(stack: Stack) -> None:
     kept: list[Any] = []
 
@@ -339,7 +347,7 @@ def test_replies_are_matched_by_id_not_by_order(stack: Stack) -> None:
         if len(kept) < 2:
             return None
         reply = io.ControlReply(id=kept[1].id, success=True, message="second")
-        stack.scheduler._push.send(msgspec.msgpack.encode(reply))
+        stack.scheduler.send(reply)
         return io.ControlReply(id=kept[0].id, success=True, message="first")
 
     stack.scheduler.control = swap

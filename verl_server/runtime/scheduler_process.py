@@ -1,8 +1,8 @@
 """One scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.runtime.scheduler_process")`.
 
-Builds this rank's `ModelRunner` and `WeightUpdater`, reports ready, then rank 0 runs the `Scheduler` between two
-ZMQ sockets that the TokenizerManager bound, and every other rank follows it. Ends on SIGTERM (rank 0 between
-two steps), when the parent is gone (`child_main` watches that), or with a traceback.
+Builds this rank's `ModelRunner` and `WeightUpdater`, reports ready, then rank 0 runs the `Scheduler` at its end of
+the socket that the TokenizerManager gave it, and every other rank follows it. Ends on SIGTERM (rank 0 between two
+steps), when the parent is gone (`child_main` watches that), or with a traceback.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import logging
 import math
 import os
 import random
+import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import zmq
 
 from verl_server.child_process import child_main
 from verl_server.io_struct import SchedulerInput, SchedulerOutput
+from verl_server.message_socket import MessageSocket
 from verl_server.runtime.model_runner import ModelRunner, device_of
 from verl_server.runtime.scheduler import Scheduler
 from verl_server.runtime.stager import Stager
@@ -40,34 +42,37 @@ logger = logging.getLogger(__name__)
 
 _STAGER_GRACE = 2.0
 """Seconds that staging gets to end with the process."""
+_LAST_WORDS = 1.0
+"""Seconds that messages which are not sent yet get then."""
 
 
 class SchedulerSockets:
-    """Rank 0's ends of the two message queues, and a doorbell for signals and the stager."""
+    """Rank 0's end of the message socket, and a doorbell for signals and the stager."""
 
-    def __init__(self, in_addr: str, out_addr: str) -> None:
-        self._context = zmq.Context(1)
-        self._input = self._context.socket(zmq.PULL)
-        self._output = self._context.socket(zmq.PUSH)
-        for sock, address in ((self._input, in_addr), (self._output, out_addr)):
-            sock.set_hwm(0)  # nothing is dropped and `send` never blocks
-            sock.setsockopt(zmq.LINGER, 1000)
-            sock.connect(address)
+    def __init__(self, sock: socket.socket) -> None:
+        self._messages = MessageSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._encoder = msgspec.msgpack.Encoder()
         self._doorbell, self._button = socket.socketpair()
         self._doorbell.setblocking(False)
         self._button.setblocking(False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._input, zmq.POLLIN)
-        self._poller.register(self._doorbell.fileno(), zmq.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(self._doorbell, select.POLLIN)
+        self._poller.register(self._messages, select.POLLIN)
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until a message comes, somebody rings, or `seconds` passed."""
-        self._poller.poll(None if seconds is None else math.ceil(seconds * 1000.0))
-        with contextlib.suppress(BlockingIOError):
-            while self._doorbell.recv(4096):  # or every later wait would end at once
-                pass
+        """Sleep until a message comes, somebody rings, or `seconds` passed. What is unsent goes out meanwhile."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self._watch_messages()
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            events = dict(self._poller.poll(None if left is None else math.ceil(left * 1000.0)))
+            if self._doorbell.fileno() in events:
+                self._silence()
+                return
+            if events.get(self._messages.fileno()) != select.POLLOUT:  # a message, the peer's end, or time is up
+                return
+            self._messages.flush()
 
     def ring(self) -> None:
         """End a `wait`, or the next one, from a signal handler or another thread."""
@@ -76,24 +81,41 @@ class SchedulerSockets:
 
     def receive(self) -> list[SchedulerInput]:
         """All messages that are there. What does not decode is logged and dropped."""
+        if self._messages.unsent:
+            self._messages.flush()  # a loop that always has work never waits
         messages: list[SchedulerInput] = []
-        while True:
-            try:
-                data = self._input.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
+        for data in self._messages.receive():
             try:
                 messages.append(self._decoder.decode(data))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)
+        return messages
 
     def send(self, message: SchedulerOutput) -> None:
-        self._output.send(self._encoder.encode(message))
+        self._messages.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        self._context.destroy(linger=1000)
+        """Hang up when everything is sent, or `_LAST_WORDS` seconds have passed."""
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._messages.unsent and time.monotonic() < deadline:
+            select.select([], [self._messages], [], max(0.0, deadline - time.monotonic()))
+            self._messages.flush()
+        self._messages.close()
         self._doorbell.close()
         self._button.close()
+
+    def _watch_messages(self) -> None:
+        """A peer that is gone is not watched: it would wake every wait. (`child_main` ends us, or SIGTERM does.)"""
+        if self._messages.is_closed:
+            with contextlib.suppress(KeyError):
+                self._poller.unregister(self._messages)
+        else:
+            self._poller.register(self._messages, select.POLLIN | (select.POLLOUT if self._messages.unsent else 0))
+
+    def _silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # or every later wait would end at once
+            while self._doorbell.recv(4096):
+                pass
 
 
 class SchedulerLoop:
@@ -151,7 +173,8 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
         worker.follow()
         stager.close(_STAGER_GRACE)
         return
-    sockets = SchedulerSockets(argument["in_addr"], argument["out_addr"])
+    os.set_inheritable(argument["socket"], False)  # a grandchild that held it would hide our end from the parent
+    sockets = SchedulerSockets(socket.socket(fileno=argument["socket"]))
     stager.on_finished = sockets.ring
     loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -24,6 +25,7 @@ import httpx
 
 from verl_server.child_process import ChildProcess, child_main, describe_exit
 from verl_server.errors import ServerDiedError, ServerLaunchError
+from verl_server.message_socket import MessageSocket
 from verl_server.server.http_process import HttpServer, bind_socket
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -33,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _STOP_GRACE = 10.0
 """Seconds that children and open connections get to end by themselves."""
-_UNIX_PATH_LIMIT = 100
 
 Check = Callable[[], None]
 
@@ -47,17 +48,20 @@ class EngineProcesses:
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
         self._model_text = ModelText(server_args)  # first: a wrong path is known before anything is started
-        self._folder = _socket_folder()
+        self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): where the ranks meet
         try:
-            in_addr, out_addr = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
-            self._start_children(in_addr, out_addr)
-            if server_args.node_rank == 0:
-                self.manager = TokenizerManager(server_args, in_addr, out_addr, on_death)
+            messages, schedulers_end = MessageSocket.pair()
+            with schedulers_end:  # closed here when the child has it: then its end shows
+                if server_args.node_rank == 0:
+                    self.manager = TokenizerManager(server_args, messages, on_death)
+                else:
+                    messages.close()
+                self._start_children(schedulers_end)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start_children(self, in_addr: str, out_addr: str) -> None:
+    def _start_children(self, schedulers_end: socket.socket) -> None:
         args = self.server_args
         init_addr = args.dist_init_addr
         if init_addr is None and args.tp_size > 1:
@@ -68,12 +72,12 @@ class EngineProcesses:
                 "server_args": args.to_json(),
                 "tp_rank": tp_rank,
                 "init_addr": init_addr,
-                "in_addr": in_addr,
-                "out_addr": out_addr,
+                "socket": schedulers_end.fileno(),
                 "leftovers": [self._folder],
             }
-            child = ChildProcess(f"scheduler-tp{tp_rank}", "verl_server.runtime.scheduler_process", argument)
-            self.children.append(child)
+            fds = (schedulers_end.fileno(),) if tp_rank == 0 else ()
+            module = "verl_server.runtime.scheduler_process"
+            self.children.append(ChildProcess(f"scheduler-tp{tp_rank}", module, argument, pass_fds=fds))
 
     def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
         """Load the tokenizer meanwhile, wait for all children; returns the first one's scheduler_info."""
@@ -108,15 +112,6 @@ class EngineProcesses:
         for thread in threads:
             thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _socket_folder() -> str:
-    """A private folder (mode 0700) whose path leaves room for the 107 bytes of a Unix socket address."""
-    folder = tempfile.mkdtemp(prefix="verl-server-")
-    if len(folder) < _UNIX_PATH_LIMIT:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix="verl-server-", dir="/tmp")
 
 
 def launch_server(

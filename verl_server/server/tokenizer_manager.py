@@ -1,15 +1,14 @@
-"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the sockets and every request.
+"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the socket and every request.
 
-The loop is created with the manager, in its own thread, for life; sockets, events and states are touched by
-that thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
-Requests go to the scheduler over ZMQ, results and control replies come back through one reader task. When the
-scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
+The loop is created with the manager, in its own thread, for life; socket, events and states are touched by that
+thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
+Requests go to the scheduler over one socket, results and control replies come back on it, without a task in
+between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import itertools
 import logging
 import time
@@ -17,8 +16,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from verl_server.errors import (
     BadRequestError,
@@ -48,6 +45,7 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     WithdrawReq,
 )
+from verl_server.message_socket import MessageSocket
 from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
@@ -70,9 +68,9 @@ _LONG_TEXT = 20_000
 
 class TokenizerManager:
     def __init__(
-        self, server_args: ServerArgs, in_addr: str, out_addr: str, on_death: Callable[[Exception], None] | None = None
+        self, server_args: ServerArgs, messages: MessageSocket, on_death: Callable[[Exception], None] | None = None
     ) -> None:
-        """Start the loop and bind the sockets; `start` follows when the scheduler is ready."""
+        """Start the loop; `start` follows when the scheduler, at the other end of `messages`, is ready."""
         self.server_args = server_args
         self.model_text: ModelText | None = None
         self.scheduler_info: dict[str, Any] = {}
@@ -85,14 +83,14 @@ class TokenizerManager:
         self.weight_version = server_args.weight_version
         self.model_path = server_args.model_path
         self.last_message = time.monotonic()
-        self._addresses = (in_addr, out_addr)
+        self._messages = messages
+        self._waits_for_room = False
         self._on_death = on_death
         self._states: dict[str, ReqState] = {}  # by wire rid
         self._by_rid: dict[str, ReqState] = {}
         self._serial = itertools.count(1)
         self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
         """Control requests without a reply; a future that is done has a caller who gave up."""
-        self._outbox: collections.deque[bytes] = collections.deque()
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -102,18 +100,6 @@ class TokenizerManager:
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._thread = LoopThread("tokenizer-manager")
         self.loop = self._thread.loop
-        self.run_sync(self._open(), timeout=30)
-
-    async def _open(self) -> None:
-        # A context each: one socket is plain (sending never waits), the other asyncio's. A socket shadowed from
-        # one kind to the other would be closed twice, the second time under whoever got its address.
-        self._contexts = zmq.Context(), zmq.asyncio.Context()
-        self._send_socket = self._contexts[0].socket(zmq.PUSH)
-        self._receive_socket = self._contexts[1].socket(zmq.PULL)
-        for socket, address in zip((self._send_socket, self._receive_socket), self._addresses, strict=True):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
 
     def start(self, model_text: ModelText, scheduler_info: dict[str, Any], children: Sequence[Child] = ()) -> None:
         """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
@@ -125,7 +111,8 @@ class TokenizerManager:
 
     async def _start_tasks(self) -> None:
         self._gone = None
-        self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch())]
+        self.loop.add_reader(self._messages.fileno(), self._on_readable)
+        self._tasks = [asyncio.ensure_future(self._watch())]
 
     def run_sync(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """See `LoopThread.run_sync`."""
@@ -308,7 +295,7 @@ class TokenizerManager:
         if self._gone is not None:
             raise _again(self._gone)
 
-    # -- sockets --------------------------------------------------------------------------------------------
+    # -- the scheduler's socket -----------------------------------------------------------------------------
 
     def _encode(self, message: SchedulerInput) -> bytes:
         try:
@@ -317,24 +304,20 @@ class TokenizerManager:
             raise BadRequestError(f"The request holds a number beyond 64 bits, or no valid text: {error}") from None
 
     def _send(self, message: bytes) -> None:
-        self._outbox.append(message)
-        self._flush_outbox()
+        self._messages.send(message)
+        if self._messages.unsent and not self._waits_for_room:
+            self._waits_for_room = True
+            self.loop.add_writer(self._messages.fileno(), self._on_writable)
 
-    def _flush_outbox(self) -> None:
-        """Send in order. Only while the scheduler is still connecting can this have to wait."""
-        if isinstance(self._gone, ServerDiedError):
-            self._outbox.clear()
-        while self._outbox:
-            try:
-                self._send_socket.send(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:
-                self.loop.call_later(0.005, self._flush_outbox)
-                return
-            self._outbox.popleft()
+    def _on_writable(self) -> None:
+        self._messages.flush()
+        if not self._messages.unsent:
+            self._waits_for_room = False
+            self.loop.remove_writer(self._messages.fileno())
 
-    async def _read(self) -> None:
-        while True:
-            data = await self._receive_socket.recv()
+    def _on_readable(self) -> None:
+        """Everything that has come, in order. That the scheduler hung up is no news: `_watch` says why it ended."""
+        for data in self._messages.receive():
             self.last_message = time.monotonic()
             try:
                 message = self._decoder.decode(data)
@@ -343,8 +326,17 @@ class TokenizerManager:
                 else:
                     self._on_reply(message)
             except Exception:
-                # One bad message must not stop the reader, on which every caller depends.
+                # One bad message must not stop the others, on which every caller depends.
                 logger.exception("A message from the scheduler could not be handled.")
+        if self._messages.is_closed:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Safe to repeat."""
+        if (fd := self._messages.fileno()) >= 0:
+            self.loop.remove_reader(fd)
+            self.loop.remove_writer(fd)
+            self._messages.close()
 
     def _on_reply(self, reply: ControlReply) -> None:
         if reply.id not in self._calls:
@@ -458,11 +450,7 @@ class TokenizerManager:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._outbox.clear()
-        self._receive_socket.close(linger=0)
-        self._send_socket.close(linger=0)
-        for context in self._contexts:
-            context.term()
+        self._hang_up()
 
 
 def _name(req: ControlReq) -> str:

@@ -1,7 +1,7 @@
 """What travels when weights travel: descriptions of memory, never the bytes.
 
-`sender` makes these in a trainer process, they cross HTTP as JSON and ZMQ as msgpack, `receiver` opens them
-in each scheduler process. Nothing here can run code, and nothing is pickled.
+`sender` makes these in a trainer process, they cross HTTP as JSON and the message socket as msgpack, `receiver` opens
+them in each scheduler process. Nothing here can run code, and nothing is pickled.
 """
 
 from __future__ import annotations
