@@ -180,8 +180,10 @@ def test_sleep_and_wake(ranks: Ranks) -> None:
     assert [call for call in ranks.runners[-1].calls if call != "synchronize"] == [
         "release_kv_cache",
         "release_weights",
+        "release_cuda_graphs",
         "resume_weights",
         "resume_kv_cache",
+        "resume_cuda_graphs",
     ]
 
 

@@ -45,12 +45,13 @@ class DecodeGraphs:
         # ids, positions, slots, rows, lengths, and how the attention kernel's programs share the work
         self._inputs = PackedInts([self._max_bs] * 5 + [work], kv.device)
         self._captured: dict[int, _Captured] = {}
+        self._present = True
         self._pool: Any = None
         """The memory that all graphs share, once there is one."""
 
     def takes(self, placement: Placement) -> bool:
         """Whether `run` can do this step."""
-        return placement.num_decodes == len(placement.rows) <= self._max_bs
+        return self._present and placement.num_decodes == len(placement.rows) <= self._max_bs
 
     def run(self, placement: Placement) -> Tensor:
         """Logits [entries, vocab_size] of a step that `takes` accepted, good until the next step."""
@@ -63,10 +64,14 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.logits[:n]
 
-    def discard(self) -> None:
-        """Give back the graphs and their memory; they are captured again when needed."""
+    def release(self) -> None:
+        """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
         self._captured.clear()
-        self._pool = None
+        self._pool, self._present = None, False
+
+    def resume(self) -> None:
+        """Graphs are captured again when they are needed."""
+        self._present = True
 
     def _padded(self, placement: Placement, size: int) -> list[npt.NDArray[np.integer]]:
         """Padding entries write into the padding page; attention leaves them out, so what they compute is undefined."""

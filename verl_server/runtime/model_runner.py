@@ -209,11 +209,15 @@ class ModelRunner:
         self.kv.resume()
 
     def release_cuda_graphs(self) -> None:
-        """Give back the memory of captured graphs; they are captured again when steps need them."""
+        """Give back the memory of captured graphs; until they are resumed, decode steps run without."""
         if self._graphs is not None:
+            self.synchronize()
+            self._graphs.release()
             self._release_scratch()
-            self._graphs.discard()
-            torch.cuda.empty_cache()
+
+    def resume_cuda_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.resume()
 
     def release_weights(self) -> None:
         """Give the weights' memory back; kept in host memory if `enable_weights_cpu_backup`, else lost."""

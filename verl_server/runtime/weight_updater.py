@@ -289,6 +289,8 @@ class WeightUpdater:
                 self._before_sleep = before
             elif tag == "kv_cache":
                 agree(self._tp, self._runner.release_kv_cache)
+            else:
+                self._runner.release_cuda_graphs()
         return "Success", None
 
     def _resume(self, tags: list[str] | None) -> Outcome:
@@ -302,6 +304,8 @@ class WeightUpdater:
                     self.state, self._unwritten = "not_loaded", dict.fromkeys(self._runner.weight_map.slots)
             elif tag == "kv_cache":
                 self._take_or_none(self._runner.resume_kv_cache, self._runner.release_kv_cache)
+            else:
+                self._runner.resume_cuda_graphs()
             del self._released[tag]
         return "Success", None
 
