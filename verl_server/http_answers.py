@@ -1,4 +1,4 @@
-"""Bodies and answers of the HTTP interface, as `http_engine` writes and reads them: JSON, errors, event frames.
+"""Bodies and answers of the HTTP interface, as `http_engine` writes and reads them: results, errors, event frames.
 
 An error answer names its class in the X-Verl-Error header, so the same one is raised here as in process.
 """
@@ -9,10 +9,13 @@ import inspect
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 
 from verl_server import errors
+from verl_server.columns import MSGPACK, unpack
 from verl_server.control_connection import Answer
+from verl_server.engine_base import Result
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.io_struct import ControlReply
 
@@ -25,6 +28,20 @@ def encode(body: Any) -> bytes:
         raise BadRequestError(f"The request cannot be written as JSON: {error}") from None
 
 
+def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a `/generate` whose reply may hold columns, which are a fifth as long and give the same result."""
+    return body if body.get("return_text_in_logprobs") else body | {"columnar": True}
+
+
+def read_result(response: httpx.Response) -> Result:
+    """What `/generate` returned, as JSON or msgpack (a server of another make does not know msgpack)."""
+    is_msgpack = response.headers.get("content-type") == MSGPACK
+    content: Result = msgspec.msgpack.decode(response.content) if is_msgpack else orjson.loads(response.content)
+    for result in content if isinstance(content, list) else [content]:
+        unpack(result)
+    return content
+
+
 def read_frame(line: str) -> dict[str, Any] | None:
     """A result of an event-stream line, None for other lines; raises for an error frame."""
     if not line.startswith("data: ") or line == "data: [DONE]":
@@ -32,7 +49,7 @@ def read_frame(line: str) -> dict[str, Any] | None:
     frame: dict[str, Any] = orjson.loads(line[6:])
     if "error" in frame:
         raise error_for_status(int(frame["error"].get("code") or 500), str(frame["error"].get("message")))
-    return frame
+    return unpack(frame)
 
 
 def raise_for(response: httpx.Response | Answer) -> None:

@@ -24,6 +24,7 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 
 from verl_server.child_process import ChildProcess, describe_exit
+from verl_server.columns import MSGPACK
 from verl_server.control_connection import Answer, ControlConnections
 from verl_server.engine_base import EngineBase, Result
 from verl_server.errors import (
@@ -34,7 +35,14 @@ from verl_server.errors import (
     UnansweredError,
     VerlServerError,
 )
-from verl_server.http_answers import control_reply, encode, raise_for, read_frame
+from verl_server.http_answers import (
+    ask_for_columns,
+    control_reply,
+    encode,
+    raise_for,
+    read_frame,
+    read_result,
+)
 from verl_server.io_struct import (
     BeginWeightUpdateReq,
     ContinueGenerationReq,
@@ -157,21 +165,19 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         with self._translated(timeout):
-            response = self._client.post("/generate", **self._request("/generate", body, timeout))
+            response = self._client.post("/generate", **self._generate_request(body, timeout))
         raise_for(response)
-        result: Result = orjson.loads(response.content)
-        return result
+        return read_result(response)
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         async with self._translated_async(timeout):
             client = await self._async_client()
-            response = await client.post("/generate", **self._request("/generate", body, timeout))
+            response = await client.post("/generate", **self._generate_request(body, timeout))
         raise_for(response)
-        result: Result = orjson.loads(response.content)
-        return result
+        return read_result(response)
 
     def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]:
-        request = self._request("/generate", body, timeout)
+        request = self._generate_request(body, timeout)
         with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
                 response.read()
@@ -181,7 +187,7 @@ class HttpServerEngineAdapter(EngineBase):
                     yield frame
 
     async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
-        request = self._request("/generate", body, timeout)
+        request = self._generate_request(body, timeout)
         client = await self._async_client()
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
@@ -190,6 +196,11 @@ class HttpServerEngineAdapter(EngineBase):
             async for line in response.aiter_lines():
                 if (frame := read_frame(line)) is not None:
                     yield frame
+
+    def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+        request = self._request("/generate", ask_for_columns(body), timeout)
+        request["headers"]["Accept"] = MSGPACK
+        return request
 
     async def _async_client(self) -> httpx.AsyncClient:
         """This loop's client: connections belong to the loop that opened them, and end with it."""

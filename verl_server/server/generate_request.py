@@ -76,6 +76,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
+    columnar: bool = False
+    """Token ids and log-probabilities as arrays (`verl_server.columns`). Ours, not SGLang's, which ignores it."""
 
     @classmethod
     def parse(cls, body: Any) -> GenerateReqInput:
@@ -115,6 +117,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         tops = _per_prompt("top_logprobs_num", self.top_logprobs_num, count, n)
         wanted = self._token_ids_logprob(count, n)
         rids = self._rids(count, n)
+        if self.columnar and self.return_text_in_logprobs:
+            raise BadRequestError("columnar replies hold no text of tokens: leave return_text_in_logprobs unset.")
         samples = []
         for i, prompt in enumerate(prompts):
             for k in range(n):

@@ -11,40 +11,66 @@ from verl_server.server.request_state import ReqState
 
 
 class Generation:
-    """The samples of one `/generate` call, in order. Close it when the caller goes away."""
+    """The samples of one `/generate` call, in order. Close it when the caller goes away.
+
+    Its samples call `_on_news`; whoever awaits it is woken once at the end, or with `stream` once for all the news
+    that came meanwhile.
+    """
 
     def __init__(self, states: list[ReqState], is_single: bool, abandon: Callable[[ReqState], None]) -> None:
         self._abandon = abandon
         self.states = states
         self._is_single = is_single and len(states) == 1
+        self._index = {state.req.rid: i for i, state in enumerate(states)}
+        self._running = len(states)
+        self._news: dict[int, ReqState] = {}  # of a stream; in the order in which it came
+        self._results: dict[int, dict[str, Any]] = {}
+        self._collects = False
+        self._wake = asyncio.Event()
+        for state in states:
+            state.on_news = self._on_news
+
+    def _on_news(self, state: ReqState) -> None:
+        i = self._index[state.req.rid]
+        if state.done:
+            self._running -= 1
+            if self._collects and state.error is None:
+                # Now, while the others are still computed, rather than for all of a batch at its end.
+                self._results[i] = state.result()
+        if state.stream:
+            self._news[i] = state
+        if state.stream or not self._running or failure(state) is not None:
+            self._wake.set()
+
+    async def wait(self) -> None:
+        """Until all samples are done. One that failed raises at once, and ends the others."""
+        await self._wake.wait()
+        for state in self.states:
+            if (error := failure(state)) is not None:
+                raise error
 
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The finished object, or a list for a batch or n > 1. A failed sample raises and ends the others."""
-        for state in self.states:
-            await state.progress.wait()
-            raise_failure(state)
-        results = [state.result() for state in self.states]
+        """The finished object, or a list for a batch or n > 1. Raises as `wait`. Not for streams."""
+        self._collects = True
+        await self.wait()
+        results = [self._results.get(i) or state.result() for i, state in enumerate(self.states)]
         return results[0] if self._is_single else results
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
         """(index, state) whenever a sample has news; its last time with `state.done`. Needs stream=True."""
-        pending = dict(enumerate(self.states))
-        waits = {i: asyncio.ensure_future(state.progress.wait()) for i, state in pending.items()}
-        try:
-            while pending:
-                await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
-                for i in [i for i, wait in waits.items() if wait.done()]:
-                    state = pending[i]
-                    state.progress.clear()
-                    if state.done:
-                        del pending[i], waits[i]
-                        raise_failure(state)
-                    else:
-                        waits[i] = asyncio.ensure_future(state.progress.wait())
-                    yield i, state
-        finally:
-            for wait in waits.values():
-                wait.cancel()
+        pending = set(range(len(self.states)))
+        while pending:
+            await self._wake.wait()
+            self._wake.clear()
+            news, self._news = self._news, {}
+            for i, state in news.items():
+                if i not in pending:  # it ended between its news and its turn, and was told as done
+                    continue
+                if state.done:
+                    pending.discard(i)
+                    if (error := failure(state)) is not None:
+                        raise error
+                yield i, state
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -52,10 +78,11 @@ class Generation:
             self._abandon(state)
 
 
-def raise_failure(state: ReqState) -> None:
-    """Raise if the sample got no answer: the scheduler died, or it was refused (abort with an HTTP status)."""
+def failure(state: ReqState) -> Exception | None:
+    """Why the sample got no answer: the scheduler died, or it was refused (abort with an HTTP status)."""
     if state.error is not None:
-        raise state.error
+        return state.error
     reason = state.finish_reason
     if reason is not None and reason.type == "abort" and reason.status_code is not None:
-        raise error_for_status(reason.status_code, reason.message or "Aborted")
+        return error_for_status(reason.status_code, reason.message or "Aborted")
+    return None

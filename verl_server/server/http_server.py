@@ -44,6 +44,7 @@ from verl_server.server.responses import (
     error_object,
     json_response,
     read_json,
+    result_response,
     sse,
     unless_disconnected,
 )
@@ -141,7 +142,7 @@ class NativeApi:
         if obj.stream:
             return EventStream(self._frames(generation), generation.close)
         try:
-            return json_response(await unless_disconnected(request, generation.result()))
+            return result_response(request, await unless_disconnected(request, generation.result()))
         except VerlServerError as error:
             return _generate_error(error)
         finally:

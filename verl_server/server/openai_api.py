@@ -160,7 +160,7 @@ class OpenAIApi:
         if body.stream:
             return EventStream(_chunks(generation, choices, body), generation.close)
         try:
-            await unless_disconnected(request, generation.result())
+            await unless_disconnected(request, generation.wait())
             return json_response(choices.response(generation.states))
         except VerlServerError as error:
             return error_e(error)

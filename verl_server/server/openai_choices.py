@@ -126,8 +126,8 @@ class TextChoices(Choices):
     def logprobs(self, state: ReqState, start: int) -> Any:
         if not state.req.return_logprob:
             return None
-        triples = state.output_token_logprobs[start:]
-        top: list[list[Triple] | None] = list(state.output_top_logprobs[start:])
+        triples = state.output_triples(start)
+        top: list[list[Triple] | None] = [state.triples(c) for c in state.output_top[start:]]
         prompt = state.prompt_logprobs
         if start == 0 and getattr(self._body, "echo", False) and prompt is not None:
             triples = [[v, t, None] for v, t in zip(prompt.logprobs, prompt.token_ids, strict=True)] + triples
@@ -166,8 +166,8 @@ class ChatChoices(Choices):
     def logprobs(self, state: ReqState, start: int) -> Any:
         if not state.req.return_logprob:
             return None
-        triples = state.output_token_logprobs[start:]
-        tops = state.output_top_logprobs[start:] or [None] * len(triples)
+        triples = state.output_triples(start)
+        tops = [state.triples(c) for c in state.output_top[start:]] or [None] * len(triples)
         content = []
         for triple, top in zip(triples, tops, strict=False):
             content.append(self._entry(triple) | {"top_logprobs": [self._entry(t) for t in top or []]})

@@ -1,15 +1,17 @@
 """`ReqState`: one sample in flight in the TokenizerManager, and the result object it becomes.
 
-`extend` takes the scheduler's tokens, decides on stop strings, and keeps everything that `meta_info` reports.
+`extend` takes the scheduler's tokens, decides on stop strings, and keeps everything that `meta_info` reports. It
+runs once for each token of every request, so it only appends; what a caller reads is put together when he reads it.
 Touched by the TokenizerManager's loop only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
+from verl_server import columns
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.tokenizer import Decoder
@@ -30,29 +32,33 @@ class ReqState:
         stream: bool = False,
         logprob_text: bool = False,
         return_prompt_token_ids: bool = False,
+        columnar: bool = False,
     ) -> None:
         self.rid = rid
         self.req = req
         self.decode = decode
         self.stream = stream
         self.return_prompt_token_ids = return_prompt_token_ids
+        self.columnar = columnar
         self._logprob_decode = decode if logprob_text else None
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.finished: float | None = None
         self.output_ids: list[int] = []
+        self.output_logprobs: list[float] = []
+        """One for each of `output_ids`, if they were asked for."""
+        self.output_top: list[TokenLogprobs] = []
+        self.output_requested: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.weight_version = ""
-        self.weight_versions: list[dict[str, Any]] = []
+        self._versions: list[tuple[str, int]] = []  # (version, first token that was sampled under it)
         self.cached_tokens = 0
         self.num_retractions = 0
-        self.output_token_logprobs: list[Triple] = []
-        self.output_top_logprobs: list[list[Triple] | None] = []
-        self.output_token_ids_logprobs: list[list[Triple] | None] = []
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.progress = asyncio.Event()
-        """Set at the end, and with `stream` every `stream_interval` tokens."""
+        self.on_news: Callable[[ReqState], None] = _nobody
+        """Called at the end, and with `stream` every `stream_interval` tokens. Must not raise."""
+        self._triples: list[Triple] = []  # of the first of `output_ids`; grows when a caller looks
         self._framed = 0
         self._interval = req.sampling.stream_interval or 1
         sampling = req.sampling
@@ -64,25 +70,31 @@ class ReqState:
 
     def extend(self, out: BatchTokenIDOut, i: int) -> None:
         """Take entry i of a message; afterwards `finish_reason` or `error` is set if the sample is done."""
-        tokens = out.output_ids[i]
-        self.weight_version = out.weight_version
+        tokens, reason = out.output_ids[i], out.finish_reasons[i]
+        version = out.weight_version
+        self.weight_version = version
         self.cached_tokens = out.cached_tokens[i]
         self.num_retractions = out.num_retractions[i]
-        self.prompt_logprobs = out.prompt_logprobs.get(i, self.prompt_logprobs)
-        kept, matched = self._until_stop(tokens, last=out.finish_reasons[i] is not None)
+        if out.prompt_logprobs:
+            self.prompt_logprobs = out.prompt_logprobs.get(i, self.prompt_logprobs)
+        kept, matched = len(tokens), None
+        if self._text is not None:
+            kept, matched = self._until_stop(self._text, tokens, last=reason is not None)
         if kept:
-            self.first_token = self.first_token or time.monotonic()
-            self._extend_versions(out.weight_version, kept)
-            self.output_ids.extend(tokens[:kept])
+            if self.first_token is None:
+                self.first_token = time.monotonic()
+            if not self._versions or self._versions[-1][0] != version:
+                self._versions.append((version, len(self.output_ids)))
+            self.output_ids += tokens if kept == len(tokens) else tokens[:kept]
             if self.req.return_logprob:
                 self._extend_logprobs(out, i, kept)
         if matched is not None:
             self.finish(FinishReason(type="stop", matched=matched))
-        elif (reason := out.finish_reasons[i]) is not None:
+        elif reason is not None:
             self.finish(reason)
         elif self.stream and len(self.output_ids) - self._framed >= self._interval:
             self._framed = len(self.output_ids)
-            self.progress.set()
+            self.on_news(self)
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -98,30 +110,22 @@ class ReqState:
 
     def _end(self) -> None:
         self.finished = time.monotonic()
-        self.progress.set()
+        self.on_news(self)
 
-    def _until_stop(self, tokens: list[int], last: bool) -> tuple[int, str | None]:
+    @staticmethod
+    def _until_stop(text: OutputText, tokens: list[int], last: bool) -> tuple[int, str | None]:
         """How many of the new tokens belong to the output, and the stop string that the last one completed."""
-        if self._text is None:
-            return len(tokens), None
         for count, token in enumerate(tokens, start=1):
-            if (matched := self._text.push(token)) is not None:
+            if (matched := text.push(token)) is not None:
                 return count, matched
-        return len(tokens), self._text.finish() if last else None
-
-    def _extend_versions(self, version: str, count: int) -> None:
-        start = len(self.output_ids)
-        if not self.weight_versions or self.weight_versions[-1]["version"] != version:
-            self.weight_versions.append({"version": version, "start": start, "end": start})
-        self.weight_versions[-1]["end"] = start + count
+        return len(tokens), text.finish() if last else None
 
     def _extend_logprobs(self, out: BatchTokenIDOut, i: int, kept: int) -> None:
-        pairs = zip(out.output_logprobs[i][:kept], out.output_ids[i][:kept], strict=True)
-        self.output_token_logprobs += [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
+        self.output_logprobs += out.output_logprobs[i][:kept]
         if i in out.top_logprobs:
-            self.output_top_logprobs += [self.triples(c) for c in out.top_logprobs[i][:kept]]
+            self.output_top += out.top_logprobs[i][:kept]
         if i in out.token_ids_logprobs:
-            self.output_token_ids_logprobs += [self.triples(c) for c in out.token_ids_logprobs[i][:kept]]
+            self.output_requested += out.token_ids_logprobs[i][:kept]
 
     # -- what the caller gets -------------------------------------------------------------------------------
 
@@ -134,15 +138,24 @@ class ReqState:
             return self._text.safe_text if self._text is not None else ""
         return self.decode(self._shown_ids())
 
+    @property
+    def weight_versions(self) -> list[dict[str, Any]]:
+        """Spans of the output tokens, [start, end), each sampled under one version."""
+        starts = [start for _, start in self._versions] + [len(self.output_ids)]
+        return [{"version": v, "start": a, "end": b} for (v, a), b in zip(self._versions, starts[1:], strict=True)]
+
     def result(self) -> dict[str, Any]:
-        """The `/generate` object: cumulative for a stream, complete once `done`. Shares no live list."""
+        """The `/generate` object: cumulative for a stream, complete once `done`. Shares no live list.
+
+        With `columnar`, token ids and log-probabilities are bytes, as `columns` lays them out.
+        """
         result: dict[str, Any] = {}
         if self.decode is not None:
             result["text"] = self.text()
-        result["output_ids"] = self.output_ids.copy()
+        result["output_ids"] = columns.ids(self.output_ids) if self.columnar else self.output_ids.copy()
         result["meta_info"] = self.meta_info()
         if self.return_prompt_token_ids:
-            result["prompt_token_ids"] = self.req.input_ids
+            result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
         return result
 
     def meta_info(self) -> dict[str, Any]:
@@ -161,28 +174,59 @@ class ReqState:
             "response_sent_to_client_ts": time.time(),
         }
         if self.done:
-            meta["weight_versions"] = [dict(span) for span in self.weight_versions]
+            meta["weight_versions"] = self.weight_versions
         if self.req.return_logprob:
-            meta |= self._logprob_lists()
+            meta |= self._logprob_columns() if self.columnar else self._logprob_lists()
         return meta
 
     def _logprob_lists(self) -> dict[str, Any]:
         prompt = self.prompt_logprobs
         lists: dict[str, Any] = {
-            "input_token_logprobs": [],
-            "output_token_logprobs": self.output_token_logprobs.copy(),
-            "output_token_logprobs_length": len(self.output_token_logprobs),
+            "input_token_logprobs": self.prompt_triples(),
+            "output_token_logprobs": self.output_triples(),
+            "output_token_logprobs_length": len(self.output_logprobs),
         }
-        if prompt is not None:
-            pairs = zip(prompt.logprobs, prompt.token_ids, strict=True)
-            lists["input_token_logprobs"] = [[value, token, self._logprob_text(token)] for value, token in pairs]
         if self.req.top_logprobs_num > 0:
             lists["input_top_logprobs"] = [self.triples(c) for c in (prompt and prompt.top) or []]
-            lists["output_top_logprobs"] = self.output_top_logprobs.copy()
+            lists["output_top_logprobs"] = [self.triples(c) for c in self.output_top]
         if self.req.token_ids_logprob is not None:
             lists["input_token_ids_logprobs"] = [self.triples(c) for c in (prompt and prompt.requested) or []]
-            lists["output_token_ids_logprobs"] = self.output_token_ids_logprobs.copy()
+            lists["output_token_ids_logprobs"] = [self.triples(c) for c in self.output_requested]
         return lists
+
+    def _logprob_columns(self) -> dict[str, Any]:
+        """`_logprob_lists`, laid out by `columns`."""
+        prompt = self.prompt_logprobs
+        prompt_pairs = (prompt.logprobs, prompt.token_ids) if prompt is not None else ([], [])
+        arrays: dict[str, Any] = {
+            "input_token_logprobs": columns.prompt(*prompt_pairs),
+            "output_token_logprobs": columns.logprobs(self.output_logprobs),
+            "output_token_logprobs_length": len(self.output_logprobs),
+        }
+        if self.req.top_logprobs_num > 0:
+            arrays["input_top_logprobs"] = columns.candidates((prompt and prompt.top) or [])
+            arrays["output_top_logprobs"] = columns.candidates(self.output_top)
+        if self.req.token_ids_logprob is not None:
+            arrays["input_token_ids_logprobs"] = columns.candidates((prompt and prompt.requested) or [])
+            arrays["output_token_ids_logprobs"] = columns.candidates(self.output_requested)
+        return arrays
+
+    def output_triples(self, start: int = 0) -> list[Triple]:
+        """[log-probability, id, text] of the output from token `start` on; [] if they were not asked for."""
+        known = len(self._triples)
+        new = zip(self.output_logprobs[known:], self.output_ids[known:], strict=False)  # no logprobs: no triples
+        if self._logprob_decode is None:
+            self._triples += [[logprob, token, None] for logprob, token in new]
+        else:
+            self._triples += [[logprob, token, self._logprob_decode([token])] for logprob, token in new]
+        return self._triples[start:]
+
+    def prompt_triples(self) -> list[Triple]:
+        """The same of the prompt from `logprob_start_len` on."""
+        if self.prompt_logprobs is None:
+            return []
+        pairs = zip(self.prompt_logprobs.logprobs, self.prompt_logprobs.token_ids, strict=True)
+        return [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
 
     def _shown_ids(self) -> list[int]:
         reason = self.finish_reason
@@ -192,6 +236,7 @@ class ReqState:
         return self.output_ids
 
     def triples(self, candidates: TokenLogprobs | None) -> list[Triple] | None:
+        """The same of the candidates at one position."""
         if candidates is None:
             return None
         pairs = zip(candidates.logprobs, candidates.token_ids, strict=True)
@@ -199,6 +244,10 @@ class ReqState:
 
     def _logprob_text(self, token: int) -> str | None:
         return self._logprob_decode([token]) if self._logprob_decode is not None else None
+
+
+def _nobody(state: ReqState) -> None:
+    """Listens to a sample that was not given to a `Generation` yet."""
 
 
 def finish_reason_dict(reason: FinishReason | None) -> dict[str, Any] | None:

@@ -8,16 +8,19 @@ its class in the `X-Verl-Error` header, from which `HttpServerEngineAdapter` rai
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
 
 T = TypeVar("T")
@@ -36,8 +39,25 @@ class ClientDisconnectedError(Exception):
 
 
 def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, status_code, headers, media_type="application/json")
+    return Response(_json(content), status_code, headers, media_type="application/json")
+
+
+def result_response(request: Request, content: Any) -> Response:
+    """What `/generate` returns: msgpack to a client whose Accept header names it, else JSON."""
+    if MSGPACK not in request.headers.get("accept", ""):
+        return json_response(content)
+    return Response(msgspec.msgpack.encode(content), media_type=MSGPACK)
+
+
+def _json(content: Any) -> bytes:
+    return orjson.dumps(content, default=_base64, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _base64(value: Any) -> str:
+    """JSON has no bytes: a column of a columnar result becomes base64 text."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"a {type(value).__name__} has no JSON form")
+    return base64.b64encode(value).decode("ascii")
 
 
 def error_headers(error: Exception) -> dict[str, str]:
@@ -164,7 +184,7 @@ class EventStream(StreamingResponse):
 
 def sse(content: Any) -> bytes:
     """One frame of an event stream."""
-    return b"data: " + orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+    return b"data: " + _json(content) + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"

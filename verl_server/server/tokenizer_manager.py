@@ -203,6 +203,7 @@ class TokenizerManager:
             stream=obj.stream,
             logprob_text=obj.return_text_in_logprobs,
             return_prompt_token_ids=obj.return_prompt_token_ids,
+            columnar=obj.columnar,
         )
 
     @property

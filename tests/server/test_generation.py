@@ -1,0 +1,102 @@
+"""`Generation`: when its caller is woken, and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from verl_server.errors import ServerDiedError, ServerUnavailableError
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.sampling_params import SamplingParams
+from verl_server.server.generation import Generation
+from verl_server.server.request_state import ReqState
+
+
+def make(count: int, stream: bool = False, **sampling: Any) -> Generation:
+    params = SamplingParams(max_new_tokens=4, **sampling)
+    reqs = [TokenizedGenerateReq(rid=f"{i}", input_ids=[1], sampling=params) for i in range(count)]
+    return Generation([ReqState(req.rid, req, None, stream=stream) for req in reqs], False, lambda state: None)
+
+
+def step(generation: Generation, i: int, tokens: list[int], reason: FinishReason | None = None) -> None:
+    """The scheduler's next tokens of sample i."""
+    out = BatchTokenIDOut(
+        rids=[""],
+        output_ids=[tokens],
+        output_logprobs=[[]],
+        finish_reasons=[reason],
+        weight_version="1",
+        cached_tokens=[0],
+        num_retractions=[0],
+    )
+    generation.states[i].extend(out, 0)
+
+
+END = FinishReason(type="length", length=1)
+
+
+def test_a_caller_is_woken_once_when_all_are_done() -> None:
+    async def main() -> None:
+        generation = make(3)
+        call = asyncio.ensure_future(generation.result())
+        for i in (2, 0, 1):
+            step(generation, i, [i])
+            await asyncio.sleep(0)
+            assert not generation._wake.is_set()
+            step(generation, i, [i], END)
+        results = await asyncio.wait_for(call, 5)
+        assert [r["output_ids"] for r in results] == [[0, 0], [1, 1], [2, 2]], "in order, whoever ended first"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_one_failure_ends_the_wait_for_the_others(failed: int) -> None:
+    async def main() -> None:
+        generation = make(2)
+        call = asyncio.ensure_future(generation.result())
+        await asyncio.sleep(0)
+        generation.states[failed].fail(ServerDiedError("gone"))
+        with pytest.raises(ServerDiedError, match="gone"):
+            await asyncio.wait_for(call, 5)
+        refused = make(2)
+        step(refused, failed, [], FinishReason(type="abort", message="full", status_code=503))
+        with pytest.raises(ServerUnavailableError, match="full"):
+            await asyncio.wait_for(refused.result(), 5)
+
+    asyncio.run(main())
+
+
+def test_a_stream_is_told_all_the_news_at_once_and_each_end_once() -> None:
+    async def main() -> None:
+        generation = make(2, stream=True)
+        seen: list[tuple[int, int, bool]] = []
+        for token in range(3):
+            step(generation, 1, [token])
+        step(generation, 0, [5])
+        async for i, state in generation.updates():
+            seen.append((i, len(state.output_ids), state.done))
+            if len(seen) == 1:  # before sample 0, which has news too, has its turn
+                step(generation, 0, [6], END)
+            elif len(seen) == 2:
+                step(generation, 1, [7])
+                step(generation, 1, [8], END)
+        assert seen == [(1, 3, False), (0, 2, True), (1, 5, True)]
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_frames_come_every_stream_interval_tokens() -> None:
+    async def main() -> None:
+        generation = make(1, stream=True, stream_interval=3)
+        updates = generation.updates()
+        for token in range(2):
+            step(generation, 0, [token])
+        assert not generation._wake.is_set()
+        step(generation, 0, [2])
+        _, state = await asyncio.wait_for(anext(updates), 5)
+        assert state.result()["output_ids"] == [0, 1, 2]
+
+    asyncio.run(main())
