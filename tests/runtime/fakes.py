@@ -3,10 +3,15 @@
 The fake keeps real "KV": one integer for each page slot, made of the token, its position, the weights and the
 KV of the position before, written and read through a page table as the real runner does. The next token is a
 hash of everything it reads through the table, so a stale, aliased or unwritten page changes the output.
+
+With `overlaps` the fake computes late, as a device does: in the order of launches, at the latest when a result is
+asked for, and from the tokens that it sampled itself where the batch says that they are pending.
 """
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,13 +86,27 @@ def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
 
 
 class FakeStep:
-    """A step and its output."""
+    """A step that its runner computes when it comes to it."""
 
-    def __init__(self, output: ForwardOutput) -> None:
-        self._output = output
+    def __init__(self, runner: FakeModelRunner, batch: ForwardBatch, specs: list[SampleSpec]) -> None:
+        self._runner, self._batch, self._specs = runner, batch, specs
+        runner.uncollected += 1
+        self._salt = runner.salt
+        self._failure, runner.fail_later_with = runner.fail_later_with, None
+        self._output: ForwardOutput | None = None
+
+    def compute(self) -> None:
+        assert self._runner.salt == self._salt, "the weights changed under a step in flight"
+        self._output = self._runner.compute(self._batch, self._specs)
 
     def result(self) -> ForwardOutput:
-        return self._output
+        self._runner.compute_until(self)
+        self._runner.uncollected -= 1
+        if self._failure is not None:
+            raise self._failure
+        assert self._output is not None
+        output, self._output = self._output, None  # a second call fails
+        return output
 
 
 class FakeModelRunner:
@@ -98,35 +117,56 @@ class FakeModelRunner:
         self.context_length, self.vocab_size = context_length, VOCAB
         self.device = torch.device("cpu")
         self.overlaps = False
+        self.is_early: Callable[[], bool] = lambda: False
+        """Asked at each launch: has the device done all its work by now?"""
+        self.queue: list[FakeStep] = []
+        self.uncollected = 0
+        """Steps whose result nobody asked for yet."""
+        self.last_tokens = [_GARBAGE] * max_rows
         self.salt = 0
         self.kv = [_GARBAGE] * (num_pages * page_size)
         self.table = [[0] * (context_length // page_size + 1) for _ in range(max_rows)]
         self.batches: list[ForwardBatch] = []
-        self.before_step: Callable[[ForwardBatch], None] | None = None
-        self.after_entry: Callable[[ForwardBatch, int, list[int]], None] | None = None
+        self.on_launch: Callable[[ForwardBatch], None] | None = None
+        self.after_entry: Callable[[ForwardBatch, int, list[int], list[int]], None] | None = None
+        """Told the entry's new tokens and the KV of its whole context."""
         self.fail_with: Exception | None = None
+        """Raised by the next launch."""
+        self.fail_later_with: Exception | None = None
+        """Raised by the result of the next step."""
         self.nan_at: Callable[[list[int]], bool] | None = None
         self.computed_tokens = 0
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> FakeStep:
-        return FakeStep(self._forward(batch, specs))
-
-    def _forward(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> ForwardOutput:
+        assert specs is not None
         self._check_shape(batch, specs)
-        if self.before_step is not None:
-            self.before_step(batch)
-        for row, column, pages in batch.page_updates:
-            self.table[row][column : column + len(pages)] = pages
+        if self.on_launch is not None:
+            self.on_launch(batch)
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             raise error
+        step = FakeStep(self, batch, specs)
+        self.queue.append(step)
+        if not self.overlaps or self.is_early():
+            self.compute_until(step)
+        return step
+
+    def compute_until(self, step: FakeStep) -> None:
+        """Compute what was launched up to `step`, unless it is done."""
+        while step in self.queue:
+            self.queue.pop(0).compute()
+
+    def compute(self, batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+        for row, column, pages in batch.page_updates:
+            self.table[row][column : column + len(pages)] = pages
         contexts = self._write_all(batch)
         self.batches.append(batch)
         out = ForwardOutput([], [], [], [])
-        for spec, entry in zip(specs or [], batch.sample, strict=True):
+        for spec, entry in zip(specs, batch.sample, strict=True):
             kv = contexts[entry]
             token, position = next_token(kv, self.salt), len(kv)
             out.next_ids.append(token)
+            self.last_tokens[batch.rows[entry]] = token
             bad = self.nan_at is not None and self.nan_at(spec.prompt_ids)
             out.logprobs.append(float("nan") if bad else logprob_of(token, position, self.salt))
             out.top_logprobs.append(self._candidates(spec.top_logprobs_num, token))
@@ -138,24 +178,32 @@ class FakeModelRunner:
     def memory_figures(self) -> dict[str, Any]:
         return {"kv_bytes": len(self.kv) * 8}
 
-    def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> None:
+    def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec]) -> None:
         assert len(batch.rows) == len(batch.cached_lens) == len(batch.extend_lens) > 0
         assert len(set(batch.rows)) == len(batch.rows), "one row twice in a batch"
         assert sum(batch.extend_lens) == len(batch.input_ids) and min(batch.extend_lens) >= 1
-        assert specs is not None and len(specs) == len(batch.sample)
+        assert self.overlaps or min(batch.input_ids) >= 0, "a token is pending that was computed long ago"
+        for spec, entry in zip(specs, batch.sample, strict=True):
+            position = batch.cached_lens[entry] + batch.extend_lens[entry]
+            known = len(spec.prompt_ids) + len(spec.output_ids)
+            assert known == position or (position == known + 1 and self.overlaps and not spec.reads_outputs)
 
     def _slot(self, row: int, position: int) -> int:
         return self.table[row][position // self.page_size] * self.page_size + position % self.page_size
 
     def _write_all(self, batch: ForwardBatch) -> list[list[int]]:
         """Write the new tokens of all entries, then read each whole context back."""
-        start = 0
+        start, salt = 0, self.salt
+        new_tokens = []
         for row, cached, extend in zip(batch.rows, batch.cached_lens, batch.extend_lens, strict=True):
+            tokens = batch.input_ids[start : start + extend]
+            if tokens == [-1]:
+                tokens = [self.last_tokens[row]]
             before = self.kv[self._slot(row, cached - 1)] if cached else 1
-            for offset in range(extend):
-                position = cached + offset
-                before = kv_entry(before, batch.input_ids[start + offset], position, self.salt)
+            for position, token in enumerate(tokens, cached):
+                before = kv_entry(before, token, position, salt)
                 self.kv[self._slot(row, position)] = before
+            new_tokens.append(tokens)
             start += extend
         self.computed_tokens += start
         contexts = []
@@ -163,7 +211,7 @@ class FakeModelRunner:
             length = batch.cached_lens[entry] + batch.extend_lens[entry]
             contexts.append([self.kv[self._slot(row, position)] for position in range(length)])
             if self.after_entry is not None:
-                self.after_entry(batch, entry, contexts[-1])
+                self.after_entry(batch, entry, new_tokens[entry], contexts[-1])
         return contexts
 
     def _candidates(self, count: int, token: int) -> TokenLogprobs | None:
@@ -299,10 +347,14 @@ class Harness:
 
     def __init__(self, num_pages: int = 64, page_size: int = 4, max_rows: int = 8, **settings: Any) -> None:
         context_length = settings.pop("context_length", 512)
+        overlaps = settings.pop("overlaps", False)
         settings = {"chunked_prefill_size": 16, "check_invariants": True} | settings
         self.args = ServerArgs(model_path="fake", page_size=page_size, max_running_requests=max_rows, **settings)
         self.clock = Clock()
         self.worker = self.make_worker(num_pages, page_size, max_rows, context_length)
+        self.runner.overlaps = overlaps
+        self.worker.is_recoverable = self.is_recoverable  # type: ignore[method-assign]
+        self.runner.is_early = functools.partial(random.Random(0).choice, [True, False, False])
         self.scheduler = Scheduler(self.args, self.worker, self.receive, self.clock)
         self.sent: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
@@ -317,6 +369,10 @@ class Harness:
         self.weights = FakeWeights(self.runner)
         self.stager = FakeStager()
         return TpWorker(self.runner, self.weights, self.stager, TpGroup())
+
+    def is_recoverable(self, error: Exception) -> bool:
+        """As on a real worker, but what a fake finds wrong fails the test."""
+        return not isinstance(error, AssertionError) and TpWorker.is_recoverable(self.worker, error)
 
     def receive(self, message: SchedulerOutput) -> None:
         self.sent.append(message)
@@ -335,8 +391,10 @@ class Harness:
             if (reason := message.finish_reasons[index]) is not None:
                 self.finished[rid] = reason
 
-    def add(self, rid: str, prompt: Sequence[int], new: int | None = 8, **fields: Any) -> None:
-        sampling = SamplingParams(max_new_tokens=new, temperature=0.0)
+    def add(
+        self, rid: str, prompt: Sequence[int], new: int | None = 8, frequency_penalty: float = 0.0, **fields: Any
+    ) -> None:
+        sampling = SamplingParams(max_new_tokens=new, temperature=0.0, frequency_penalty=frequency_penalty)
         self.scheduler.handle(TokenizedGenerateReq(rid=rid, input_ids=list(prompt), sampling=sampling, **fields))
 
     def abort(self, rid: str) -> None:

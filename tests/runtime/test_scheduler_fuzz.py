@@ -26,7 +26,7 @@ from verl_server.io_struct import (
 from verl_server.runtime.forward_batch import ForwardBatch
 from verl_server.runtime.schedule_batch import Req
 
-from .fakes import Harness, chain, generate, kv_entry, prompt
+from .fakes import VOCAB, Harness, chain, generate, kv_entry, prompt
 
 
 class Shadow:
@@ -34,37 +34,30 @@ class Shadow:
 
     def __init__(self, harness: Harness) -> None:
         self._h = harness
-        self._kv: dict[tuple[str, int], list[int]] = {}  # by rid and number of retractions
-        self._reqs: dict[int, Req] = {}
-        harness.runner.before_step = self.before_step
+        self._kv: dict[tuple[str, int], list[int]] = {}  # by life
+        self._lives: dict[int, list[tuple[str, int]]] = {}  # by id of a batch, of its entries
+        harness.runner.on_launch = self.on_launch
         harness.runner.after_entry = self.after_entry
 
-    def before_step(self, batch: ForwardBatch) -> None:
-        self._reqs = {req.row: req for req in self._h.scheduler.planner.running}
-        salt = self._h.runner.salt
-        newcomers = {row for row, column, _ in batch.page_updates if column == 0}
+    def on_launch(self, batch: ForwardBatch) -> None:
+        reqs = {req.row: req for req in self._h.scheduler.planner.running}
+        self._lives[id(batch)] = [_life(reqs[row]) for row in batch.rows]
         for row, cached in zip(batch.rows, batch.cached_lens, strict=True):
-            req = self._reqs[row]
-            if row in newcomers and not self._is_swap(batch, row, cached, req):
-                # What comes out of the prefix cache was computed under one version, today's.
-                self._kv[_life(req)] = chain(req.token_ids[:cached], salt)
-            assert len(self._kv[_life(req)]) == cached
+            # What a newcomer finds in the prefix cache was computed under one version, today's.
+            if _life(reqs[row]) not in self._kv:
+                self._kv[_life(reqs[row])] = chain(reqs[row].token_ids[:cached], self._h.runner.salt)
 
-    def _is_swap(self, batch: ForwardBatch, row: int, cached: int, req: Req) -> bool:
-        """Page 0 was swapped for the tree's equal page; the request is not new."""
-        known = self._kv.get(_life(req))
-        updates = [pages for r, column, pages in batch.page_updates if r == row and column == 0]
-        return known is not None and len(known) == cached and len(updates[0]) == 1 and cached > 0
-
-    def after_entry(self, batch: ForwardBatch, entry: int, context: list[int]) -> None:
-        req = self._reqs[batch.rows[entry]]
-        kv = self._kv[_life(req)]
-        for position in range(len(kv), len(context)):
-            kv.append(kv_entry(kv[-1] if kv else 1, req.token_ids[position], position, self._h.runner.salt))
-        assert context == kv, f"{req.rid} read wrong KV at {next(i for i, v in enumerate(kv) if context[i] != v)}"
+    def after_entry(self, batch: ForwardBatch, entry: int, tokens: list[int], context: list[int]) -> None:
+        life, salt = self._lives[id(batch)][entry], self._h.runner.salt
+        kv = self._kv[life]
+        assert len(kv) == batch.cached_lens[entry]
+        for token in tokens:
+            kv.append(kv_entry(kv[-1] if kv else 1, token, len(kv), salt))
+        assert context == kv, f"{life} read wrong KV at {next(i for i, v in enumerate(kv) if context[i] != v)}"
 
 
 def _life(req: Req) -> tuple[str, int]:
+    """A request from one retraction to the next."""
     return req.rid, req.num_retractions
 
 
@@ -74,6 +67,7 @@ class Monkey:
     def __init__(self, seed: int, modes: list[str], pause_modes: list[str], memory: bool, **settings: Any) -> None:
         self.rng = random.Random(seed)
         self.h = Harness(**settings)
+        self.h.runner.nan_at = lambda ids: self.rng.random() < 0.005
         self.shadow = Shadow(self.h)
         self.modes, self.pause_modes, self.memory = modes, pause_modes, memory
         self.prompts: dict[str, list[int]] = {}
@@ -92,8 +86,15 @@ class Monkey:
         for _ in range(rng.choice([1, 1, 1, 4])):
             rid = f"r{len(self.prompts)}"
             self.prompts[rid], self.news[rid] = ids, new
-            start = rng.choice([-1, -1, 0, len(ids) // 2])
-            self.h.add(rid, ids, new, return_logprob=rng.random() < 0.5, logprob_start_len=start)
+            self.h.add(
+                rid,
+                ids,
+                new,
+                return_logprob=rng.random() < 0.5,
+                logprob_start_len=rng.choice([-1, -1, 0, len(ids) // 2]),
+                stop_ids=rng.sample(range(9, VOCAB), 40) if rng.random() < 0.3 else [],
+                frequency_penalty=rng.choice([0.0] * 19 + [1.0]),
+            )
 
     def disturb(self) -> None:
         rng, h = self.rng, self.h
@@ -107,6 +108,10 @@ class Monkey:
             h.scheduler.handle(FinishReq(rid=rid))
         elif dice < 0.095:
             h.scheduler.handle(AbortReq(abort_all=True))
+        elif dice < 0.1:
+            h.runner.fail_with = MemoryError("at its launch")
+        elif dice < 0.105:
+            h.runner.fail_later_with = MemoryError("while it ran")
         elif dice < 0.16:
             self.send(UpdateWeightsFromTensorReq(named_tensors=[], mode=rng.choice(self.modes)))
         elif dice < 0.18:
@@ -155,10 +160,13 @@ class Monkey:
         for rid, reason in h.finished.items():
             if reason.type == "length":
                 assert len(h.tokens[rid]) == self.news[rid]
+            elif reason.type == "stop":
+                assert reason.matched in ("NaN happened", *h.tokens[rid][-1:])
             else:
-                assert reason.type == "abort" and reason.status_code in (None, 503)
+                assert reason.type == "abort" and reason.status_code in (None, 500, 503)
             if h.logprobs[rid]:
                 assert len(h.logprobs[rid]) == len(h.tokens[rid])
+        assert h.runner.uncollected == 0
         planner = h.scheduler.planner
         planner.cache.evict(planner.pages.num_pages)
         assert planner.pages.available == planner.pages.num_pages
@@ -169,28 +177,37 @@ LARGE = {"num_pages": 200, "page_size": 4, "max_rows": 8, "chunked_prefill_size"
 ODD = {"num_pages": 70, "page_size": 1, "max_rows": 5, "chunked_prefill_size": 7}
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, LARGE, ODD], ids=["tiny", "large", "page1"])
 @pytest.mark.parametrize("seed", range(3))
-def test_everything_at_once(seed: int, settings: dict[str, Any]) -> None:
+def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool) -> None:
     monkey = Monkey(
         seed,
         modes=["wait", "in_place", "retract", "abort"],
         pause_modes=["abort", "retract", "in_place"],
         memory=True,
+        overlaps=overlaps,
         **settings,
     )
     monkey.play(300)
     monkey.check_ends()
+    reasons = monkey.h.finished.values()
+    assert {reason.type for reason in reasons} == {"length", "stop", "abort"}
+    assert any(reason.matched == "NaN happened" for reason in reasons)
+    assert any(reason.status_code == 500 for reason in reasons), "no step failed"
     planner = monkey.h.scheduler.planner
     assert planner.num_cached_tokens > 0 and (settings is LARGE or planner.num_retractions > 0)
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, ODD], ids=["tiny", "page1"])
 @pytest.mark.parametrize("seed", range(2))
-def test_wait_mode_computes_every_request_under_one_version(seed: int, settings: dict[str, Any]) -> None:
+def test_wait_mode_computes_every_request_under_one_version(
+    seed: int, settings: dict[str, Any], overlaps: bool
+) -> None:
     """Only updates that wait, and a pause only to freeze while no update is asked for: seen from outside, every
     stream equals the reference of the one version that it names."""
-    monkey = Monkey(100 + seed, modes=["wait"], pause_modes=["abort"], memory=False, **settings)
+    monkey = Monkey(100 + seed, ["wait"], ["abort"], memory=False, overlaps=overlaps, **settings)
     monkey.play(300)
     monkey.check_ends()
     seen = set()
@@ -204,8 +221,9 @@ def test_wait_mode_computes_every_request_under_one_version(seed: int, settings:
     assert len(seen) > 5
 
 
-def test_disabled_cache_under_disturbance() -> None:
-    settings = TINY | {"disable_radix_cache": True}
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
+def test_disabled_cache_under_disturbance(overlaps: bool) -> None:
+    settings = TINY | {"disable_radix_cache": True, "overlaps": overlaps}
     monkey = Monkey(7, ["wait", "in_place", "retract"], ["retract", "in_place"], memory=False, **settings)
     monkey.play(200)
     monkey.check_ends()

@@ -100,6 +100,10 @@ class WeighedRunner(FakeModelRunner):
 
     def resume_kv_cache(self) -> None: ...
 
+    def release_cuda_graphs(self) -> None: ...
+
+    def resume_cuda_graphs(self) -> None: ...
+
 
 class TurnedStager:
     """Same interface as `Stager`, with real sources; `turn` does what its thread would do."""
@@ -293,7 +297,9 @@ class Monkey:
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
         WeighedHarness.has_backup = seed % 2 == 1
-        self.h = WeighedHarness(num_pages=40, max_rows=6, weight_update_lease=12.0, control_timeout=100.0)
+        self.h = WeighedHarness(
+            num_pages=40, max_rows=6, weight_update_lease=12.0, control_timeout=100.0, overlaps=seed % 4 >= 2
+        )
         self.book = self.h.book
         self.shadow = Shadow(self.h)
         self.serial = self.made = 0
