@@ -65,7 +65,7 @@ def extend_kernel(
     start, stop = tl.load(q_starts + entry), tl.load(q_starts + entry + 1)
     # The last tokens of an entry see most keys: their tiles come first, so that short ones fill the end.
     first = (tl.cdiv(stop - start, BLOCK_Q) - 1 - (tile - start // BLOCK_Q - entry)) * BLOCK_Q
-    if first < 0:
+    if (first < 0) | (first >= stop - start):
         return
     before = tl.load(cached + entry)
     pages = page_table + tl.load(rows + entry).to(tl.int64) * stride_row

@@ -18,24 +18,10 @@ from verl_server.models.loader import WeightSlot
 from verl_server.models.ops import TORCH_OPS, Ops
 from verl_server.runtime.tp_group import TpGroup
 
-_ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 def _weight(*shape: int) -> nn.Parameter:
     """A placeholder of the default dtype and device: `ModelRunner` puts its weights arena behind it."""
     return nn.Parameter(torch.zeros(*shape), requires_grad=False)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for x [tokens, in].
-
-    On the CPU in fp32 torch calls MKL, which leaves AVX-512 unused on AMD; oneDNN's product, on the same plain
-    weights, is more than twice as fast there (and no slower on Intel).
-    """
-    if _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu":
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    return F.linear(x, weight, bias)
 
 
 class RMSNorm(nn.Module):
@@ -106,15 +92,17 @@ class FusedColumnLinear(nn.Module):
     (KV heads under a larger `tp_size`) neighbouring ranks hold copies of the same shard.
     """
 
-    def __init__(self, tp: TpGroup, in_size: int, parts: dict[str, tuple[int, int]], bias: bool) -> None:
+    def __init__(
+        self, tp: TpGroup, in_size: int, parts: dict[str, tuple[int, int]], bias: bool, ops: Ops = TORCH_OPS
+    ) -> None:
         super().__init__()
-        self._tp, self._in_size, self._parts = tp, in_size, parts
+        self._tp, self._in_size, self._parts, self._ops = tp, in_size, parts, ops
         rows = sum(full // shards for full, shards in parts.values())
         self.weight = _weight(rows, in_size)
         self.bias = _weight(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         start = 0
@@ -137,16 +125,16 @@ class FusedColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """A linear whose input columns are sharded over the ranks; the partial products are summed."""
 
-    def __init__(self, tp: TpGroup, in_size: int, out_size: int, bias: bool) -> None:
+    def __init__(self, tp: TpGroup, in_size: int, out_size: int, bias: bool, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
-        self._tp, self._in_size = tp, in_size
+        self._tp, self._in_size, self._ops = tp, in_size, ops
         self.weight = _weight(out_size, in_size // tp.size)
         self.bias = _weight(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        out = self._tp.all_reduce(linear(x, self.weight))
+            return self._ops.linear(x, self.weight, self.bias)
+        out = self._tp.all_reduce(self._ops.linear(x, self.weight, None))
         return out if self.bias is None else out.add_(self.bias)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -162,9 +150,9 @@ class RowLinear(nn.Module):
 class VocabParallel(nn.Module):
     """An embedding table or output head, rows sharded over the ranks; the last shard is padded."""
 
-    def __init__(self, tp: TpGroup, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, tp: TpGroup, vocab_size: int, hidden_size: int, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
-        self._tp, self._vocab_size = tp, vocab_size
+        self._tp, self._vocab_size, self._ops = tp, vocab_size, ops
         self._rows = -(-vocab_size // tp.size)
         self.weight = _weight(self._rows, hidden_size)
         self._first = tp.rank * self._rows
@@ -180,7 +168,7 @@ class VocabParallel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Full-vocabulary logits in the compute dtype, on every rank."""
-        out = self._tp.all_gather_last_dim(linear(hidden, self.weight))
+        out = self._tp.all_gather_last_dim(self._ops.linear(hidden, self.weight, None))
         return out[..., : self._vocab_size]
 
     def slots(self, name: str) -> Iterator[WeightSlot]:

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+_ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 @dataclass(frozen=True)
 class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -21,6 +24,8 @@ class Ops:
     """(x, residual, weight, eps): adds x to residual in place, in their dtype, and norms the sum."""
     silu_mul: Callable[[Tensor], Tensor]
     """(gate_up [tokens, 2 * size]): silu(gate) * up [tokens, size]."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x [tokens, in], weight [out, in], bias [out] or None): x @ weight.T + bias."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,12 +43,25 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """On the CPU in fp32 torch calls MKL, which leaves AVX-512 unused on AMD; oneDNN's product, on the same plain
+    weights, is more than twice as fast there (and no slower on Intel)."""
+    if _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu":
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
+
+
+TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul, linear)
 
 
 def fused_ops() -> Ops:
     """The Triton kernels; ImportError where Triton is missing."""
     from verl_server.kernels.activation import silu_mul
+    from verl_server.kernels.gemv import gemv
     from verl_server.kernels.norms import add_rms_norm, rms_norm
 
-    return Ops(rms_norm, add_rms_norm, silu_mul)
+    def linear_or_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return gemv(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+
+    return Ops(rms_norm, add_rms_norm, silu_mul, linear_or_gemv)

@@ -40,9 +40,9 @@ class ExtendPart:
     cached: Tensor
     """[m] tokens of each entry that come before its new ones."""
     starts: Tensor
-    """[m + 1] first new token of each entry, counted from the first entry of this part."""
+    """[m + 1] first new token of each entry, and the end of the last one's."""
     longest: int
-    """Most new tokens of an entry."""
+    """Most new tokens that an entry may have."""
 
 
 @dataclass
@@ -60,11 +60,10 @@ class PagedStep:
         table, kernels = self.backend.page_table, self.backend.kernels
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         decode, extend = self.decode, self.extend
-        n = 0 if decode is None else len(decode.rows)
         if decode is not None:
-            kernels.decode(q[:n], kv_layer, table, decode.rows, decode.kv_lens, decode.work, out[:n])
+            kernels.decode(q, kv_layer, table, decode.rows, decode.kv_lens, decode.work, out)
         if extend is not None:
-            kernels.extend(q[n:], kv_layer, table, extend.rows, extend.cached, extend.starts, extend.longest, out[n:])
+            kernels.extend(q, kv_layer, table, extend.rows, extend.cached, extend.starts, extend.longest, out)
         return out
 
 
@@ -76,8 +75,10 @@ class PagedBackend:
         self._rotary, self._page_size, self._fused = rotary, page_size, fused
 
     def work(self, kv_lens: Ints) -> npt.NDArray[np.int32]:
-        """The decode kernel's share-out for entries of these lengths, always of the same length."""
-        return self.kernels.host_metadata(kv_lens)
+        """The decode kernel's share-out for entries of these lengths, maybe none, always of the same length."""
+        if len(kv_lens):
+            return self.kernels.host_metadata(kv_lens)
+        return np.zeros_like(self.kernels.host_metadata(np.ones(1, dtype=np.int64)))
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Norm and rotate; keys and values go to the pool. Returns the queries [tokens, heads, head_dim]."""

@@ -28,7 +28,7 @@ _HEAD = "lm_head.weight"
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, tp: TpGroup, ops: Ops) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads // tp.size
@@ -36,8 +36,8 @@ class Attention(nn.Module):
         kv_shards = min(config.num_kv_heads, tp.size)
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": (q_size, tp.size), "k_proj": (kv_size, kv_shards), "v_proj": (kv_size, kv_shards)}
-        self.qkv_proj = FusedColumnLinear(tp, config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = RowLinear(tp, q_size, config.hidden_size, config.o_bias)
+        self.qkv_proj = FusedColumnLinear(tp, config.hidden_size, parts, config.qkv_bias, ops)
+        self.o_proj = RowLinear(tp, q_size, config.hidden_size, config.o_bias, ops)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -59,8 +59,8 @@ class MLP(nn.Module):
         self._ops = ops
         size = config.intermediate_size
         parts = {"gate_proj": (size, tp.size), "up_proj": (size, tp.size)}
-        self.gate_up_proj = FusedColumnLinear(tp, config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = RowLinear(tp, size, config.hidden_size, config.mlp_bias)
+        self.gate_up_proj = FusedColumnLinear(tp, config.hidden_size, parts, config.mlp_bias, ops)
+        self.down_proj = RowLinear(tp, size, config.hidden_size, config.mlp_bias, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, tp: TpGroup, ops: Ops) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, ops)
-        self.self_attn = Attention(config, tp)
+        self.self_attn = Attention(config, tp, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, ops)
         self.mlp = MLP(config, tp, ops)
 
@@ -103,11 +103,11 @@ class Decoder(nn.Module):
         super().__init__()
         check_tp(config, tp.size)
         self.config = config
-        self.embed_tokens = VocabParallel(tp, config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabParallel(tp, config.vocab_size, config.hidden_size, ops)
         self.layers = nn.ModuleList(DecoderLayer(config, tp, ops) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, ops)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else VocabParallel(tp, config.vocab_size, config.hidden_size)
+        self.lm_head = self.embed_tokens if tied else VocabParallel(tp, config.vocab_size, config.hidden_size, ops)
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
 
     def forward(self, ids: Tensor, kv_layers: list[Tensor], step: AttentionStep) -> Tensor:

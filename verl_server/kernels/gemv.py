@@ -1,0 +1,72 @@
+"""A matrix times one vector, at the speed of memory: what a decode step of a single sequence consists of.
+
+Every program holds a few rows of the weight and walks along them. The general product pads one row to a tile, or cuts
+the sum in two and adds the halves in another kernel; this one reads each weight once and writes each output once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [1, in] @ weight.T [in, out] + bias, summed in fp32; `weight` [out, in], contiguous. Returns [1, out]."""
+    rows, size = weight.shape
+    assert x.shape == (1, size) and x.is_contiguous() and weight.is_contiguous()
+    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
+    block_rows, block, warps = _tile(rows, size)
+    _gemv[(triton.cdiv(rows, block_rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        size,
+        bias is not None,
+        block_rows,
+        block,
+        num_warps=warps,
+    )
+    return out
+
+
+def _tile(rows: int, size: int) -> tuple[int, int, int]:
+    """(rows of a program, columns at a time, warps); measured on one H200 for Qwen3-0.6B and 8B."""
+    block = min(2048, size & -size)  # the largest power of two that divides it
+    if block < 256:
+        block = min(1024, triton.next_power_of_2(size))
+    return (1 if block >= 2048 else 2), block, 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gemv(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK)
+    start = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    for k in tl.static_range(0, SIZE, BLOCK):
+        if SIZE % BLOCK == 0 and ROWS % BLOCK_ROWS == 0:
+            tile = tl.load(start + k)
+            vector = tl.load(x + k + column)
+        else:
+            inside = column + k < SIZE
+            tile = tl.load(start + k, mask=inside[None, :] & (row < ROWS)[:, None], other=0.0)
+            vector = tl.load(x + k + column, mask=inside, other=0.0)
+        total += tile.to(tl.float32) * vector.to(tl.float32)[None, :]
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += tl.load(bias + row, mask=row < ROWS, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < ROWS)
