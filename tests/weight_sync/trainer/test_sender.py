@@ -24,6 +24,7 @@ from tests.weight_sync.reading import read, read_handle
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.trainer import exports, sender
+from verl_server.weight_sync.trainer.looks import Look, NamedTensors
 from verl_server.weight_sync.trainer.sender import WeightSender, describe_tensors
 from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -328,9 +329,61 @@ def test_other_memory_at_the_same_address_is_another_description() -> None:
     """The storage, its address and its size are the same; only the arena knows that its memory is gone."""
     sender, tensor = WeightSender(), torch.zeros(1024)
     before = sender.describe([("w", tensor)]).description
-    (region,) = sender._known["w",].regions.values()
-    region.memory_is_alive = lambda: None
+    sender._known["w",]._memories_alive = [lambda: None]
     assert sender.describe([("w", tensor)]).description.id != before.id
+
+
+IN_PLACE: dict[str, Callable[[nn.Parameter], object]] = {
+    "another storage": lambda p: setattr(p, "data", torch.ones(6, 6)),
+    "another storage, while the first lives on": lambda p: (setattr(p, "old", p.data), p.set_(torch.ones(6, 6))),
+    "set_": lambda p: p.set_(torch.ones(6, 6)),
+    "another storage and shape": lambda p: setattr(p, "data", torch.ones(4, 9)),
+    "the same memory in another shape": lambda p: setattr(p, "data", p.data.view(4, 9)),
+    "the same memory in another order": lambda p: p.t_(),
+    "the beginning of it": lambda p: setattr(p, "data", p.data[:3]),
+    "another offset": lambda p: setattr(p, "data", p.data[1:]),
+    "another dtype": lambda p: setattr(p, "data", p.data.view(torch.float16)[:, ::2]),
+    "memory that is another's": lambda p: setattr(p, "data", torch.ones(7, 6)[1:]),
+}
+if exports.can_swap_storages():
+    IN_PLACE["another memory in the same storage"] = lambda p: p.untyped_storage()._swap_data_ptr_(
+        torch.ones(6, 6).untyped_storage()  # type: ignore[attr-defined]
+    )
+
+
+@moves_storages
+@pytest.mark.parametrize("move", IN_PLACE)
+def test_a_glance_at_the_same_objects_sees_what_changed_in_place(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, parameter = WeightSender(), nn.Parameter(torch.arange(36.0).reshape(6, 6))
+    tensors = NamedTensors([("other", torch.zeros(3)), ("w", parameter)])
+    before = sender.describe(tensors).description
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(Look, "at", None)  # a glance is enough
+        parameter.add_(1.0)
+        assert sender.describe(tensors).description is before
+    with torch.no_grad():
+        IN_PLACE[move](parameter)
+    after = sender.describe(tensors).description
+    assert after.id != before.id and torch.equal(read(after)["w"], parameter)
+    with monkeypatch.context() as patched:
+        patched.setattr(Look, "at", None)
+        assert sender.describe(tensors).description is after
+
+
+@moves_storages
+def test_a_glance_is_for_the_same_objects_in_memory_that_is_watched() -> None:
+    sender, parameter = WeightSender(), nn.Parameter(torch.ones(6, 6))
+    tensors = NamedTensors([("w", parameter)])
+    before = sender.describe(tensors).description
+    twin = NamedTensors([("w", nn.Parameter(torch.ones(6, 6)))])
+    assert sender.describe(twin).description.id != before.id
+    unwatched = NamedTensors([("shared", torch.ones(4).share_memory_())])
+    assert sender.describe(unwatched).description is sender.describe(unwatched).description
+    assert sender._known["shared",]._glance is None
+    dying = sender.describe(tensors).description
+    sender._known["w",]._memories_alive = [lambda: None]
+    assert sender.describe(tensors).description.id != dying.id
+    assert sender.describe(NamedTensors([])).description.tensors == []
 
 
 def test_sets_of_names_are_remembered_beside_each_other() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
+from verl_server.weight_sync.trainer.looks import NamedTensors
 from verl_server.weight_sync.trainer.merge import merge, merged_id
 from verl_server.weight_sync.trainer.offers import Offer, Offers
 from verl_server.weight_sync.trainer.sender import Described, Mapping, WeightSender, describe_tensors
@@ -149,11 +150,12 @@ class WeightPusher:
     def _push(
         self, what: str, source: Callable[[], Named], mapping: Mapping | None, send: Send, register: bool = False
     ) -> Any:
-        tensors: list[tuple[str, Any]] = []  # alive until the outcome is known: temporaries have no other owner
+        alive: list[Any] = []  # until the outcome is known: temporaries have no other owner
         mine: list[Described] = []
 
         def prepare() -> bytes:
-            tensors.extend(_expanded(source(), mapping))
+            tensors = _expanded(source(), mapping)
+            alive.append(tensors)
             return msgspec.msgpack.encode(self._part(tensors, mine))
 
         parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, prepare)]
@@ -179,7 +181,7 @@ class WeightPusher:
         return result
 
     def _part(self, tensors: list[tuple[str, Any]], mine: list[Described]) -> _Part:
-        if any(isinstance(value, LocalSerializedTensor) for _, value in tensors):
+        if not isinstance(tensors, NamedTensors) and any(isinstance(t, LocalSerializedTensor) for _, t in tensors):
             return _Part(handles=_handles(tensors, self._ranks))
         described = self._sender.describe(tensors)
         mine.append(described)
@@ -223,19 +225,30 @@ def _listing(source: Source) -> Callable[[], Named]:
     if callable(source):
         return source
     pairs = list(source)
+    if all(_is_pair(pair) and not isinstance(pair[1], LocalSerializedTensor) for pair in pairs):
+        pairs = NamedTensors(pairs)
     return lambda: pairs
 
 
 def _expanded(named: Named, mapping: Mapping | None) -> list[tuple[str, Any]]:
     """(name, tensor) pairs as the server shall see them."""
+    pairs: list[tuple[str, Any]] = named if isinstance(named, NamedTensors) else _checked(named)
+    return pairs if mapping is None else [entry for name, tensor in pairs for entry in mapping(name, tensor)]
+
+
+def _checked(named: Named) -> list[tuple[str, Any]]:
     pairs = list(named)
     for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        if not _is_pair(pair):
             raise BadRequestError(
                 f"named_tensors must give (name, tensor) pairs, not {type(pair).__name__}: pass "
                 "model.named_parameters() or model.state_dict().items()."
             )
-    return pairs if mapping is None else [entry for name, tensor in pairs for entry in mapping(name, tensor)]
+    return pairs
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _handles(tensors: list[tuple[str, Any]], ranks: Ranks) -> list[tuple[str, LocalSerializedTensor]]:

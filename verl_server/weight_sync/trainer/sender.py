@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from verl_server.errors import BadRequestError
 from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
 from verl_server.weight_sync.trainer.cuda_queries import device_frees, wait_for_writes
-from verl_server.weight_sync.trainer.description import PLAIN, Pushed, describe_memory, readable_memory
+from verl_server.weight_sync.trainer.description import Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.trainer.exports import Exports, Region
+from verl_server.weight_sync.trainer.looks import Glance, Look, NamedTensors
 from verl_server.weight_sync.trainer.shards import local_tensor
 from verl_server.weight_sync.trainer.trainer_modules import gathered_by_fsdp
 
@@ -58,30 +59,42 @@ class Described:
 class _Known:
     """The last look at one set of names, without strong references to its memory."""
 
-    def __init__(
-        self, description: WeightsDescription, names_id: str, prints: list[Any], regions: dict[int, Region]
-    ) -> None:
+    def __init__(self, description: WeightsDescription, names_id: str, look: Look, regions: dict[int, Region]) -> None:
         self.description, self.names_id = description, names_id
-        self.prints = prints
-        """One of each tensor; see `_look_at`."""
+        self.look = look
         self.regions = regions
-        """By storage. Their weak references pin the StorageImpls that the prints compare."""
+        """By storage. Their weak references pin the StorageImpls that looks compare."""
         self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.is_copied = any(region.staging is not None for region in regions.values())
         self.moves = 0
         """How often in a row the set was found elsewhere."""
+        self._glance: Glance | None = None
+        self._memories_alive = [r.memory_is_alive for r in regions.values() if r.memory_is_alive is not None]
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
         self._frees: tuple[int, ...] = ()
         """What `device_frees` said before the segments were last looked at, one by one."""
 
-    def is_current(self, prints: list[Any]) -> bool:
-        """Whether every tensor lies where it was described. (Equal prints are about the same, living storages.)"""
-        return (
-            self.prints == prints
-            and all(region.is_there() for region in self.regions.values())
-            and self._segments_are_there()
-        )
+    def is_current(self, tensors: list[Pushed]) -> bool:
+        """Whether every tensor lies where it was described. (Equal looks are at the same, living storages.)"""
+        if self._glance is not None and self._glance.is_same(tensors):
+            return self._memory_is_there()
+        self._glance = None
+        return self.look == Look.at(tensors) and self._memory_is_there()
+
+    def expect(self, tensors: list[Pushed]) -> None:
+        """These lie where it was described. If they are the very ones that come next, a glance will do.
+
+        A glance asks for no storages, so each must lie in memory that is known to be there as long as it lives.
+        """
+        if self._glance is not None or not isinstance(tensors, NamedTensors) or not tensors:
+            return
+        if all(region.memory_is_alive or region.allocation_id for region in self.regions.values()):
+            self._glance = Glance(tensors, self.look)
+
+    def _memory_is_there(self) -> bool:
+        """Whether what was described is still what lies there."""
+        return all(alive() is not None for alive in self._memories_alive) and self._segments_are_there()
 
     def _segments_are_there(self) -> bool:
         """Whether no CUDA memory was given back to the driver, and other memory got its address."""
@@ -112,15 +125,15 @@ class WeightSender:
         Raises BadRequestError for what cannot be pushed, WeightUpdateError when there is no shared memory left;
         every tensor then still holds its values.
         """
-        names = tuple(name for name, _ in tensors)
-        prints = _look_at(tensors)
+        names = tensors.names if isinstance(tensors, NamedTensors) else tuple(name for name, _ in tensors)
         with self._lock:
             known = self._known.get(names)
-            if known is None or not known.is_current(prints):
+            if known is None or not known.is_current(tensors):
                 known = self._describe_anew(names, tensors, known)
             else:
                 known.moves = 0
                 wait_for_writes(known.devices)
+            known.expect(tensors)
             self._known.move_to_end(names)
             if known.is_copied:
                 storages = _storages(tensors)
@@ -136,36 +149,16 @@ class WeightSender:
             del self._known[dead]  # with it goes the shared memory that its tensors were copied into
         wait_for_writes({storage.device for storage in storages.values()})  # before CPU storages are moved
         regions = _exports.regions(storages.values())
-        prints = _look_at(tensors)  # again, for they have moved
-        known = _Known(describe_memory(tensors, regions), _names_id(names), prints, regions)
+        look = Look.at(tensors)  # after that, for they have moved
+        known = _Known(describe_memory(tensors, regions), _names_id(names), look, regions)
         if before is not None:
             known.moves = before.moves + 1
             if known.moves == _MOVES_BEFORE_WARNING:
-                _warn_of_moves(names, before.prints, prints)
+                _warn_of_moves(names, before.look, look)
         self._known[names] = known
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return known
-
-
-def _look_at(tensors: list[Pushed]) -> list[Any]:
-    """A print of each tensor: all that is looked at, at every push, when nothing has moved.
-
-    It differs whenever the tensor lies elsewhere, is another part, or is read in another way.
-    """
-    prints: list[Any] = []
-    for name, value in tensors:
-        memory: Any = value if type(value) in PLAIN else local_tensor(value)
-        part = None if memory is value else _part(value)
-        if type(memory) not in PLAIN:
-            readable_memory(name, value)  # says what is wrong with it
-        try:
-            place = memory.untyped_storage()._cdata, memory.data_ptr(), memory.shape, memory.stride()
-        except (RuntimeError, NotImplementedError):
-            readable_memory(name, value)
-            raise
-        prints.append((part, place, memory.dtype))
-    return prints
 
 
 def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
@@ -176,13 +169,6 @@ def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
         if storage.nbytes():
             found[storage._cdata] = storage
     return found
-
-
-def _part(value: Any) -> Any:
-    """What else than its memory a sharded tensor is."""
-    if isinstance(value, DTensor):
-        return value._spec  # shape, placements and mesh; the same object as long as nothing changes
-    return tuple(value.shape), tuple(value.offset)
 
 
 def _refuse_gathered(tensors: list[Pushed], storages: dict[int, torch.UntypedStorage]) -> None:
@@ -201,8 +187,8 @@ def _names_id(names: tuple[str, ...]) -> str:
     return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
-def _warn_of_moves(names: tuple[str, ...], before: list[Any], now: list[Any]) -> None:
-    moved = [name for name, old, new in zip(names, before, now, strict=True) if old != new]
+def _warn_of_moves(names: tuple[str, ...], before: Look, now: Look) -> None:
+    moved = [names[i] for i in now.differences(before)]
     logger.warning(
         "%d of %d pushed tensors lie in other memory at every push (%s ...), so all of them are opened and planned "
         "again each time. Push the parameters themselves, or views of them, instead of copies.",

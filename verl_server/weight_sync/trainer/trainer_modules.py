@@ -6,14 +6,17 @@ built as they were, that costs a comparison and not a walk.
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_server.errors import BadRequestError
+from verl_server.weight_sync.trainer.looks import NamedTensors
 
 
 class ModuleParameters:
@@ -29,12 +32,13 @@ class ModuleParameters:
         self._module = module
         self._read()
 
-    def named(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) as `named_parameters()` gives them, after resharding.
+    def named(self) -> NamedTensors:
+        """(name, parameter) as `named_parameters()` gives them, after resharding. As long as they are the same objects,
+        so is the list.
 
         Parameters that FSDP2 gathered are other objects than the sharded ones, so they are noticed like any change.
         """
-        if any([*map(id, members.values())] != ids for members, ids in self._members):
+        if [*map(len, self._tables)] != self._sizes or not all(map(operator.is_, self._entries(), self._members)):
             self._read()
         return self._named
 
@@ -43,12 +47,15 @@ class ModuleParameters:
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
-        self._named: list[tuple[str, torch.Tensor]] = list(self._module.named_parameters())
-        # Whether children and parameters are the same objects. They stay alive through `_alive`, so ids are not
-        # used again.
-        tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters) if t]
-        self._members = [(table, [*map(id, table.values())]) for table in tables]
-        self._alive = [list(table.values()) for table in tables]
+        self._named = NamedTensors(self._module.named_parameters())
+        self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters)]
+        self._sizes = [*map(len, self._tables)]
+        self._filled = [table for table in self._tables if table]
+        self._members = [*self._entries()]
+
+    def _entries(self) -> Iterator[Any]:
+        """All children and parameters, one table after the other."""
+        return itertools.chain.from_iterable(map(dict.values, self._filled))
 
 
 def gathered_by_fsdp() -> set[int]:

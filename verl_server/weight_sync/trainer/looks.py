@@ -1,0 +1,126 @@
+"""How a push sees that no tensor has moved: by a look at all of them, or by a glance if they were looked at before.
+
+Called by `sender` at every push, so both are passes over all tensors at C speed. A glance is for tensors that are
+known to be the same objects: then only what can be changed in place is asked.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.distributed.tensor import DTensor
+
+from verl_server.weight_sync.trainer.description import PLAIN, Pushed, readable_memory
+from verl_server.weight_sync.trainer.shards import TensorShard, local_tensor
+
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_stride: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_shape, _dtype, _cdata = operator.attrgetter("shape"), operator.attrgetter("dtype"), operator.attrgetter("_cdata")
+_local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
+
+
+class NamedTensors(list[Pushed]):
+    """(name, tensor) pairs in a list that nobody changes any more: when it comes again, its tensors do."""
+
+    def __init__(self, pairs: Iterable[Pushed]) -> None:
+        super().__init__(pairs)
+        self.names = tuple(name for name, _ in self)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where tensors lie, which parts of full tensors they are, and how they are read.
+
+    Two looks are equal if nothing of that has changed. That the storages are living ones, whose addresses were not
+    used again, whoever compares has to know.
+    """
+
+    parts: list[Any]
+    storages: list[int]
+    addresses: list[int]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def at(cls, tensors: list[Pushed]) -> Look:
+        """Raises BadRequestError for what has no plain memory."""
+        memories, parts = _memories(tensors)
+        try:
+            return cls(
+                parts,
+                [*map(_cdata, map(_storage, memories))],
+                [*map(_address, memories)],
+                [*map(_shape, memories)],
+                [*map(_stride, memories)],
+                [*map(_dtype, memories)],
+            )
+        except (RuntimeError, NotImplementedError):
+            _explain(tensors)
+            raise
+
+    def differences(self, other: Look) -> Iterator[int]:
+        """Positions of tensors of one set that another look sees otherwise."""
+        mine, theirs = (zip(x.storages, x.addresses, x.shapes, x.strides, x.dtypes, strict=True) for x in (self, other))
+        return (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+
+
+class Glance:
+    """Sees whether tensors that were looked at have changed in place: `.data`, `set_`, `resize_`, `t_` and the like.
+
+    torch's guard, which stands before every compiled function, compares types, dtypes, devices, shapes and strides of
+    all tensors in one call: a fifth of the time that asking for them takes. Addresses it does not compare.
+    """
+
+    def __init__(self, tensors: NamedTensors, look: Look) -> None:
+        memories, _ = _memories(tensors)
+        self._tensors = weakref.ref(tensors)
+        self._parts, self._addresses = look.parts, look.addresses
+        shapes: list[Any] = [*map(list, look.shapes)]
+        strides: list[Any] = [*map(list, look.strides)]
+        self._guard: Any = TensorGuards(*memories, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+    def is_same(self, tensors: list[Pushed]) -> bool:
+        """Whether these are the same tensors, at the same addresses, read in the same way. If not, look again."""
+        if self._tensors() is not tensors:
+            return False
+        memories, parts = _memories(tensors)
+        return (
+            all(map(operator.is_, parts, self._parts))
+            and self._guard.check(*memories)
+            and [*map(_address, memories)] == self._addresses
+        )
+
+
+def _memories(tensors: list[Pushed]) -> tuple[list[Any], list[Any]]:
+    """The plain tensor that this rank holds of each, and what else a sharded one is; nothing if none is sharded."""
+    values: list[Any] = [value for _, value in tensors]
+    kinds = set(map(type, values))
+    if kinds.issubset(PLAIN):
+        return values, []
+    if kinds == {DTensor}:
+        memories, parts = [*map(_local, values)], [*map(_spec, values)]
+    else:
+        memories, parts = [*map(local_tensor, values)], [*map(_part, values)]
+    if not set(map(type, memories)).issubset(PLAIN):
+        _explain(tensors)
+    return memories, parts
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec  # shape, placements and mesh; the same object as long as nothing changes
+    return (tuple(value.shape), tuple(value.offset)) if isinstance(value, TensorShard) else None
+
+
+def _explain(tensors: list[Pushed]) -> None:
+    """Raise what is wrong with them, if anything is."""
+    for name, value in tensors:
+        readable_memory(name, value)
