@@ -31,11 +31,12 @@ from .fakes import FakeStager
 class Engine:
     """A scheduler in this process, and what it sent, per request."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        defaults = {"page_size": 4, "max_total_tokens": 2048, "context_length": 256, "check_invariants": True}
-        args = ServerArgs(model_path=str(folder), device="cpu", **(defaults | settings))
+    def __init__(self, folder: Path, overlaps: bool = False, **settings: Any) -> None:
+        defaults = {"page_size": 4, "max_total_tokens": 2048, "context_length": 256, "cpu_threads": 1}
+        args = ServerArgs(model_path=str(folder), device="cpu", check_invariants=True, **(defaults | settings))
         tp = TpGroup()
         runner = ModelRunner(args, tp, torch.device("cpu"))
+        runner.overlaps = overlaps  # on the CPU, too: a step is computed at once, and read a turn later
         sources = WeightSources(runner, tp, args)
         worker = TpWorker(runner, WeightUpdater(runner, tp, sources, args), FakeStager(), tp)
         self.scheduler = Scheduler(args, worker, self.receive)
@@ -56,7 +57,9 @@ class Engine:
                 self.reasons[rid] = reason
 
     def add(self, rid: str, prompt: list[int], new: int) -> None:
-        params = SamplingParams(max_new_tokens=new, temperature=0.0)
+        self.add_sampled(rid, prompt, SamplingParams(max_new_tokens=new, temperature=0.0))
+
+    def add_sampled(self, rid: str, prompt: list[int], params: SamplingParams) -> None:
         params.verify()
         self.scheduler.handle(
             TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling=params, return_logprob=True, logprob_start_len=0)
@@ -93,6 +96,7 @@ def assert_same(engine: Engine, alone: Engine) -> None:
         assert engine.prompt_logprobs[rid][1:] == pytest.approx(alone.prompt_logprobs[rid][1:], abs=1e-4)
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -104,8 +108,10 @@ def assert_same(engine: Engine, alone: Engine) -> None:
     ],
     ids=["batched", "chunked", "few-rows", "page1", "retracting"],
 )
-def test_greedy_output_is_that_of_each_request_alone(settings: dict[str, Any], tiny_llama: Path, alone: Engine) -> None:
-    engine = Engine(tiny_llama, **settings)
+def test_greedy_output_is_that_of_each_request_alone(
+    settings: dict[str, Any], overlaps: bool, tiny_llama: Path, alone: Engine
+) -> None:
+    engine = Engine(tiny_llama, overlaps, **settings)
     for rid, (ids, new) in CASES.items():
         engine.add(rid, ids, new)
     engine.run()
@@ -113,9 +119,10 @@ def test_greedy_output_is_that_of_each_request_alone(settings: dict[str, Any], t
     assert (engine.scheduler.planner.num_retractions > 0) == ("max_total_tokens" in settings)
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_changes_nothing(mode: Any, tiny_llama: Path, alone: Engine) -> None:
-    engine = Engine(tiny_llama)
+def test_a_pause_changes_nothing(mode: Any, overlaps: bool, tiny_llama: Path, alone: Engine) -> None:
+    engine = Engine(tiny_llama, overlaps)
     for rid, (ids, new) in CASES.items():
         engine.add(rid, ids, new)
     for _ in range(5):
