@@ -85,6 +85,7 @@ class Req:
         "private",
         "prompt_ids",
         "prompt_logprobs",
+        "reads_outputs",
         "restarted",
         "rid",
         "row",
@@ -93,6 +94,7 @@ class Req:
         "started",
         "stop_ids",
         "token_ids",
+        "wants_candidates",
     )
 
     def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int, seed: int) -> None:
@@ -117,6 +119,8 @@ class Req:
             top_logprobs_num=message.top_logprobs_num if message.return_logprob else 0,
             token_ids_logprob=message.token_ids_logprob if message.return_logprob else None,
         )
+        self.reads_outputs = self.spec.reads_outputs
+        self.wants_candidates = self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None
         self.prompt_logprobs: PromptLogprobState | None = None
         """Set until they were sent."""
         if message.return_logprob and message.logprob_start_len >= 0:
@@ -164,17 +168,15 @@ class Req:
         limit = len(self.token_ids) - 1
         return limit if self.prompt_logprobs is None else min(limit, self.prompt_logprobs.start)
 
-    def append(self, token: int) -> None:
+    def append(self, token: int) -> FinishReason | None:
+        """Take a sampled token. Returns why the request is over with it, None if it goes on."""
+        self.num_pending -= 1
         self.output_ids.append(token)
         self.token_ids.append(token)
-
-    def finish_reason(self) -> FinishReason | None:
-        """Why the request is over after its newest token, None if it goes on."""
-        output = self.output_ids
-        if output and output[-1] in self.stop_ids:
-            return FinishReason(type="stop", matched=output[-1])
-        if len(output) >= self.max_new_tokens:
-            return FinishReason(type="length", length=len(output))
+        if token in self.stop_ids:
+            return FinishReason(type="stop", matched=token)
+        if len(self.output_ids) >= self.max_new_tokens:
+            return FinishReason(type="length", length=len(self.output_ids))
         return None
 
 
@@ -185,6 +187,8 @@ class ScheduleBatch:
     reqs: list[Req]
     forward: ForwardBatch
     specs: list[SampleSpec]
+    sampled: list[Req]
+    """Those of `reqs` that get a token, parallel to `specs` and `forward.sample`."""
     prefills: list[Req]
     """Those of `reqs` whose prefill this step goes on with, or ends."""
 
@@ -194,36 +198,40 @@ class ScheduleBatch:
 
         Consumes the requests' page updates. A token that is still pending is -1 in `input_ids`.
         """
-        forward = ForwardBatch(rows=[], cached_lens=[], extend_lens=[], input_ids=[], page_updates=[], sample=[])
-        rows, cached_lens, extend_lens = forward.rows, forward.cached_lens, forward.extend_lens
-        input_ids, sample = forward.input_ids, forward.sample
-        specs, prefills = [], []
+        forward = ForwardBatch(
+            rows=[req.row for req in reqs],
+            cached_lens=[req.cached_len for req in reqs],
+            extend_lens=[req.device_len - req.cached_len for req in reqs],
+            input_ids=[],
+            page_updates=[],
+            sample=[],
+        )
+        batch = cls(reqs, forward, [], [], [])
+        input_ids, sample, sampled = forward.input_ids, forward.sample, batch.sampled
         for entry, req in enumerate(reqs):
             cached_len, device_len, tokens = req.cached_len, req.device_len, req.token_ids
-            rows.append(req.row)
-            cached_lens.append(cached_len)
-            extend_lens.append(device_len - cached_len)
-            if device_len - cached_len == 1:
-                input_ids.append(tokens[cached_len] if cached_len < len(tokens) else -1)
+            if cached_len == len(tokens):
+                input_ids.append(-1)
             else:
-                input_ids.extend(tokens[cached_len:device_len])
+                input_ids += tokens[cached_len:device_len]
             if req.page_updates:
-                forward.page_updates.extend([(req.row, column, pages) for column, pages in req.page_updates])
+                forward.page_updates += [(req.row, column, pages) for column, pages in req.page_updates]
                 req.page_updates = []
             if req.prefilling:
-                prefills.append(req)
+                batch.prefills.append(req)
                 if req.prompt_logprobs is not None:
                     _ask_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
             if device_len >= len(tokens) and req.max_new_tokens:
                 sample.append(entry)
-                specs.append(req.spec)
+                sampled.append(req)
                 req.num_pending += 1
             req.cached_len = device_len
-        return cls(reqs, forward, specs, prefills)
+        batch.specs = [req.spec for req in sampled]
+        return batch
 
     def reads_outputs(self) -> bool:
         """Whether the step after this one cannot be launched before the values of these tokens are known."""
-        return any(spec.reads_outputs for spec in self.specs)
+        return any([req.reads_outputs for req in self.sampled])
 
 
 def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:
@@ -282,7 +290,7 @@ class BatchOutput:
             self._out.token_ids_logprobs[index] = [found]
 
     def add_prompt_logprobs(self, index: int, req: Req) -> None:
-        """The prompt's part, once, with the first message."""
+        """The prompt's part, with the first message of a request that asked for it."""
         if req.prompt_logprobs is not None:
             self._out.prompt_logprobs[index] = req.prompt_logprobs.result(req.prompt_ids)
             req.prompt_logprobs = None

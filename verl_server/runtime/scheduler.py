@@ -251,37 +251,34 @@ class Scheduler:
 
         What it gave for requests that ended since it was launched is dropped.
         """
-        reqs = batch.reqs
         for entry, part in output.prompt_logprobs.items():
-            state = reqs[entry].prompt_logprobs
+            state = batch.reqs[entry].prompt_logprobs
             if state is not None:
                 state.add(part)
-        vocab_size = self.worker.runner.vocab_size
+        vocab_size, out = self.worker.runner.vocab_size, self._output
         finished: list[tuple[Req, bool]] = []
         num_tokens = 0
-        for sampled, entry in enumerate(batch.forward.sample):
-            req = reqs[entry]
+        tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
+        for sampled, (req, token, logprob) in enumerate(tokens):
             if req.row < 0:
                 continue
-            req.num_pending -= 1
-            token, logprob = output.next_ids[sampled], output.logprobs[sampled]
             if logprob != logprob or not 0 <= token < vocab_size:  # NaN: the distribution was none
-                reason: FinishReason | None = FinishReason(type="stop", matched="NaN happened")
-                self._output.add(req, reason, [], [])
+                out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
                 finished.append((req, False))
                 continue
             num_tokens += 1
-            req.append(token)
-            reason = req.finish_reason()
-            index = self._output.add(req, reason, [token], [logprob])
-            self._output.add_candidates(index, req, output, sampled)
-            self._output.add_prompt_logprobs(index, req)
+            reason = req.append(token)
+            index = out.add(req, reason, [token], [logprob])
+            if req.wants_candidates:
+                out.add_candidates(index, req, output, sampled)
+            if req.prompt_logprobs is not None:
+                out.add_prompt_logprobs(index, req)
             if reason is not None:
                 finished.append((req, True))
         for req in prefilled:  # max_new_tokens=0: over as soon as the prompt is computed
             if req.max_new_tokens == 0 and not req.prefilling:
-                index = self._output.add(req, FinishReason(type="length", length=0), [], [])
-                self._output.add_prompt_logprobs(index, req)
+                index = out.add(req, FinishReason(type="length", length=0), [], [])
+                out.add_prompt_logprobs(index, req)
                 finished.append((req, True))
         for req, _ in finished:
             del self.requests[req.rid]
