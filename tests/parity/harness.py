@@ -45,7 +45,7 @@ class Sequence:
         return self.spec.prompt_ids + self.spec.output_ids
 
 
-def spec_of(prompt: list[int], seed: int | None = None, top: int = 0, **params: Any) -> SampleSpec:
+def spec_of(prompt: list[int], seed: int = 0, top: int = 0, **params: Any) -> SampleSpec:
     return SampleSpec(
         params=SamplingParams.parse(params),
         seed=seed,

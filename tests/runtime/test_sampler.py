@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_server.runtime.forward_batch import SampleSpec
-from verl_server.runtime.sampler import Sampler, seeded_uniforms
+from verl_server.runtime.candidates import PromptCandidates
+from verl_server.runtime.forward_batch import ForwardOutput, SampleSpec
+from verl_server.runtime.sampler import Sampler
 from verl_server.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -20,7 +21,7 @@ VOCAB = 50
 def spec(
     prompt: tuple[int, ...] = (1, 2, 3),
     output: tuple[int, ...] = (),
-    seed: int | None = None,
+    seed: int = 0,
     stop: tuple[int, ...] = (),
     top: int = 0,
     ids: list[int] | None = None,
@@ -40,7 +41,13 @@ def spec(
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(VOCAB, torch.device("cpu"), random_seed=0)
+    return Sampler(VOCAB, torch.device("cpu"), fused=False)
+
+
+def sample(sampler: Sampler, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
+    """One step, of tokens that follow what the requests hold. The logits are kept."""
+    positions = np.array([len(s.prompt_ids) + len(s.output_ids) for s in specs], dtype=np.int64)
+    return sampler.launch(logits.clone(), specs, positions).read()
 
 
 def random_logits(rows: int = 1, seed: int = 0) -> Tensor:
@@ -48,11 +55,12 @@ def random_logits(rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def draw_counts(sampler: Sampler, logits: Tensor, draws: int = 8000, **params: Any) -> Tensor:
-    batch = [spec(**params) for _ in range(1000)]
+    batch = [spec(seed=seed, **params) for seed in range(1000)]
     counts = torch.zeros(VOCAB)
-    for _ in range(draws // 1000):
-        output = sampler(logits.expand(1000, -1).clone(), batch)
-        counts += torch.bincount(torch.tensor(output.next_ids), minlength=VOCAB)
+    for position in range(draws // 1000):
+        positions = np.full(1000, position, dtype=np.int64)
+        sampled = sampler.launch(logits.expand(1000, -1).clone(), batch, positions)
+        counts += torch.bincount(sampled.ids, minlength=VOCAB)
     return counts
 
 
@@ -100,45 +108,59 @@ def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any])
     assert_distribution(draw_counts(sampler, logits, **params), reference_probs(logits, **params).float())
 
 
-def test_seeded_draws_follow_the_distribution(sampler: Sampler) -> None:
-    """Over seeds at one position, and over positions of one seed."""
+def test_draws_follow_the_distribution_over_seeds_and_over_positions(sampler: Sampler) -> None:
     logits = random_logits()
     probs = reference_probs(logits).float()
-    by_seed = sampler(logits.expand(8000, -1).clone(), [spec(seed=s) for s in range(-4000, 4000)])
-    assert_distribution(torch.bincount(torch.tensor(by_seed.next_ids), minlength=VOCAB).float(), probs)
-    by_position = sampler(logits.expand(4000, -1).clone(), [spec(prompt=(1,) * (n + 1), seed=7) for n in range(4000)])
-    assert_distribution(torch.bincount(torch.tensor(by_position.next_ids), minlength=VOCAB).float(), probs)
+    for seeds in (range(-4000, 4000), range(2**63 - 4000, 2**63), range(0, 2**62, 2**50)):
+        by_seed = sample(sampler, logits.expand(len(seeds), -1), [spec(seed=s) for s in seeds])
+        assert_distribution(torch.bincount(torch.tensor(by_seed.next_ids), minlength=VOCAB).float(), probs)
+    specs = [spec(seed=7) for _ in range(4000)]
+    by_position = sampler.launch(logits.expand(4000, -1).clone(), specs, np.arange(4000))
+    assert_distribution(torch.bincount(by_position.ids, minlength=VOCAB).float(), probs)
 
 
-def test_seeded_uniforms_cover_extreme_seeds() -> None:
-    seeds = np.array([0, 1, 2**64 - 1, 2**63], dtype=np.uint64)
-    values = seeded_uniforms(seeds, np.zeros(4, dtype=np.uint64))
-    assert ((values >= 0) & (values < 1)).all() and len(set(values.tolist())) == 4
-
-
-def test_seeded_draw_ignores_the_batch_around_it(sampler: Sampler) -> None:
+def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler) -> None:
     logits = random_logits(6)
-    for params in ({}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.01}):
-        alone = sampler(logits[2:3].clone(), [spec(seed=11, **params)])
-        around = [spec(), spec(temperature=0.0), spec(seed=11, **params), spec(top_k=20), spec(seed=3), spec(top_p=0.5)]
-        assert sampler(logits.clone(), around).next_ids[2] == alone.next_ids[0]
-    other = Sampler(VOCAB, torch.device("cpu"), random_seed=99)
-    assert (
-        other(logits[2:3].clone(), [spec(seed=11)]).next_ids == sampler(logits[2:3].clone(), [spec(seed=11)]).next_ids
-    )
+    for params in ({}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.01}, {"presence_penalty": 0.5}):
+        alone = sample(sampler, logits[2:3], [spec(seed=11, **params)])
+        around = [
+            spec(),
+            spec(temperature=0.0),
+            spec(seed=11, **params),
+            spec(top_k=20),
+            spec(seed=3, top=2),
+            spec(top_p=0.5, presence_penalty=1.0),
+        ]
+        together = sample(sampler, logits, around)
+        assert together.next_ids[2] == alone.next_ids[0]
+        assert together.logprobs[2] == pytest.approx(alone.logprobs[0], abs=1e-6)
+        again = Sampler(VOCAB, torch.device("cpu"), fused=False)
+        assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
 
 
-def test_unseeded_draws_differ_between_steps_and_repeat_between_servers(sampler: Sampler) -> None:
-    logits, specs = torch.zeros(8, VOCAB), [spec() for _ in range(8)]
-    first, second = (sampler(logits.clone(), specs).next_ids for _ in range(2))
-    assert first != second
-    assert Sampler(VOCAB, torch.device("cpu"), random_seed=0)(logits.clone(), specs).next_ids == first
+def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> None:
+    """Filters that keep every token, zero bias, reported candidates: the same noise decides."""
+    logits = random_logits(300)
+    plain = sample(sampler, logits, [spec(seed=s) for s in range(300)]).next_ids
+    settings: list[dict[str, Any]] = [
+        {"top_k": VOCAB},
+        {"top_p": 1 - 1e-12},
+        {"min_p": 1e-30},
+        {"logit_bias": {"3": 0.0}},
+        {"top": 3},
+        {"ids": [1]},
+        {"min_new_tokens": 1},
+    ]
+    for same in settings:
+        assert sample(sampler, logits, [spec(seed=s, **same) for s in range(300)]).next_ids == plain
+        mixed = [spec(seed=s, **(same if s % 2 else {})) for s in range(300)]
+        assert sample(sampler, logits, mixed).next_ids == plain
 
 
 def test_logprobs_are_before_the_filters_and_after_temperature(sampler: Sampler) -> None:
     logits = random_logits(4)
     specs = [spec(temperature=0.5, top_k=3), spec(temperature=0.0), spec(top_p=0.3), spec(temperature=0.7, top_k=1)]
-    output = sampler(logits.clone(), specs)
+    output = sample(sampler, logits, specs)
     for i, temperature in enumerate((0.5, 1.0, 1.0, 0.7)):
         expected = (logits[i] / temperature).log_softmax(-1)
         assert output.logprobs[i] == pytest.approx(float(expected[output.next_ids[i]]), abs=1e-5)
@@ -147,7 +169,7 @@ def test_logprobs_are_before_the_filters_and_after_temperature(sampler: Sampler)
 
 def test_candidates(sampler: Sampler) -> None:
     logits = random_logits(3)
-    output = sampler(logits.clone(), [spec(top=4, temperature=0.0), spec(ids=[9, 3, 9]), spec(ids=[])])
+    output = sample(sampler, logits, [spec(top=4, temperature=0.0), spec(ids=[9, 3, 9]), spec(ids=[])])
     expected = logits.log_softmax(-1)
     top = output.top_logprobs[0]
     assert top is not None and top.token_ids == expected[0].topk(4).indices.tolist()
@@ -158,7 +180,7 @@ def test_candidates(sampler: Sampler) -> None:
     empty = output.token_ids_logprobs[2]
     assert empty is not None and empty.token_ids == []
     assert output.top_logprobs[1:] == [None, None] and output.token_ids_logprobs[0] is None
-    wide = sampler(logits[:1].clone(), [spec(top=VOCAB + 9)]).top_logprobs[0]
+    wide = sample(sampler, logits[:1], [spec(top=VOCAB + 9)]).top_logprobs[0]
     assert wide is not None and len(wide.token_ids) == VOCAB
 
 
@@ -185,7 +207,7 @@ def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
     plain = spec(temperature=0.0)
     for step, batch in enumerate([[a, plain], [a, plain], [plain, b, a], [c, a, b], [c, b], [a, b, c], [a, c]]):
         logits = random_logits(len(batch), seed=step)
-        output = sampler(logits.clone(), batch)
+        output = sample(sampler, logits, batch)
         for i, s in enumerate(batch):
             expected = penalized(logits[i], s)
             assert output.next_ids[i] == int(expected.argmax())
@@ -196,7 +218,7 @@ def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
 
 def test_masked_stop_ids_have_a_finite_logprob(sampler: Sampler) -> None:
     """-inf would become null in JSON."""
-    output = sampler(random_logits(), [spec(min_new_tokens=1, stop=(2,), ids=[2], top=VOCAB)])
+    output = sample(sampler, random_logits(), [spec(min_new_tokens=1, stop=(2,), ids=[2], top=VOCAB)])
     asked, top = output.token_ids_logprobs[0], output.top_logprobs[0]
     assert asked is not None and top is not None
     assert math.isfinite(asked.logprobs[0]) and asked.logprobs[0] < -1e30
@@ -210,9 +232,9 @@ def test_nan_is_flagged_and_harms_nobody_else(sampler: Sampler, poison: float, p
     logits = random_logits(3)
     healthy = logits[[0, 2]].clone()
     logits[1, 17] = poison
-    output = sampler(logits, [spec(seed=1), spec(**params), spec(seed=2)])
+    output = sample(sampler, logits, [spec(seed=1), spec(**params), spec(seed=2)])
     assert math.isnan(output.logprobs[1]) and 0 <= output.next_ids[1] < VOCAB
-    expected = sampler(healthy, [spec(seed=1), spec(seed=2)])
+    expected = sample(sampler, healthy, [spec(seed=1), spec(seed=2)])
     assert [output.next_ids[0], output.next_ids[2]] == expected.next_ids
     assert all(math.isfinite(output.logprobs[i]) for i in (0, 2))
 
@@ -220,15 +242,46 @@ def test_nan_is_flagged_and_harms_nobody_else(sampler: Sampler, poison: float, p
 def test_all_masked_row_is_flagged(sampler: Sampler) -> None:
     logits = random_logits(1)
     logits[0] = -math.inf
-    output = sampler(logits, [spec()])
+    output = sample(sampler, logits, [spec()])
     assert math.isnan(output.logprobs[0]) and 0 <= output.next_ids[0] < VOCAB
 
 
-def test_extreme_uniforms_never_draw_an_impossible_token(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the very ends of [0, 1) the draw stays on tokens of positive probability."""
-    logits = torch.full((2, VOCAB), -math.inf)
-    logits[:, 10:13] = 0.0
-    ends = np.array([0.0, np.nextafter(1.0, 0.0)])
-    monkeypatch.setattr(sampler, "_uniforms", lambda params, specs: ends.copy())
-    assert sampler(logits.clone(), [spec(), spec()]).next_ids == [10, 12]
-    assert set(sampler(logits.clone(), [spec(top_k=2), spec(top_k=2)]).next_ids) <= {10, 11, 12}
+def test_min_new_tokens_needs_no_output_values(sampler: Sampler) -> None:
+    """The newest tokens may still be on the device: positions alone say how many there are."""
+    logits = torch.full((2, VOCAB), -5.0)
+    logits[:, 2] = 5.0
+    waiting = spec(min_new_tokens=3, stop=(2,), temperature=0.0)
+    stops = [
+        sampler.launch(logits.clone(), [waiting, spec(temperature=0.0)], np.full(2, position)).ids.tolist()
+        for position in range(3, 8)
+    ]
+    assert [first == 2 for first, _ in stops] == [False, False, False, True, True]
+    assert all(second == 2 for _, second in stops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_any_float_type_and_padded_rows(sampler: Sampler, dtype: torch.dtype) -> None:
+    padded = torch.randn(40, VOCAB + 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    specs = [spec(seed=s, **({"top_k": 9} if s % 3 == 0 else {"temperature": 0.7})) for s in range(40)]
+    got = sample(sampler, padded[:, :VOCAB], specs)
+    expected = sample(sampler, padded[:, :VOCAB].float().contiguous(), specs)
+    assert got.next_ids == expected.next_ids and got.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+
+
+def test_prompt_candidates_over_chunks() -> None:
+    """Raw log-probabilities of each target; lists are in the order of the prompt, whatever the chunks."""
+    logits, targets = random_logits(7), [3, 1, 4, 1, 5, 9, 2]
+    prompt = PromptCandidates(targets, top_num=2, requested=[8, 0])
+    for chunk in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        prompt.launch(logits[chunk].clone())
+    part, expected = prompt.read(), logits.log_softmax(-1)
+    assert part.token_ids == targets
+    assert part.logprobs == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets)], abs=1e-5)
+    assert part.top is not None and part.requested is not None
+    for i in range(7):
+        assert part.top[i].token_ids == expected[i].topk(2).indices.tolist()
+        assert part.requested[i].token_ids == [8, 0]
+        assert part.requested[i].logprobs == pytest.approx(expected[i, [8, 0]].tolist(), abs=1e-5)
+    plain = PromptCandidates([1], 0, None)
+    plain.launch(logits[:1].clone())
+    assert plain.read().top is None and plain.read().requested is None

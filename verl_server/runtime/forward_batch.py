@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
-from verl_server.sampling_params import SamplingParams
+from verl_server.sampling_params import TOP_K_ALL, SamplingParams
 
 
 class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
@@ -41,26 +41,37 @@ class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
     """Parallel to `prompt_logprobs`: the prompt token that follows the entry's last new token, -1 if none."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SampleSpec:
-    """What the sampler needs of one request. Built once by the scheduler; the lists are live references."""
+    """What the sampler needs of one request. Built once by the scheduler; the lists are live references.
+
+    Compared by identity: a batch of the same specs has the same parameters.
+    """
 
     params: SamplingParams
-    seed: int | None
-    """`params.sampling_seed`, if given: then the draw depends on (seed, position, distribution) only."""
+    seed: int
+    """int64: `params.sampling_seed`, or the scheduler's choice. A draw depends on (seed, position, distribution)."""
     prompt_ids: list[int]
     output_ids: list[int]
-    """Grows as the request does; penalties and `min_new_tokens` read it."""
+    """Grows as the request does; penalties read it."""
     stop_ids: list[int]
     return_logprob: bool
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
+    reads_outputs: bool = field(init=False)
+    """Whether sampling needs the values of all earlier output tokens on the host."""
+    filtered: bool = field(init=False)
+    """Whether top-k, top-p or min-p may cut tokens."""
+    special: bool = field(init=False)
+    """Whether sampling takes more than a temperature and a draw."""
 
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether sampling needs the values of all earlier output tokens on the host."""
-        params = self.params
-        return params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
+    def __post_init__(self) -> None:
+        p = self.params
+        self.reads_outputs = p.repetition_penalty != 1.0 or bool(p.frequency_penalty or p.presence_penalty)
+        self.filtered = not p.is_greedy and (p.top_p < 1.0 or p.top_k < TOP_K_ALL or p.min_p > 0.0)
+        edited = self.reads_outputs or bool(p.logit_bias) or (p.min_new_tokens > 0 and bool(self.stop_ids))
+        reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None
+        self.special = self.filtered or edited or reported
 
 
 @dataclass(slots=True)

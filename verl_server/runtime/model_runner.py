@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import PromptLogprobs
 from verl_server.models.attention import AttentionStep, plan_attention, to_device
 from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.ops import TORCH_OPS, Ops, fused_ops
 from verl_server.models.transformer import Decoder
+from verl_server.runtime.candidates import PromptCandidates
 from verl_server.runtime.device_arrays import upload
 from verl_server.runtime.forward_batch import ForwardBatch, SampleSpec
 from verl_server.runtime.kv_cache import KVCache, Placement
 from verl_server.runtime.memory_arena import MemoryArena, aligned
 from verl_server.runtime.running_step import RunningStep
-from verl_server.runtime.sampler import Sampled, Sampler, prompt_logprobs
+from verl_server.runtime.sampler import Sampled, Sampler
 from verl_server.runtime.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 
@@ -64,7 +64,7 @@ class ModelRunner:
             load_checkpoint(self.weight_map, folder)
         self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
-        self.sampler = Sampler(self.vocab_size, device, server_args.random_seed)
+        self.sampler = Sampler(self.vocab_size, device, fused=self._fused)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
@@ -79,7 +79,7 @@ class ModelRunner:
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
         """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others."""
         placement = self.kv.place(batch)
-        prompt: dict[int, PromptLogprobs] = {}
+        prompt: dict[int, PromptCandidates] = {}
         if self._graphs is not None and not batch.prompt_logprobs and self._graphs.takes(placement):
             logits = self._graphs.run(placement)
         else:
@@ -166,7 +166,9 @@ class ModelRunner:
             self._last_tokens.index_copy_(0, rows, ids)
         return sampled
 
-    def _prompt_logprobs(self, batch: ForwardBatch, hidden: Tensor, placement: Placement) -> dict[int, PromptLogprobs]:
+    def _prompt_logprobs(
+        self, batch: ForwardBatch, hidden: Tensor, placement: Placement
+    ) -> dict[int, PromptCandidates]:
         """All ranks take part (the logits are gathered); a bounded number of positions at a time."""
         step = max(1, _PROMPT_LOGIT_BYTES // (4 * self.vocab_size))
         result = {}
@@ -176,17 +178,10 @@ class ModelRunner:
         ):
             begin, end = int(starts[entry]) + first, int(starts[entry]) + batch.extend_lens[entry]
             targets = batch.input_ids[begin + 1 : end] + ([next_id] if next_id >= 0 else [])
-            part = PromptLogprobs(
-                token_ids=targets,
-                logprobs=[],
-                top=[] if top_num else None,
-                requested=[] if requested is not None else None,
-            )
-            for i in range(0, len(targets), step):
-                chunk = targets[i : i + step]
-                logits = self.model.logits(hidden[begin + i : begin + i + len(chunk)])
-                prompt_logprobs(part, logits, chunk, top_num, requested)
-            result[entry] = part
+            result[entry] = PromptCandidates(targets, top_num, requested)
+            end = begin + len(targets)
+            for start in range(begin, end, step):
+                result[entry].launch(self.model.logits(hidden[start : min(start + step, end)]))
         return result
 
     def synchronize(self) -> None:

@@ -1,18 +1,20 @@
 """`Penalties`: what is added to logits before temperature, for those rows of a batch that ask for it.
 
 Owned by the `Sampler`. Repetition, frequency and presence penalties read token counts that are kept on the
-device and grow by the new output tokens of each step; `logit_bias` and `min_new_tokens` are sparse.
+device and grow by the new output tokens of each step, which must be known by then (`SampleSpec.reads_outputs`);
+`logit_bias` and `min_new_tokens` are sparse, and need no values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl_server.models.attention import to_device
+from verl_server.models.attention import Ints, to_device
 from verl_server.runtime.forward_batch import SampleSpec
 
 
@@ -44,7 +46,8 @@ class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._counts: _Counts | None = None
-        self._bias: tuple[Tensor, Tensor, Tensor] | None = None
+        self._bias: tuple[Tensor, Tensor] | None = None
+        """Places in the flattened logits, and what to add there."""
         self._min_new: list[tuple[int, SampleSpec]] = []
 
     def set_batch(self, specs: list[SampleSpec]) -> None:
@@ -58,38 +61,39 @@ class Penalties:
         self._bias = self._build_bias(specs)
         self._min_new = [(i, s) for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
 
-    def apply(self, logits: Tensor) -> None:
-        """Change `logits` [n, vocab] in place."""
+    def apply(self, logits: Tensor, positions: Ints) -> None:
+        """Change `logits` [n, vocab], contiguous, in place. `positions` [n] of the tokens to be sampled."""
         if self._counts is not None:
             self._apply_counts(self._counts, logits)
         if self._bias is not None:
-            rows, columns, values = self._bias
-            logits.index_put_((rows, columns), values, accumulate=True)
-        if self._min_new:
-            waiting = [(i, s) for i, s in self._min_new if len(s.output_ids) < s.params.min_new_tokens]
-            rows_and_columns = [(i, stop) for i, s in waiting for stop in s.stop_ids if stop < self._vocab_size]
-            if rows_and_columns:
-                index = to_device(np.array(rows_and_columns, dtype=np.int64).T.copy(), self._device)
-                logits[index[0], index[1]] = -torch.inf
+            places, values = self._bias
+            logits.view(-1).index_add_(0, places, values)
+        places_masked = [
+            row * self._vocab_size + stop
+            for row, spec in self._min_new
+            if positions[row] < len(spec.prompt_ids) + spec.params.min_new_tokens
+            for stop in spec.stop_ids
+            if stop < self._vocab_size
+        ]
+        if places_masked:
+            logits.view(-1).index_fill_(0, self._index(places_masked), -torch.inf)
 
     def _apply_counts(self, counts: _Counts, logits: Tensor) -> None:
         self._count_new_outputs(counts)
-        part = logits[counts.rows]
+        part = logits.index_select(0, counts.rows)
         present = counts.outputs > 0
         factor = torch.where(present | counts.prompts, counts.repetition, 1.0)
         part = torch.where(part > 0, part / factor, part * factor)
         part -= counts.frequency * counts.outputs + counts.presence * present
-        logits[counts.rows] = part
+        logits.index_copy_(0, counts.rows, part)
 
     def _count_new_outputs(self, counts: _Counts) -> None:
-        pairs = []
+        places = []
         for i, member in enumerate(counts.members):
-            pairs += [(i, token) for token in member.spec.output_ids[member.seen_outputs :]]
+            places += [i * self._vocab_size + token for token in member.spec.output_ids[member.seen_outputs :]]
             member.seen_outputs = len(member.spec.output_ids)
-        if pairs:
-            index = to_device(np.array(pairs, dtype=np.int64).T.copy(), self._device)
-            ones = torch.ones(len(pairs), device=self._device)
-            counts.outputs.index_put_((index[0], index[1]), ones, accumulate=True)
+        if places:
+            counts.outputs.view(-1).index_add_(0, self._index(places), torch.ones(len(places), device=self._device))
 
     def _build_counts(self, members: list[_Counted], old: _Counts | None) -> _Counts:
         n = len(members)
@@ -101,7 +105,7 @@ class Penalties:
                 old_row, member.seen_outputs = known[id(member.spec)]
                 outputs[i], prompts[i] = old.outputs[old_row], old.prompts[old_row]
             else:
-                prompts[i, to_device(np.unique(member.spec.prompt_ids), self._device)] = True
+                prompts[i].index_fill_(0, self._index(member.spec.prompt_ids), True)
 
         def column(name: str) -> Tensor:
             values = [getattr(m.spec.params, name) for m in members]
@@ -109,7 +113,7 @@ class Penalties:
 
         return _Counts(
             members=members,
-            rows=to_device(np.array([m.row for m in members], dtype=np.int64), self._device),
+            rows=self._index([m.row for m in members]),
             repetition=column("repetition_penalty"),
             frequency=column("frequency_penalty"),
             presence=column("presence_penalty"),
@@ -117,18 +121,17 @@ class Penalties:
             prompts=prompts,
         )
 
-    def _build_bias(self, specs: list[SampleSpec]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _build_bias(self, specs: list[SampleSpec]) -> tuple[Tensor, Tensor] | None:
         entries = [
-            (i, int(token), bias)
-            for i, s in enumerate(specs)
+            (row * self._vocab_size + int(token), bias)
+            for row, s in enumerate(specs)
             for token, bias in (s.params.logit_bias or {}).items()
             if 0 <= int(token) < self._vocab_size  # the front end refuses others
         ]
         if not entries:
             return None
-        rows, columns, values = zip(*entries, strict=True)
-        return (
-            to_device(np.array(rows, dtype=np.int64), self._device),
-            to_device(np.array(columns, dtype=np.int64), self._device),
-            to_device(np.array(values, dtype=np.float32), self._device),
-        )
+        places, values = zip(*entries, strict=True)
+        return self._index(places), to_device(np.array(values, dtype=np.float32), self._device)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return to_device(np.array(values, dtype=np.int64), self._device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl_server.io_struct import PromptLogprobs
+from verl_server.runtime.candidates import PromptCandidates
 from verl_server.runtime.forward_batch import ForwardOutput
 from verl_server.runtime.sampler import Sampled
 
@@ -18,7 +18,7 @@ from verl_server.runtime.sampler import Sampled
 class RunningStep:
     sampled: Sampled | None
     """None if nothing is sampled, and on ranks that do not sample."""
-    prompt: dict[int, PromptLogprobs] = field(default_factory=dict)
+    prompt: dict[int, PromptCandidates] = field(default_factory=dict)
     done: torch.cuda.Event | None = None
     """Recorded behind the last copy to the host; None if the step was computed while it was launched."""
 
@@ -27,5 +27,5 @@ class RunningStep:
         if self.done is not None:
             self.done.synchronize()
         output = ForwardOutput([], [], [], []) if self.sampled is None else self.sampled.read()
-        output.prompt_logprobs = self.prompt
+        output.prompt_logprobs = {entry: prompt.read() for entry, prompt in self.prompt.items()}
         return output
