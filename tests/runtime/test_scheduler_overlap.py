@@ -19,6 +19,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.runtime.schedule_batch import Req
+from verl_server.runtime.scheduler_process import SchedulerLoop
 from verl_server.sampling_params import SamplingParams
 
 from .fakes import VOCAB, FakeModelRunner, Harness, generate, prompt, update
@@ -248,6 +249,31 @@ def test_memory_is_released_and_the_cache_flushed_with_nothing_in_flight() -> No
     h.scheduler.handle(ReleaseMemoryOccupationReq(id=2))
     h.steps()
     assert h.runner.uncollected == 0 and h.replies[1].success and h.replies[2].success
+
+
+class NoSockets:
+    """Brings no message, and stops its loop after some turns."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+        self.loop: SchedulerLoop | None = None
+
+    def receive(self) -> list[Any]:
+        self.turns -= 1
+        if self.turns == 0 and self.loop is not None:
+            self.loop.stop()
+        return []
+
+    def ring(self) -> None: ...
+
+
+def test_a_loop_that_stops_collects_its_last_step() -> None:
+    h = overlapped()
+    h.add("a", prompt(1, 9), 10)
+    sockets = NoSockets(turns=3)
+    sockets.loop = SchedulerLoop(h.scheduler, sockets)  # type: ignore[arg-type]
+    sockets.loop.run()
+    assert h.runner.uncollected == 0 and h.tokens["a"] == generate(prompt(1, 9), 3, 0)
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------

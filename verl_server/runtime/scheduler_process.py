@@ -139,6 +139,7 @@ class SchedulerLoop:
             for message in sockets.receive():
                 scheduler.handle(message)
             scheduler.advance()
+        scheduler.settle()
 
 
 def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
