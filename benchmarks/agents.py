@@ -1,0 +1,167 @@
+"""Agents for `benchmarks/multi_turn.py`: scripted episodes over token ids, and two ways to play them.
+
+An episode's lengths, waits and observations are drawn from a seed before anything runs, so both ways do the same work;
+only the sampled tokens come from the engine. Each turn sends the whole history and appends what was sampled and what
+the environment then says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_GENERATE_SECONDS = 600.0
+
+
+class Generator(Protocol):
+    """The part of an engine that an agent needs."""
+
+    async def async_generate(
+        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, *, timeout: float | None = None
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens, each as (fewest, most)."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    observation: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that an environment takes for a step: lognormal with a heavy tail, capped."""
+
+    median: float = 0.5
+    sigma: float = 1.5
+    cap: float = 20.0
+    scale: float = 1.0
+    """Multiplies every wait, after the cap."""
+
+    def draw(self, rng: random.Random) -> float:
+        return self.scale * min(self.cap, rng.lognormvariate(math.log(self.median), self.sigma))
+
+
+@dataclass(frozen=True)
+class Turn:
+    output_len: int
+    observation: list[int]
+    wait: float
+
+
+@dataclass(frozen=True)
+class Episode:
+    prompt: list[int]
+    turns: list[Turn]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(turn.output_len for turn in self.turns)
+
+    @property
+    def waiting(self) -> float:
+        return sum(turn.wait for turn in self.turns)
+
+    def reusable_tokens(self) -> int:
+        """Prompt tokens that an earlier turn sent or sampled: what a perfect prefix cache would not compute again."""
+        history, reusable = len(self.prompt), 0
+        for turn in self.turns[:-1]:
+            history += turn.output_len
+            reusable += history
+            history += len(turn.observation)
+        return reusable
+
+
+def make_episodes(
+    agents: int, turns: int, group: int, lengths: Lengths, waits: Waits, vocab_size: int, seed: int
+) -> list[Episode]:
+    """`group` agents in a row start from one prompt, as the samples of a group do."""
+    rng = random.Random(seed)
+
+    def ids(length: tuple[int, int]) -> list[int]:
+        return [rng.randrange(5, vocab_size) for _ in range(rng.randint(*length))]
+
+    prompts = [ids(lengths.prompt) for _ in range(-(-agents // group))]
+    return [
+        Episode(
+            prompts[agent // group],
+            [Turn(rng.randint(*lengths.output), ids(lengths.observation), waits.draw(rng)) for _ in range(turns)],
+        )
+        for agent in range(agents)
+    ]
+
+
+def reusable_tokens(episodes: list[Episode], group: int) -> int:
+    """What all of them could reuse, the prompt of a group included."""
+    shared = sum(len(e.prompt) for i, e in enumerate(episodes) if i % group)
+    return shared + sum(episode.reusable_tokens() for episode in episodes)
+
+
+@dataclass
+class Played:
+    """What a run took, and how many of its prompt tokens came from the prefix cache."""
+
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def count(self, result: dict[str, Any]) -> None:
+        meta = result["meta_info"]
+        self.prompt_tokens += meta["prompt_tokens"]
+        self.cached_tokens += meta["cached_tokens"]
+        self.output_tokens += meta["completion_tokens"]
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+
+async def play_at_own_pace(engine: Generator, episodes: list[Episode], *, waiting: bool = True) -> Played:
+    """Every agent sends its next turn as soon as its own environment has answered."""
+    played = Played()
+
+    async def play(episode: Episode) -> None:
+        history = list(episode.prompt)
+        for turn in episode.turns:
+            result = await engine.async_generate(
+                input_ids=history, sampling_params=_sampling(turn), timeout=_GENERATE_SECONDS
+            )
+            played.count(result)
+            history += result["output_ids"] + turn.observation
+            if waiting:
+                await asyncio.sleep(turn.wait)
+
+    start = time.perf_counter()
+    await asyncio.gather(*map(play, episodes))
+    played.seconds = time.perf_counter() - start
+    return played
+
+
+async def play_in_lock_step(engine: Generator, episodes: list[Episode]) -> Played:
+    """One batch for a turn of all agents, then the slowest environment. The engine has nothing to do in those waits,
+    whose length is known, so they are added to `seconds` and not slept."""
+    played = Played()
+    histories = [list(episode.prompt) for episode in episodes]
+    start = time.perf_counter()
+    for step in range(len(episodes[0].turns)):
+        turns = [episode.turns[step] for episode in episodes]
+        results = await engine.async_generate(
+            input_ids=histories, sampling_params=[_sampling(turn) for turn in turns], timeout=_GENERATE_SECONDS
+        )
+        for history, turn, result in zip(histories, turns, results, strict=True):
+            played.count(result)
+            history += result["output_ids"] + turn.observation
+        played.seconds += max(turn.wait for turn in turns)
+    played.seconds += time.perf_counter() - start
+    return played
+
+
+def _sampling(turn: Turn) -> dict[str, Any]:
+    return {"max_new_tokens": turn.output_len, "ignore_eos": True}

@@ -1,0 +1,32 @@
+"""The program that `benchmarks/startup.py` times: one engine, its first tokens.
+
+Reads the engine's settings as JSON from stdin and prints one line: the moments of each phase on the clock that all
+processes of a host share.
+"""
+
+import time
+
+entered = time.monotonic()
+
+import json  # noqa: E402
+import sys  # noqa: E402
+
+from verl_server.engine import Engine  # noqa: E402
+
+imported = time.monotonic()
+
+
+def main() -> None:
+    settings = json.load(sys.stdin)
+    with Engine(**settings) as engine:
+        ready = time.monotonic()
+        params = {"ignore_eos": True, "temperature": 0.0}
+        engine.generate(input_ids=[5], sampling_params=params | {"max_new_tokens": 1})
+        first_token = time.monotonic()
+        engine.generate(input_ids=[5], sampling_params=params | {"max_new_tokens": 16})
+        moments = {"entered": entered, "imported": imported, "ready": ready, "first_token": first_token}
+        print(json.dumps(moments | {"first_16_tokens": time.monotonic()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Agents with growing histories and slow environments: each at its own pace, against lock step and the ideal.
+
+    python -m benchmarks.multi_turn --device cpu --shape tiny --wait-scale 0.1
+    python -m benchmarks.multi_turn --device cuda --shape 0.6b --agents 128 --turns 8
+
+Every agent plays `--turns` turns: it sends its whole history as token ids, appends what was sampled, waits for its
+environment (lognormal, median 0.5 s, sigma 1.5, capped at 20 s; all drawn from a seed) and appends the observation.
+Prefix cache on, log-probabilities off, through a server process over HTTP.
+
+Four runs, each with an empty prefix cache, one JSON line each. `own_pace`: every agent on its own. `lock_step`: all
+generate, all wait for the slowest (those waits are added to the clock, not slept). `work`: own pace without any wait,
+which is the engine's throughput for this work. `longest_alone`: the episode that takes longest, with nothing beside it.
+Then `ideal_ratio`, own pace to the larger of the last two (no schedule can beat either), `lock_step_ratio`, lock step
+to own pace, and `prefix_hit_rate`, with `limit`, what the token counts allow, and `ratio`, how much of that it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.agents import (
+    Episode,
+    Lengths,
+    Played,
+    Waits,
+    make_episodes,
+    play_at_own_pace,
+    play_in_lock_step,
+    reusable_tokens,
+)
+from benchmarks.options import engine_settings, make_parser, report, report_run
+from benchmarks.shapes import SHAPES, shape_folder
+from verl_server.engine import EngineBase, HttpServerEngineAdapter
+
+LENGTHS = {
+    "tiny": Lengths(prompt=(24, 48), output=(8, 24), observation=(4, 16)),
+    "0.6b": Lengths(prompt=(128, 512), output=(64, 256), observation=(16, 128)),
+    "8b": Lengths(prompt=(128, 512), output=(64, 256), observation=(16, 128)),
+}
+
+
+def benchmark(engine: EngineBase, episodes: list[Episode], group: int) -> None:
+    def run(name: str, work: Coroutine[Any, Any, Played]) -> Played:
+        engine.flush_cache(timeout=10)
+        played = uvloop.run(work)
+        tokens = {"output_tokens": played.output_tokens, "prompt_tokens": played.prompt_tokens}
+        report(f"{name}_seconds", played.seconds, "s", **tokens, prefix_hit_rate=round(played.hit_rate, 4))
+        return played
+
+    uvloop.run(play_at_own_pace(engine, episodes, waiting=False))  # warm-up
+    work = run("work", play_at_own_pace(engine, episodes, waiting=False))
+    token_seconds = _seconds_per_token_alone(engine, episodes)
+    longest = max(episodes, key=lambda e: e.waiting + token_seconds * e.output_tokens)
+    alone = run("longest_alone", _alone(engine, longest))
+    lock_step = run("lock_step", play_in_lock_step(engine, episodes))
+    own_pace = run("own_pace", play_at_own_pace(engine, episodes))
+    ideal = max(work.seconds, alone.seconds)
+    report("ideal_seconds", ideal, "s", bound="work" if ideal == work.seconds else "longest episode")
+    report("ideal_ratio", own_pace.seconds / ideal, "x")
+    report("lock_step_ratio", lock_step.seconds / own_pace.seconds, "x", ideal=round(lock_step.seconds / ideal, 4))
+    allowed = reusable_tokens(episodes, group) / own_pace.prompt_tokens
+    ratio = round(own_pace.hit_rate / allowed, 4)
+    report("prefix_hit_rate", own_pace.hit_rate, "of prompt tokens", limit=round(allowed, 4), ratio=ratio)
+
+
+def _seconds_per_token_alone(engine: EngineBase, episodes: list[Episode]) -> float:
+    shortest = min(episodes, key=lambda e: e.output_tokens)
+    played = uvloop.run(play_at_own_pace(engine, [shortest], waiting=False))
+    return played.seconds / shortest.output_tokens
+
+
+async def _alone(engine: EngineBase, episode: Episode) -> Played:
+    """Its waits are added, not slept: nothing happens in them."""
+    played = await play_at_own_pace(engine, [episode], waiting=False)
+    played.seconds += episode.waiting
+    return played
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser("benchmarks.multi_turn", __doc__)
+    parser.add_argument("--agents", type=int, help="agents at one time (128; tiny: 16)")
+    parser.add_argument("--turns", type=int, help="turns of each agent (8; tiny: 4)")
+    parser.add_argument("--group", type=int, default=1, help="agents that start from the same prompt (1)")
+    parser.add_argument("--wait-scale", type=float, default=1.0, help="multiplies every environment wait (1.0)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths, waits and observations (0)")
+    args = parser.parse_args(argv)
+    args.agents = args.agents or (16 if args.shape == "tiny" else 128)
+    args.turns = args.turns or (4 if args.shape == "tiny" else 8)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    report_run("benchmarks.multi_turn", args, argv)
+    episodes = make_episodes(
+        args.agents,
+        args.turns,
+        args.group,
+        LENGTHS[args.shape],
+        Waits(scale=args.wait_scale),
+        SHAPES[args.shape]["vocab_size"],
+        args.seed,
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = shape_folder(temporary, args.shape)
+        settings = engine_settings(args, folder, port=0, max_running_requests=max(256, args.agents))
+        with HttpServerEngineAdapter(**settings) as engine:
+            benchmark(engine, episodes, args.group)
+
+
+if __name__ == "__main__":
+    main()

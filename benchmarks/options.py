@@ -1,0 +1,103 @@
+"""What the engine's benchmarks share on the command line, and the JSON lines that they print.
+
+Every line is one object. The first has `name` "run": command, versions, machine. Each later one is a figure: `name`,
+`value`, `unit`, and where there is one, what another engine reached on a machine of this kind (`peer`, `peer_value`)
+and what the hardware would allow (`limit`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import torch
+import transformers
+
+from benchmarks.shapes import SHAPES
+from verl_server import __version__
+from verl_server.server_args import ServerArgs
+
+
+def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every engine benchmark; `doc` is the module's, which says what it prints."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the engine runs (cpu)")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="tiny", help="model shape, and with it the work (tiny)"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        type=parse_setting,
+        dest="settings",
+        help="any field of ServerArgs, as often as needed, e.g. --set disable_cuda_graph=true",
+    )
+    return parser
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """(field of ServerArgs, value of its type) of "name=value"."""
+    name, equals, value = text.partition("=")
+    kinds = get_type_hints(ServerArgs)
+    if not equals or name not in kinds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a field of ServerArgs: {', '.join(kinds)}.")
+    try:
+        return name, msgspec.convert(value, kinds[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error}.") from None
+
+
+def engine_settings(args: argparse.Namespace, folder: Path, **defaults: Any) -> dict[str, Any]:
+    """Keyword arguments of `Engine`: random weights in the shape of `folder`, then `defaults`, then `--set`."""
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": args.device,
+        "dtype": "bfloat16" if args.device == "cuda" else "float32",
+        "tp_size": args.tp,
+        "log_level": "warning",
+    }
+    return settings | defaults | dict(args.settings)
+
+
+def report(name: str, value: float, unit: str, **more: Any) -> None:
+    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | more), flush=True)
+
+
+def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:
+    """The first line."""
+    machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    line = {
+        "name": "run",
+        "command": " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)]),
+        "verl_server": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name() if args.device == "cuda" else machine,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def switches() -> dict[str, Any]:
+    """The optimizations that `ServerArgs` can turn off: field -> the value that does."""
+    off = {
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "fused_kernels": False,
+        "attention_backend": "torch",
+    }
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    return {name: value for name, value in off.items() if name in known}

@@ -1,0 +1,155 @@
+"""The workload that engines of this kind are compared on, and how little time it could take.
+
+nano-vllm's: 256 prompts of 100..1024 random ids, 256 output lengths of 100..1024, `random.seed(0)`, temperature 0.6,
+`ignore_eos`; 133,966 output tokens. The `tiny` shape has 64 sequences of 128 + 128. `PEERS` holds what other engines
+were measured at with the same work.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: list[list[int]]
+    output_lens: list[int]
+    temperature: float
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+    def sampling_params(self) -> list[dict[str, Any]]:
+        """One for each prompt, as `generate` takes them."""
+        return [{"temperature": self.temperature, "max_new_tokens": n, "ignore_eos": True} for n in self.output_lens]
+
+    def first(self, count: int | None) -> Workload:
+        """The first `count` requests of the workload repeated as often as that takes; None: all, once."""
+        if count is None:
+            return self
+        times = -(-count // len(self.prompts))
+        return Workload((self.prompts * times)[:count], (self.output_lens * times)[:count], self.temperature)
+
+
+def make_workload(shape: str) -> Workload:
+    """The work of a named shape."""
+    rng = random.Random(0)
+    if shape == "tiny":
+        return Workload([[rng.randrange(5, 320) for _ in range(128)] for _ in range(64)], [128] * 64, 1.0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return Workload(prompts, [rng.randint(100, 1024) for _ in range(256)], 0.6)
+
+
+def uniform_workload(count: int, prompt_len: int, output_len: int) -> Workload:
+    """`count` random prompts of one length, each with one length of output."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, 320) for _ in range(prompt_len)] for _ in range(count)]
+    return Workload(prompts, [output_len] * count, 1.0)
+
+
+def single_sequence(shape: str) -> Workload:
+    """The first prompt alone, 512 tokens (`tiny`: 128)."""
+    work = make_workload(shape)
+    return Workload(work.prompts[:1], [128 if shape == "tiny" else 512], work.temperature)
+
+
+# -- what others reach --------------------------------------------------------------------------------------
+
+_VLLM, _SGLANG = "vLLM 0.26.0, one H200, bf16", "SGLang 0.5.16, one H200, bf16"
+_VLLM_CPU = "vLLM CPU 0.32.0, log-probabilities on, 2 cores with AVX-512"
+PEERS: dict[tuple[str, str], dict[str, tuple[str, float]]] = {
+    ("cpu", "tiny"): {"output_tokens_per_s": (_VLLM_CPU, 762.0), "seconds_to_ready": (_VLLM_CPU, 116.0)},
+    ("cuda", "0.6b"): {
+        "output_tokens_per_s": (_VLLM, 22042.0),
+        "single_sequence_tokens_per_s": (_SGLANG, 585.0),
+        "seconds_to_ready": (_SGLANG, 144.0),
+    },
+    ("cuda", "8b"): {
+        "output_tokens_per_s": (_VLLM, 9128.0),
+        "single_sequence_tokens_per_s": (_SGLANG, 194.0),
+        "seconds_to_ready": (_SGLANG, 49.0),
+    },
+}
+"""(device, shape) -> figure -> the best peer and its value; prefix cache off and no log-probabilities but where said.
+Seconds to ready are those of warm caches where the peer was started twice."""
+
+
+def peer_of(device: str, shape: str, figure: str) -> dict[str, Any]:
+    name, value = PEERS.get((device, shape), {}).get(figure, (None, None))
+    return {"peer": name, "peer_value": value}
+
+
+# -- what the machine would allow ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device does at best: one matrix product, one copy (bytes read + written)."""
+
+    flop_per_s: float
+    bytes_per_s: float
+
+
+def measure_ceilings(device: str, threads: int | None) -> Ceilings:
+    """In this process, which leaves no tensor on the device."""
+    if device == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
+    on_gpu = device == "cuda"
+    size, dtype, count = (8192, torch.bfloat16, 2**30) if on_gpu else (1024, torch.float32, 2**25)
+    ceilings = Ceilings(_flop_per_s(device, size, dtype), _bytes_per_s(device, count // dtype.itemsize, dtype))
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return ceilings
+
+
+def _flop_per_s(device: str, size: int, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * size**3 / _best_seconds(lambda: torch.nn.functional.linear(a, b), device == "cuda")
+
+
+def _bytes_per_s(device: str, count: int, dtype: torch.dtype) -> float:
+    source = torch.zeros(count, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), device == "cuda")
+
+
+def _best_seconds(run: Callable[[], object], on_gpu: bool) -> float:
+    best = float("inf")
+    for _ in range(12):
+        start = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, itemsize: int) -> float:
+    """Time of the whole workload if only products and memory traffic cost time, all sequences at once.
+
+    Prefill at the product's rate, then decode at the larger of arithmetic and traffic (weights once a step, keys and
+    values once a token).
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    q_size = shape["num_attention_heads"] * shape["head_dim"]
+    kv_size = shape["num_key_value_heads"] * shape["head_dim"]
+    per_layer = hidden * (2 * q_size + 2 * kv_size + 3 * shape["intermediate_size"])
+    body, head = layers * per_layer, hidden * shape["vocab_size"]
+    prompt_tokens = sum(map(len, work.prompts))
+    # The first output token comes from the prefill.
+    decoded = work.output_tokens - len(work.prompts)
+    context = sum(n * len(p) + n * n / 2 for p, n in zip(work.prompts, work.output_lens, strict=True))
+    pairs = sum(len(p) ** 2 / 2 for p in work.prompts)
+    prefill = 2 * body * prompt_tokens + 2 * head * len(work.prompts) + 4 * q_size * layers * pairs
+    arithmetic = 2 * (body + head) * decoded + 4 * q_size * layers * context
+    steps = max(work.output_lens) - 1
+    traffic = itemsize * (steps * (body + head) + 2 * kv_size * layers * context)
+    decode = max(arithmetic / ceilings.flop_per_s, traffic / ceilings.bytes_per_s)
+    return float(prefill / ceilings.flop_per_s + decode)

@@ -1,0 +1,107 @@
+"""The engine's benchmarks run on the CPU and print what they say they print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import ablation, multi_turn, offline, serving, startup
+from tests.benchmark.lines import figures
+from verl_server.engine import Engine
+
+SMALL = ["--set", "cpu_threads=1", "--set", "kv_cache_gib=0.1"]
+
+
+def test_offline(capsys: pytest.CaptureFixture[str]) -> None:
+    offline.main([*SMALL, "--uniform", "2", "8", "4", "--prefix-cache", "--single"])
+    found = figures(capsys)
+    assert found["run"]["command"].startswith("python -m benchmarks.offline --set cpu_threads=1")
+    rate = found["output_tokens_per_s"]
+    assert rate["value"] == found["output_tokens_per_s_run"]["value"] and found["output_tokens_per_s_run"]["run"] == 2
+    assert rate["logprobs"] is rate["prefix_cache"] is True
+    assert "peer" not in rate, "nobody was measured with this work"
+    assert 0 < rate["value"] < rate["limit"]
+    assert found["single_sequence_tokens_per_s"]["value"] > 0
+
+
+def test_a_run_that_generates_less_does_not_pass() -> None:
+    class Short:
+        def generate(self, **_: Any) -> list[dict[str, Any]]:
+            return [{"output_ids": [1]}]
+
+    engine: Engine = Short()  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="did not generate"):
+        offline.run_once(engine, offline.uniform_workload(1, 1, 2), logprobs=False)
+
+
+def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
+    serving.main([*SMALL, "--requests", "3", "--concurrency", "2", "--runs", "1"])
+    found = figures(capsys)
+    in_process = found["in_process_tokens_per_s"]["value"]
+    for name in ("http_json_tokens_per_s", "http_columnar_tokens_per_s"):
+        assert found[name]["ratio"] == pytest.approx(found[name]["value"] / in_process, rel=1e-3)
+        assert found[name]["server_cpu_us"] > 0
+
+
+def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    multi_turn.main([*SMALL, "--agents", "4", "--turns", "2", "--group", "2", "--wait-scale", "0.01"])
+    found = figures(capsys)
+    hits = found["prefix_hit_rate"]
+    assert 0 < hits["value"] <= hits["limit"] < 1
+    assert found["own_pace_seconds"]["output_tokens"] == found["lock_step_seconds"]["output_tokens"]
+    assert found["ideal_ratio"]["value"] > 0 and found["lock_step_ratio"]["value"] > 0
+
+
+def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
+    startup.main([*SMALL, "--runs", "1", "--weights", "safetensors"])
+    found = figures(capsys)
+    run = found["seconds_to_first_token_run"]
+    assert run["value"] == pytest.approx(
+        sum(run[phase] for phase in ("interpreter", "imports", "engine", "token")), abs=0.01
+    )
+    assert found["seconds_to_first_token"]["weights"] == "safetensors"
+
+
+def test_ablation_measures_each_switch_against_everything_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"disable_cuda_graph": 50.0, "logprobs": 80.0}
+    monkeypatch.setattr(
+        ablation, "measure", lambda args, folder, work, different: rates.get(next(iter(different), ""), 100.0)
+    )
+    ablation.main([])
+    found = figures(capsys)
+    assert found["disable_cuda_graph"]["ratio"] == 0.5 and found["disable_cuda_graph"]["set"] is True
+    assert found["logprobs"]["ratio"] == 0.8
+    assert found["everything"]["ratio"] == found["everything_again"]["ratio"] == found["fused_kernels"]["ratio"] == 1.0
+
+
+def test_an_ablation_starts_its_engine_with_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    started: list[dict[str, Any]] = []
+
+    class FakeEngine:
+        def __init__(self, **settings: Any) -> None:
+            started.append(settings)
+
+        def __enter__(self) -> FakeEngine:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def flush_cache(self, timeout: float) -> bool:
+            return True
+
+        def generate(self, **_: Any) -> list[dict[str, Any]]:
+            return [{"output_ids": [1] * 128, "meta_info": {"output_token_logprobs": [0] * 128}}]
+
+    monkeypatch.setattr(ablation, "Engine", FakeEngine)
+    args = ablation.parse_args(["--requests", "1"])
+    work = ablation.make_workload("tiny").first(1)
+    for different in ({}, *ablation.variants().values()):
+        ablation.measure(args, tmp_path, work, different)
+    assert started[0]["disable_radix_cache"] is True
+    by_name = dict(zip(["everything", *ablation.variants()], started, strict=True))
+    assert by_name["fused_kernels"]["fused_kernels"] is False
+    assert by_name["prefix_cache"]["disable_radix_cache"] is False
+    assert "logprobs" not in by_name["logprobs"]
