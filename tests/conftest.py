@@ -10,6 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a test that reac
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must be chosen before one is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from verl_server.models.tiny import make_model_folder
 
 

@@ -36,7 +36,7 @@ from verl_server.server_args import ServerArgs
 
 if TYPE_CHECKING:  # they need Triton
     from verl_server.models.paged_attention import PagedBackend
-    from verl_server.runtime.decode_graphs import DecodeGraphs
+    from verl_server.runtime.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class ModelRunner:
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
         self._paged = self._paged_backend() if paged else None
-        self._graphs = (
-            None if self._paged is None or server_args.disable_cuda_graph else self._decode_graphs(self._paged)
-        )
+        self._graphs = None
+        if self._paged is not None and not server_args.disable_cuda_graph:
+            self._graphs = self._step_graphs(self._paged)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -81,14 +81,14 @@ class ModelRunner:
         placement = self.kv.place(batch)
         prompt: dict[int, PromptCandidates] = {}
         if self._graphs is not None and not batch.prompt_logprobs and self._graphs.takes(placement):
-            logits = self._graphs.run(placement)
+            logits = self._graphs.run(placement, batch.sample)
         else:
             hidden = self._hidden(placement)
             prompt = self._prompt_logprobs(batch, hidden, placement)
-            if not batch.sample:
-                return RunningStep(None, prompt, self._event())
             last = to_device(placement.last[batch.sample], self.device)
-            logits = self.model.logits(hidden.index_select(0, last))
+            logits = self.model.logits(hidden.index_select(0, last)) if batch.sample else hidden
+        if not batch.sample:
+            return RunningStep(None, prompt, self._event())
         sampled = self._sample(batch, logits, placement, specs)
         return RunningStep(sampled, prompt, self._event())
 
@@ -133,7 +133,7 @@ class ModelRunner:
 
         n = placement.num_decodes
         lens = placement.cached + placement.extend
-        starts = np.concatenate(([0], np.cumsum(placement.extend[n:])))
+        starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
         arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens[:n]]
         arrays += [placement.rows[n:], placement.cached[n:], starts]
         work = [backend.work(lens[:n])] if n else []
@@ -144,10 +144,12 @@ class ModelRunner:
             chunks = ExtendPart(extend[0], extend[1], extend[2], int(placement.extend[n:].max()))
         return PagedStep(backend, positions, slots, decode, chunks), ids.long(), rows
 
-    def _decode(self, ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
-        """Logits of a step that only decodes, from device tensors alone: what a CUDA graph holds."""
-        ids = torch.where(ids < 0, self._last_tokens[rows], ids)
-        return self.model.logits(self.model(ids, self.kv.layers, step))
+    def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
+        """Logits of a step from device tensors alone: what a CUDA graph holds, see `step_graphs.Forward`."""
+        head, tail = ids[: len(rows)], ids[len(rows) :]
+        head = torch.where(head < 0, self._last_tokens[rows], head)
+        hidden = self.model(torch.cat([head, tail]) if len(tail) else head, self.kv.layers, step)
+        return self.model.logits(hidden if last is None else hidden.index_select(0, last))
 
     def _sample(
         self, batch: ForwardBatch, logits: Tensor, placement: Placement, specs: list[SampleSpec] | None
@@ -293,10 +295,10 @@ class ModelRunner:
         )
         return PagedBackend(kernels, self.model.rotary, self.kv.device_page_table, self.page_size, self._fused)
 
-    def _decode_graphs(self, backend: PagedBackend) -> DecodeGraphs:
-        from verl_server.runtime.decode_graphs import DecodeGraphs
+    def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
+        from verl_server.runtime.step_graphs import StepGraphs
 
-        return DecodeGraphs(self._decode, self.kv, backend, self._args.cuda_graph_max_bs)
+        return StepGraphs(self._forward, self.kv, backend, self._args.cuda_graph_max_bs)
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:

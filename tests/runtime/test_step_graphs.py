@@ -1,0 +1,84 @@
+"""Padded steps compute what unpadded ones do: in Triton's interpreter, with a graph that is computed at its capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from verl_server.runtime import model_runner, step_graphs
+from verl_server.runtime.step_graphs import StepGraphs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, graphs are real: tests/parity/test_cuda.py")
+
+
+class ComputedAtCapture:
+    """Stands in for a CUDA graph: its step was computed when it was captured."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+@contextlib.contextmanager
+def capture(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class OnceOnly(StepGraphs):
+    """Captures every step anew."""
+
+    steps: list[tuple[str, int]]
+
+    def _at_hand(self, kind: str, size: int, *arrays: Any) -> Any:
+        self._captured.clear()
+        self.steps = [*getattr(self, "steps", []), (kind, size)]
+        return super()._at_hand(kind, size, *arrays)
+
+
+def run(driver: Driver) -> list[Sequence]:
+    """Chunks beside decodes, a prefix hit, steps of decodes only, and a step that samples nothing."""
+    sequences = [driver.add(random_prompt(n, seed=n)) for n in (8, 15)]
+    driver.finish(sequences, 4, chunk=8)
+    sequences.append(driver.add(sequences[1].tokens + random_prompt(3, seed=9), shared=sequences[1]))
+    driver.finish(sequences, 5, chunk=8)
+    return sequences
+
+
+def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(Driver(make_runner(tiny_llama, page_size=4)))
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = make_runner(tiny_llama, page_size=4)
+    runner.kv.pool.fill_(torch.nan)  # nothing that was not written in this run is read
+    got = run(Driver(runner))
+    for a, b in zip(expected, got, strict=True):
+        assert a.spec.output_ids == b.spec.output_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert isinstance(runner._graphs, OnceOnly)
+    assert {("decode", 2), ("mixed", 16)} <= set(runner._graphs.steps)
+
+
+def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, True))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = make_runner(tiny_llama, page_size=4)
+    driver = Driver(runner)
+    sequence = driver.add(random_prompt(5, seed=1))
+    placement = runner.kv.place(driver.batch([(sequence, 5)]))
+    assert runner._graphs is not None and runner._graphs.takes(placement)
+    runner.release_cuda_graphs()
+    assert not runner._graphs.takes(placement)
+    runner.resume_cuda_graphs()
+    assert runner._graphs.takes(placement)

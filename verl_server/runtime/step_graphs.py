@@ -1,0 +1,157 @@
+"""`StepGraphs`: steps captured as CUDA graphs, by their size, padded up to the next.
+
+Owned by the `ModelRunner`. A step is hundreds of small kernels: launched one by one, those of a small model or a small
+batch keep the device waiting; replayed as one graph they do not. There are two kinds: steps that only decode, by their
+entries, and steps that also prefill, by their tokens. What changes from step to step lies in a buffer at a fixed
+address, written by one copy before the replay. A size is captured when it is first needed, which takes some ten
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from verl_server.models.attention import Ints
+from verl_server.models.paged_attention import DecodePart, ExtendPart, PagedBackend, PagedStep
+from verl_server.runtime.device_arrays import PackedInts
+from verl_server.runtime.kv_cache import KVCache, Placement
+
+logger = logging.getLogger(__name__)
+
+_MOST_TOKENS = 4096
+"""Beyond it, even a small model computes longer than its kernels take to launch."""
+
+Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
+"""(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
+
+
+@dataclass
+class _Captured:
+    inputs: PackedInts
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    """What the graph writes: good until the next replay of any graph, for they share their memory."""
+
+
+class StepGraphs:
+    def __init__(self, forward: Forward, kv: KVCache, backend: PagedBackend, max_bs: int) -> None:
+        self._forward, self._kv, self._backend = forward, kv, backend
+        self._max_bs = min(max_bs, kv.max_rows)
+        self._decode_sizes = _decode_sizes(self._max_bs)
+        self._mixed_sizes = _mixed_sizes()
+        self._captured: dict[tuple[str, int], _Captured] = {}
+        self._pool: Any = None
+        """The memory that all graphs share, once there is one."""
+        self._present = True
+
+    def takes(self, placement: Placement) -> bool:
+        """Whether `run` can do this step."""
+        only_decodes = placement.num_decodes == len(placement.rows)
+        return self._present and len(placement.ids) <= (self._max_bs if only_decodes else _MOST_TOKENS)
+
+    def run(self, placement: Placement, sample: list[int]) -> Tensor:
+        """Logits [len(sample), vocab_size] of a step that `takes` accepted, good until the next step."""
+        n = len(placement.rows)
+        if placement.num_decodes == n == len(sample):
+            captured = self._at_hand("decode", self._decode_sizes[bisect.bisect_left(self._decode_sizes, n)], placement)
+        else:
+            tokens = len(placement.ids)
+            size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, tokens)]
+            captured = self._at_hand("mixed", size, placement, placement.last[sample])
+        captured.graph.replay()
+        return captured.logits[: len(sample)]
+
+    def release(self) -> None:
+        """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
+        self._captured.clear()
+        self._pool, self._present = None, False
+
+    def resume(self) -> None:
+        """Graphs are captured again when they are needed."""
+        self._present = True
+
+    def _at_hand(self, kind: str, size: int, placement: Placement, last: Ints | None = None) -> _Captured:
+        """The graph of this kind and size with its inputs written; captured now if this is the first such step."""
+        captured = self._captured.get((kind, size))
+        if captured is not None:
+            captured.inputs.write(self._arrays(size, placement, last))
+            return captured
+        start = time.perf_counter()
+        inputs = PackedInts(self._capacities(kind, size), self._kv.device)
+        inputs.write(self._arrays(size, placement, last))
+        self._step(kind, inputs)  # compiles kernels and takes workspaces, neither of which can be captured
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be opening a trainer's memory meanwhile: its calls are none of the capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._step(kind, inputs)
+        self._pool = self._pool or graph.pool()
+        captured = self._captured[kind, size] = _Captured(inputs, graph, logits)
+        logger.debug("Captured a %s step of %d in %.0f ms", kind, size, 1e3 * (time.perf_counter() - start))
+        return captured
+
+    # -- what a graph reads --------------------------------------------------------------------------------------
+
+    def _capacities(self, kind: str, size: int) -> list[int]:
+        """Of ids, positions, slots, decoding rows and their lengths and shares of work; for mixed steps then the rows,
+        cached lengths and starts of chunks, and the sampled tokens."""
+        work = len(self._backend.work(np.ones(1, dtype=np.int64)))
+        if kind == "decode":
+            return [size, size, size, size, size, work]
+        entries = min(size, self._kv.max_rows)
+        return [size, size, size, entries, entries, work, entries, entries, entries + 1, entries]
+
+    def _arrays(self, size: int, placement: Placement, last: Ints | None) -> list[npt.NDArray[np.integer]]:
+        """Padding tokens write into the padding page; attention leaves them out, so what they compute is undefined."""
+        kv, n = self._kv, placement.num_decodes
+        lens = placement.cached[:n] + 1
+        entries = size if last is None else min(size, kv.max_rows)
+        arrays: list[npt.NDArray[np.integer]] = [
+            _pad(placement.ids, size, 0),
+            _pad(placement.positions, size, 0),
+            _pad(placement.slots, size, kv.num_pages * kv.page_size),
+            _pad(placement.rows[:n], entries, kv.max_rows),
+            _pad(lens, entries, 1),
+            self._backend.work(lens),
+        ]
+        if last is None:
+            return arrays
+        starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
+        return [
+            *arrays,
+            _pad(placement.rows[n:], entries, kv.max_rows),
+            _pad(placement.cached[n:], entries, 0),
+            _pad(starts, entries + 1, int(starts[-1])),  # chunks of no tokens
+            _pad(last, entries, 0),
+        ]
+
+    def _step(self, kind: str, inputs: PackedInts) -> Tensor:
+        ids, positions, slots, rows, lens, work, *chunks = inputs.views
+        decode = DecodePart(rows, lens, work)
+        if kind == "decode":
+            return self._forward(ids, rows, None, PagedStep(self._backend, positions, slots, decode, None))
+        extend = ExtendPart(chunks[0], chunks[1], chunks[2], len(ids))
+        return self._forward(ids, rows, chunks[3], PagedStep(self._backend, positions, slots, decode, extend))
+
+
+def _decode_sizes(max_bs: int) -> list[int]:
+    """Few where padding is cheap: a product of 17 rows costs what one of 32 does."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_bs, 16)]
+    return [size for size in sizes if size < max_bs] + [max_bs]
+
+
+def _mixed_sizes() -> list[int]:
+    return [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, _MOST_TOKENS + 1, 256)]
+
+
+def _pad(values: Ints, size: int, value: int) -> Ints:
+    return values if len(values) == size else np.concatenate([values, np.full(size - len(values), value)])
