@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-cuda lint format bench bench-sync soak clean
+.PHONY: help setup demo test test-cuda lint format bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## CPU benchmarks, one JSON line a figure
 	$(BIN)/python -m benchmarks.offline --device cpu --shape tiny $(ARGS)
+
+bench-engine: $(STAMP)  ## every engine benchmark, bounded and resumable, judged at the end (ARGS="--device cuda")
+	$(BIN)/python -m benchmarks.engine_gates --out runs/engine-gates.jsonl $(ARGS)
 
 bench-sync: $(STAMP)  ## weight pushes on the CPU, and what they cost requests that run
 	$(BIN)/python -m benchmarks.weight_sync --device cpu --shape tiny --generate 4 $(ARGS)
