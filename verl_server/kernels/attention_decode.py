@@ -16,43 +16,49 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tensor:
     """The program whose run holds `unit`: the first `larger` programs have share + 1 units, the others share."""
-    head = larger * (share + 1)
-    return tl.where(unit < head, unit // (share + 1), larger + (unit - head) // tl.maximum(share, 1))
+    shared_out = larger * (share + 1)
+    return tl.where(unit < shared_out, unit // (share + 1), larger + (unit - shared_out) // tl.maximum(share, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merge(
-    out: tl.tensor, part_acc: tl.tensor, part_max: tl.tensor, part_sum: tl.tensor,
-    opening: tl.tensor, first: tl.tensor, last: tl.tensor,
+def _merge_if_last(
+    out: tl.tensor, part_acc: tl.tensor, part_max: tl.tensor, part_sum: tl.tensor, arrivals: tl.tensor,
+    start: tl.tensor, blocks: tl.tensor, share: tl.tensor, larger: tl.tensor,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Combine the parts of one head: slot `opening`, then slots first + 1 .. last, into out [ROWS, D]."""
-    row, dim = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
-    inside = (row < ROWS)[:, None] & (dim < D)[None, :]
-    m = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-    for start in range(first, last + 1, AT_ONCE):
-        part = start + tl.arange(0, AT_ONCE)
-        slot = tl.where(part == first, opening, part)
-        there = (part <= last)[:, None] & (row < ROWS)[None, :]
-        at = slot[:, None] * ROWS + row[None, :]
-        m_part = tl.load(part_max + at, mask=there, other=float("-inf"))
-        sum_part = tl.load(part_sum + at, mask=there, other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 0))
-        m_new = tl.where(row < ROWS, m_new, 0.0)
-        weight = tl.exp2(m_part - m_new[None, :])
-        old = tl.exp2(m - m_new)
-        total = total * old + tl.sum(sum_part * weight, 0)
-        tile = tl.load(
-            part_acc + at[:, :, None] * D + dim[None, None, :],
-            mask=there[:, :, None] & (dim < D)[None, None, :],
-            other=0.0,
-        )
-        acc = acc * old[:, None] + tl.sum(tile * weight[:, :, None], 0)
-        m = m_new
-    acc = acc / tl.where(row < ROWS, total, 1.0)[:, None]
-    tl.store(out + row[:, None] * D + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    """Announce this program's part of the head of units start .. start + blocks - 1; the last to do so writes `out`.
+
+    The program that opens the head left its part in the second half of the slots, those that continue it in the
+    first. `AT_ONCE` parts are loaded together.
+    """
+    first = _program_of(start, share, larger)
+    last = _program_of(start + blocks - 1, share, larger)
+    if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
+        tl.store(arrivals + first, 0)  # for the next layer
+        opening = tl.num_programs(0) + first
+        row, dim = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+        real = row < ROWS
+        inside = real[:, None] & (dim < D)[None, :]
+        m = tl.load(part_max + opening * ROWS + row, mask=real, other=0.0)
+        total = tl.load(part_sum + opening * ROWS + row, mask=real, other=1.0)
+        for part in range(first + 1, last + 1, 128):
+            slot = part + tl.arange(0, 128)
+            there = (slot <= last)[:, None] & real[None, :]
+            at = slot[:, None] * ROWS + row[None, :]
+            m_parts = tl.load(part_max + at, mask=there, other=float("-inf"))
+            sums = tl.load(part_sum + at, mask=there, other=0.0)
+            m_new = tl.maximum(m, tl.max(m_parts, 0))
+            total = total * tl.exp2(m - m_new) + tl.sum(sums * tl.exp2(m_parts - m_new[None, :]), 0)
+            m = m_new
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        for part in range(first, last + 1, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                at = tl.where(part + i == first, opening, part + i) * ROWS + row
+                there = part + i <= last
+                weight = tl.exp2(tl.load(part_max + at, mask=real & there, other=float("-inf")) - m)
+                acc_part = tl.load(part_acc + at[:, None] * D + dim[None, :], mask=inside & there, other=0.0)
+                acc += weight[:, None] * acc_part
+        tl.store(out + row[:, None] * D + dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,74 +68,91 @@ def decode_kernel(
     scale: tl.tensor, stride_q_entry: tl.tensor, stride_q_head: tl.tensor, stride_row: tl.tensor,
     stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """See `PagedAttention.decode`; `meta` is `host_metadata`'s. `scale` includes log2(e): softmax is in powers of 2."""
+    """See `PagedAttention.decode`; `meta` is `host_metadata`'s. `scale` includes log2(e): softmax is in powers of 2.
+
+    One loop over all units of the program, whatever heads they belong to: while one head is finished, the keys of the
+    next are on their way. The compiler can only issue loads early whose addresses need no load of the same iteration,
+    hence everything a unit needs is read or derived one unit ahead, an entry's row and length one entry ahead.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    share, larger = tl.load(meta), tl.load(meta + 1)
-    entry = tl.load(meta + 2 + 3 * program)
-    head = tl.load(meta + 3 + 3 * program)
-    block = tl.load(meta + 4 + 3 * program)
-    left = share + (program < larger).to(tl.int32)
-    unit = program * share + tl.minimum(program, larger)
+    share, larger, active, last_entry = tl.load(meta), tl.load(meta + 1), tl.load(meta + 2), tl.load(meta + 3)
+    entry = tl.load(meta + 4 + 3 * program)
+    head = tl.load(meta + 5 + 3 * program)
+    block = tl.load(meta + 6 + 3 * program)
+    if program >= active:
+        return
+    count = share + (program < larger).to(tl.int32)
+    begin = program * share + tl.minimum(program, larger)
     lane, row, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_inside = (row < GROUP)[:, None] & (dim < D)[None, :]
 
-    while left > 0:
-        kv_len = tl.load(kv_lens + entry)
-        pages = page_table + tl.load(rows + entry).to(tl.int64) * stride_row
-        blocks = tl.cdiv(kv_len, BLOCK)
-        taken = tl.minimum(blocks - block, left)
+    kv_len, table_row = tl.load(kv_lens + entry), tl.load(rows + entry)
+    next_entry = tl.minimum(entry + 1, last_entry)
+    next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
+    token = block * BLOCK + lane
+    page = tl.load(page_table + table_row.to(tl.int64) * stride_row + token // PAGE, mask=token < kv_len, other=0)
+    first_start, first_blocks = begin - block, tl.cdiv(kv_len, BLOCK)
+    first_out = out + (entry * KV_HEADS + head) * (GROUP * D)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        token = block * BLOCK + lane
+        seen = token < kv_len
+        at = page.to(tl.int64) * stride_page + (token % PAGE) * stride_token + head * stride_head
+        at = at[:, None] + dim[None, :]
+        inside = seen[:, None] & (dim < D)[None, :]
         q_at = q + entry * stride_q_entry + (head * GROUP + row)[:, None] * stride_q_head + dim[None, :]
         queries = tl.load(q_at, mask=q_inside, other=0.0)
-        keys = kv + head * stride_head
-        values = keys + stride_kv
+        k = tl.load(kv + at, mask=inside, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        m = tl.where(block == 0, float("-inf"), m)  # of another head so far: what was summed up gets weight 0
+        m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - m_new[:, None])
+        old = tl.exp2(m - m_new)
+        sums = sums * old[:, None] + weight
+        v = tl.load(kv + stride_kv + at, mask=inside, other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+        m = m_new
 
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        sums = tl.zeros([BLOCK_M, BLOCK], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for i in tl.range(block, block + taken, num_stages=STAGES):
-            token = i * BLOCK + lane
-            seen = token < kv_len
-            page = tl.load(pages + token // PAGE, mask=seen, other=0)
-            at = page.to(tl.int64) * stride_page + (token % PAGE) * stride_token
-            at = at[:, None] + dim[None, :]
-            inside = seen[:, None] & (dim < D)[None, :]
-            k = tl.load(keys + at, mask=inside, other=0.0)
-            scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            m_new = tl.maximum(m, tl.max(scores, 1))
-            weight = tl.exp2(scores - m_new[:, None])
-            old = tl.exp2(m - m_new)
-            sums = sums * old[:, None] + weight
-            v = tl.load(values + at, mask=inside, other=0.0)
-            acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-            m = m_new
-        total = tl.sum(sums, 1)
+        head_ends = block + 1 == tl.cdiv(kv_len, BLOCK)
+        more = i + 1 < count
+        if head_ends | (i + 1 == count):
+            total = tl.sum(sums, 1)
+            if head_ends & (i >= block):
+                done = (acc / total[:, None]).to(out.dtype.element_ty)
+                out_at = out + (entry * KV_HEADS + head) * (GROUP * D)
+                tl.store(out_at + row[:, None] * D + dim[None, :], done, mask=q_inside)
+            else:
+                # A program continues at most one head, its first, and opens at most one that it cannot finish.
+                slot = tl.where(i < block, program, programs + program) * GROUP + row
+                tl.store(part_max + slot, m, mask=row < GROUP)
+                tl.store(part_sum + slot, total, mask=row < GROUP)
+                tl.store(part_acc + slot[:, None] * D + dim[None, :], acc, mask=q_inside)
 
-        out_at = out + (entry * KV_HEADS + head) * (GROUP * D)
-        if taken == blocks:
-            done = (acc / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out_at + row[:, None] * D + dim[None, :], done, mask=q_inside)
-        else:
-            first = _program_of(unit - block, share, larger)
-            last = _program_of(unit - block + blocks - 1, share, larger)
-            # A program continues at most one head, its first, and opens at most one that it cannot finish, its last.
-            slot = tl.where(block > 0, program, programs + program) * GROUP + row
-            tl.store(part_max + slot, m, mask=row < GROUP)
-            tl.store(part_sum + slot, total, mask=row < GROUP)
-            tl.store(part_acc + slot[:, None] * D + dim[None, :], acc, mask=q_inside)
-            tl.debug_barrier()  # all of this program's threads have stored before one announces it
-            if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
-                tl.store(arrivals + first, 0)
-                _merge(out_at, part_acc, part_max, part_sum, programs + first, first, last, D, GROUP,
-                       BLOCK_ROWS, BLOCK_D, 8)  # fmt: skip
+        entry_ends = more & head_ends & (head + 1 == KV_HEADS)
+        block = tl.where(more, tl.where(head_ends, 0, block + 1), block)  # after the loop: of the last unit
+        head = tl.where(more & head_ends, tl.where(entry_ends, 0, head + 1), head)
+        entry += entry_ends.to(tl.int32)
+        kv_len = tl.where(entry_ends, next_len, kv_len)
+        table_row = tl.where(entry_ends, next_row, table_row)
+        ahead = block * BLOCK + lane
+        page = tl.load(page_table + table_row.to(tl.int64) * stride_row + ahead // PAGE, mask=ahead < kv_len, other=0)
+        next_entry = tl.minimum(entry + 1, last_entry)
+        next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
 
-        unit += taken
-        left -= taken
-        block = 0
-        head += 1
-        if head == KV_HEADS:
-            head = 0
-            entry += 1
+    tl.debug_barrier()  # all of this program's threads have stored before one announces it
+    end = begin + count
+    start, blocks = end - 1 - block, tl.cdiv(kv_len, BLOCK)
+    if (first_start < begin) | (first_start + first_blocks > end):
+        _merge_if_last(first_out, part_acc, part_max, part_sum, arrivals, first_start, first_blocks, share, larger,
+                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE)  # fmt: skip
+    if (start != first_start) & (start + blocks > end):
+        last_out = out + (entry * KV_HEADS + head) * (GROUP * D)
+        _merge_if_last(last_out, part_acc, part_max, part_sum, arrivals, start, blocks, share, larger,
+                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE)  # fmt: skip

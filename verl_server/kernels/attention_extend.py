@@ -14,33 +14,35 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_block(
-    i: tl.tensor, queries: tl.tensor, m: tl.tensor, sums: tl.tensor, acc: tl.tensor,
+    i: tl.tensor, page: tl.tensor, queries: tl.tensor, m: tl.tensor, sums: tl.tensor, acc: tl.tensor,
     seen_by_row: tl.tensor, end: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
     scale: tl.tensor, stride_page: tl.tensor, stride_token: tl.tensor,
     MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """One block of keys into the online softmax (m, sums, acc); row r sees keys below seen_by_row[r] <= end."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """One block of keys into the online softmax (m, sums, acc); row r sees keys below seen_by_row[r] <= end.
+
+    `page` holds the block's page ids; the next block's are returned, so that its keys can be loaded ahead.
+    """
     token, dim = i * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     inside = (dim < D)[None, :]
     if MASKED:
-        page = tl.load(pages + token // PAGE, mask=token < end, other=0)
         inside &= (token < end)[:, None]
-    else:
-        page = tl.load(pages + token // PAGE)
     at = page.to(tl.int64) * stride_page + (token % PAGE) * stride_token
     at = at[:, None] + dim[None, :]
+    ahead = token + BLOCK_N
+    page = tl.load(pages + ahead // PAGE, mask=ahead < end, other=0)
     k = tl.load(keys + at, mask=inside, other=0.0)
-    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(token[None, :] < seen_by_row[:, None], scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    weight = tl.exp2(scores - m_new[:, None])
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+    weight = tl.exp2(scores * scale - m_new[:, None])
     old = tl.exp2(m - m_new)
     sums = sums * old + tl.sum(weight, 1)
     v = tl.load(values + at, mask=inside, other=0.0)
     acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
-    return m_new, sums, acc
+    return page, m_new, sums, acc
 
 
 @triton.jit(do_not_specialize=["entries"])  # type: ignore[untyped-decorator]
@@ -86,14 +88,16 @@ def extend_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    token = tl.arange(0, BLOCK_N)
+    page = tl.load(pages + token // PAGE, mask=token < end, other=0)
     for i in tl.range(0, full, num_stages=STAGES):
-        m, sums, acc = _attend_block(
-            i, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
+        page, m, sums, acc = _attend_block(
+            i, page, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
             False, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
-        m, sums, acc = _attend_block(
-            i, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
+        page, m, sums, acc = _attend_block(
+            i, page, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
             True, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     out_at = of_token * (KV_HEADS * GROUP * D) + (head * GROUP + row % GROUP) * D

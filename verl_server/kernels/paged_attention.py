@@ -28,14 +28,14 @@ class DecodeConfig:
     """Keys in a unit of work."""
     warps: int
     stages: int
-    """Blocks of keys and values in flight in a program."""
+    """One more than the blocks that are loaded ahead."""
     programs_per_sm: int
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
-        """For the bytes of one head's key: longer rows mean fewer in a block, which must fit into shared memory."""
+        """Blocks of at most 16 KiB of keys: three programs and what they load ahead fit into a multiprocessor."""
         row = triton.next_power_of_2(head_dim) * itemsize
-        return cls(block=max(16, min(64, 16384 // row)), warps=4, stages=5, programs_per_sm=2)
+        return cls(block=max(16, min(64, 16384 // row)), warps=4, stages=2, programs_per_sm=3)
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,20 @@ class ExtendConfig:
     keys: int
     warps: int
     stages: int
+    registers: int | None
+    """Bound for a thread, so that more than one program fits into a multiprocessor."""
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
+        """Long chunks run best with large tiles, one program to a multiprocessor; short ones hide latency with two."""
         row = triton.next_power_of_2(head_dim) * itemsize
-        keys = max(16, min(64, 16384 // row))
-        rows = 64 if max_extend * group <= 64 or row > 256 else 128
-        rows = max(rows, triton.next_power_of_2(group))
-        return cls(rows, keys, warps=rows // 16, stages=2)
+        if row > 256:
+            return cls(rows=64, keys=max(16, min(32, 16384 // row)), warps=4, stages=2, registers=None)
+        if max_extend >= 2048:
+            return cls(rows=128, keys=64, warps=8, stages=3, registers=None)
+        if max_extend * group <= 64:
+            return cls(rows=64, keys=32, warps=4, stages=3, registers=168)
+        return cls(rows=128, keys=32, warps=8, stages=3, registers=128)
 
 
 class PagedAttention:
@@ -80,7 +86,8 @@ class PagedAttention:
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
-        self._programs = _multiprocessors(device) * self.decode_config.programs_per_sm
+        self._multiprocessors = _multiprocessors(device)
+        self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Two parts of unfinished heads a program; see decode_kernel.
         parts = 2 * self._programs * self._group
         self._part_acc = torch.empty(parts, head_dim, dtype=torch.float32, device=device)
@@ -91,19 +98,22 @@ class PagedAttention:
     def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
         """How decode's work is dealt out over the programs, for `kv_lens` [n], each >= 1; n >= 1.
 
-        Its length never changes: [share, programs with one unit more, then (entry, head, block) of each program's
-        first unit]. Entries beyond n get no work: their output rows stay unwritten.
+        Its length never changes: [share, programs with one unit more, programs with any, last entry, then (entry,
+        head, block) of each program's first unit]. Entries beyond n get no work: their output stays unwritten.
         """
         blocks = -(-kv_lens.astype(np.int64) // self.decode_config.block)
         ends = np.cumsum(blocks * self._kv_heads)
-        share, larger = divmod(int(ends[-1]), self._programs)
+        units, last = int(ends[-1]), len(ends) - 1
+        # Small steps occupy every multiprocessor, but no more programs than have four units each: parts cost merging.
+        active = min(self._programs, max(min(units, self._multiprocessors), units // 4))
+        share, larger = divmod(units, active)
         program = np.arange(self._programs)
-        first = program * share + np.minimum(program, larger)
-        entry = np.minimum(np.searchsorted(ends, first, side="right"), len(ends) - 1)  # past the end: no work
+        first = np.minimum(program * share + np.minimum(program, larger), units - 1)
+        entry = np.searchsorted(ends, first, side="right")
         within = first - (ends[entry] - blocks[entry] * self._kv_heads)
-        meta = np.empty(2 + 3 * self._programs, dtype=np.int32)
-        meta[:2] = share, larger
-        meta[2:] = np.stack([entry, *np.divmod(within, blocks[entry])], axis=1).reshape(-1)
+        meta = np.empty(4 + 3 * self._programs, dtype=np.int32)
+        meta[:4] = share, larger, active, last
+        meta[4:] = np.stack([entry, *np.divmod(within, blocks[entry])], axis=1).reshape(-1)
         return meta
 
     def decode(
@@ -125,13 +135,14 @@ class PagedAttention:
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         config = self.decode_config
+        block_rows = triton.next_power_of_2(self._group)
         decode_kernel[(self._programs,)](
             out, q, kv_layer, page_table, rows, kv_lens, meta,
             self._part_acc, self._part_max, self._part_sum, self._arrivals,
             self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
             KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
-            BLOCK=config.block, BLOCK_M=max(16, triton.next_power_of_2(self._group)),
-            BLOCK_ROWS=triton.next_power_of_2(self._group), BLOCK_D=self._block_d,
+            BLOCK=config.block, BLOCK_M=max(16, block_rows),
+            BLOCK_ROWS=block_rows, BLOCK_D=self._block_d, AT_ONCE=max(1, min(16, 64 // block_rows)),
             STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
         )  # fmt: skip
         return out
@@ -163,7 +174,7 @@ class PagedAttention:
             self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
             KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
             BLOCK_Q=block_q, BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=self._block_d,
-            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps, maxnreg=config.registers,
         )  # fmt: skip
         return out
 
