@@ -119,6 +119,21 @@ def test_greedy_output_is_that_of_each_request_alone(
     assert (engine.scheduler.planner.num_retractions > 0) == ("max_total_tokens" in settings)
 
 
+def test_overlapping_changes_no_draw(tiny_llama: Path) -> None:
+    """Sampled output, and penalties among it: the same with tokens pending as with every token known."""
+    results = []
+    for overlaps in (False, True):
+        engine = Engine(tiny_llama, overlaps)
+        for rid, (ids, _) in CASES.items():
+            penalty = 1.3 if rid == "r3" else 1.0
+            new = 6 if rid == "r3" else 30
+            engine.add_sampled(rid, ids, SamplingParams(max_new_tokens=new, top_k=20, repetition_penalty=penalty))
+        engine.run()
+        results.append(engine.tokens)
+    assert results[0] == results[1]
+    assert results[0]["r0"] != results[0]["r1"], "two draws from one prompt"
+
+
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_changes_nothing(mode: Any, overlaps: bool, tiny_llama: Path, alone: Engine) -> None:

@@ -85,7 +85,6 @@ class Req:
         "private",
         "prompt_ids",
         "prompt_logprobs",
-        "reads_outputs",
         "restarted",
         "rid",
         "row",
@@ -119,7 +118,6 @@ class Req:
             top_logprobs_num=message.top_logprobs_num if message.return_logprob else 0,
             token_ids_logprob=message.token_ids_logprob if message.return_logprob else None,
         )
-        self.reads_outputs = self.spec.reads_outputs
         self.wants_candidates = self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None
         self.prompt_logprobs: PromptLogprobState | None = None
         """Set until they were sent."""
@@ -231,7 +229,7 @@ class ScheduleBatch:
 
     def reads_outputs(self) -> bool:
         """Whether the step after this one cannot be launched before the values of these tokens are known."""
-        return any([req.reads_outputs for req in self.sampled])
+        return any([spec.reads_outputs for spec in self.specs])
 
 
 def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:
