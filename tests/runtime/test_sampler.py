@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_server.runtime.candidates import PromptCandidates
+from verl_server.runtime.filters import Filters
 from verl_server.runtime.forward_batch import ForwardOutput, SampleSpec
 from verl_server.runtime.sampler import Sampler
 from verl_server.sampling_params import SamplingParams
@@ -136,6 +137,28 @@ def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler
         assert together.logprobs[2] == pytest.approx(alone.logprobs[0], abs=1e-6)
         again = Sampler(VOCAB, torch.device("cpu"), fused=False)
         assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
+
+
+def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
+    """Else the order in which a sort leaves them would decide, and with it the device and the batch."""
+    logits = torch.full((400, VOCAB), -3.0)
+    logits[:, [5, 11, 17]], logits[:, 30] = 1.0, 2.0
+    for params in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}):
+        drawn = sample(sampler, logits, [spec(seed=s, **params) for s in range(400)]).next_ids
+        assert set(drawn) == {5, 11, 17, 30}, params
+
+
+@pytest.mark.parametrize("scale", [0.01, 4.0])
+def test_top_p_of_a_large_vocabulary(scale: float) -> None:
+    """Where a few candidates hold enough, and where all must be sorted."""
+    logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
+    filters = Filters([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
+    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite()
+    for row, top_p in enumerate((0.3, 0.9, 0.99)):
+        probs = logits[row].double().softmax(-1)
+        before = (probs > probs.unsqueeze(1)).double() @ probs
+        assert ((before < top_p) == kept[row]).float().mean() > 0.999  # rounding may decide at the edge
+        assert (scale < 1) == (int(kept.sum()) > 1024)
 
 
 def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> None:
@@ -285,3 +308,43 @@ def test_prompt_candidates_over_chunks() -> None:
     plain = PromptCandidates([1], 0, None)
     plain.launch(logits[:1].clone())
     assert plain.read().top is None and plain.read().requested is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fused", [True, False])
+def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, fused: bool) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.7, "top": 3},
+        {"min_p": 0.05, "ids": [4, 2]},
+        {"presence_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {"4": 1.0}},
+        {"min_new_tokens": 9, "stop": (2, 3)},
+        {"ids": []},
+    ]
+    batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
+    on_cuda = Sampler(VOCAB, torch.device("cuda"), fused=fused)
+    for step, batch in enumerate(batches * 2):
+        specs = [spec(seed=s, output=(step,) * step, **params) for s, params in enumerate(batch * 5)]
+        positions = np.arange(len(specs)) + 3 + step
+        logits = random_logits(len(specs), seed=step)
+        on_device = logits.cuda()
+        if step >= len(batches):  # the first round compiles
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampled = on_cuda.launch(on_device, specs, positions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        got, expected = sampled.read(), sampler.launch(logits, specs, positions).read()
+        assert got.next_ids == expected.next_ids == sampled.ids.tolist()
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        for ours, theirs in zip(
+            got.top_logprobs + got.token_ids_logprobs, expected.top_logprobs + expected.token_ids_logprobs, strict=True
+        ):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert ours.token_ids == theirs.token_ids
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

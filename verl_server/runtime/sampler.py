@@ -84,13 +84,12 @@ class _Special:
     ones: Tensor
     """The scales of logits that are scaled already."""
     filters: Filters | None
-    top: list[tuple[int, int]]
-    """(place in `rows`, candidates asked for)."""
-    top_index: Tensor
-    """Those places, on the device."""
-    named: NamedTokens
+    top: tuple[Tensor, list[int]] | None
+    """Places in `rows` of those that ask for the most likely tokens, and how many each."""
+    top_rows: list[int]
+    named: NamedTokens | None
     """By places in `rows`."""
-    named_places: list[int]
+    named_rows: list[int]
 
 
 class Sampler:
@@ -105,16 +104,17 @@ class Sampler:
 
             self._choose = sampling.choose
         self._penalties = Penalties(vocab_size, device)
-        self._batch = self._prepare([])
+        self._batch: _Batch | None = None
 
     def launch(self, logits: Tensor, specs: list[SampleSpec], positions: Ints) -> Sampled:
         """`logits` [n, vocab_size] fp32, bf16 or fp16, a row for each of `specs`; they may be overwritten.
 
         `positions` int64 [n]: the place of each token to be sampled in its sequence, prompt included.
         """
-        if specs != self._batch.specs:  # by identity
-            self._batch = self._prepare(list(specs))
-        batch, special = self._batch, self._batch.special
+        batch = self._batch
+        if batch is None or specs != batch.specs:  # compared by identity
+            batch = self._batch = self._prepare(list(specs))
+        special = batch.special
         keys = to_device(draw.row_keys(batch.mixed_seeds, positions), self._device)
         if special is None:
             ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
@@ -130,13 +130,12 @@ class Sampler:
             ids.index_copy_(0, special.index, own[0])
             logprobs.index_copy_(0, special.index, own[1])
         sampled = Sampled(ids, to_host(ids), to_host(logprobs))
-        if special.top:
-            asking = part.index_select(0, special.top_index), norms.index_select(0, special.top_index)
-            top = TopCandidates(*asking, [num for _, num in special.top])
-            sampled.top = [special.rows[place] for place, _ in special.top], top
-        if special.named_places:
-            named = NamedCandidates(part, norms, special.named)
-            sampled.named = [special.rows[place] for place in special.named_places], named
+        if special.top is not None:
+            index, nums = special.top
+            top = TopCandidates(part.index_select(0, index), norms.index_select(0, index), nums)
+            sampled.top = special.top_rows, top
+        if special.named is not None:
+            sampled.named = special.named_rows, NamedCandidates(part, norms, special.named)
         return sampled
 
     def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> tuple[Tensor, Tensor]:
@@ -175,8 +174,8 @@ class Sampler:
         self, specs: list[SampleSpec], rows: list[int], scales: npt.NDArray[np.float32], greedy: npt.NDArray[np.bool_]
     ) -> _Special:
         own = [specs[i] for i in rows]
-        top = [(place, s.top_logprobs_num) for place, s in enumerate(own) if s.top_logprobs_num]
-        named = [(place, s.token_ids_logprob) for place, s in enumerate(own) if s.token_ids_logprob is not None]
+        top = {place: s.top_logprobs_num for place, s in enumerate(own) if s.top_logprobs_num}
+        named = {place: s.token_ids_logprob for place, s in enumerate(own) if s.token_ids_logprob is not None}
         return _Special(
             rows=rows,
             index=self._tensor(np.array(rows, dtype=np.int64)),
@@ -184,10 +183,10 @@ class Sampler:
             greedy=self._tensor(greedy[rows]),
             ones=torch.ones(len(rows), device=self._device),
             filters=Filters(own, self._vocab_size, self._device) if any(s.filtered for s in own) else None,
-            top=top,
-            top_index=self._tensor(np.array([place for place, _ in top], dtype=np.int64)),
-            named=NamedTokens(named, self._device),
-            named_places=[place for place, _ in named],
+            top=(self._tensor(np.array(list(top), dtype=np.int64)), list(top.values())) if top else None,
+            top_rows=[rows[place] for place in top],
+            named=NamedTokens(list(named.items()), self._device) if named else None,
+            named_rows=[rows[place] for place in named],
         )
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
