@@ -125,9 +125,10 @@ def test_overlapping_changes_no_draw(tiny_llama: Path) -> None:
     for overlaps in (False, True):
         engine = Engine(tiny_llama, overlaps)
         for rid, (ids, _) in CASES.items():
-            penalty = 1.3 if rid == "r3" else 1.0
-            new = 6 if rid == "r3" else 30
-            engine.add_sampled(rid, ids, SamplingParams(max_new_tokens=new, top_k=20, repetition_penalty=penalty))
+            params = SamplingParams(max_new_tokens=40, top_k=20)
+            if rid == "r3":  # every step waits for the one before until its end
+                params = SamplingParams(max_new_tokens=20, top_k=3, temperature=0.1, frequency_penalty=2.0)
+            engine.add_sampled(rid, ids, params)
         engine.run()
         results.append(engine.tokens)
     assert results[0] == results[1]
