@@ -74,6 +74,13 @@ def test_noise_is_finite_at_both_ends_of_the_uniform(monkeypatch: pytest.MonkeyP
     assert noise.isfinite().all() and noise[0] < -3.5 and noise[1] > 36
 
 
+def test_the_hash_is_splitmix64() -> None:
+    """The generator's published first outputs of seed 1234567."""
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    words = mix(1234567 + np.arange(1, 6, dtype=np.int64) * draw.GOLDEN)
+    assert words.view(np.uint64).tolist() == outputs
+
+
 def test_numpy_and_torch_make_the_same_bits() -> None:
     keys = keys_of(range(-9, 9), range(3))
     assert np.array_equal(draw._bits(keys, TOKENS).numpy(), draw._bits(keys.numpy(), TOKENS.numpy()))

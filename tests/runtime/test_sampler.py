@@ -139,6 +139,17 @@ def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler
         assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
 
 
+def test_each_row_has_its_own_filters() -> None:
+    """Rows of a batch are filtered together, up to the widest top-k."""
+    logits = random_logits(6)
+    settings: list[dict[str, Any]] = [{"top_k": 2}, {}, {"top_k": 7}, {"min_p": 0.2}, {"top_k": 3, "min_p": 0.9}, {}]
+    settings[5] = {"top_k": 1}  # greedy: not filtered
+    filters = Filters([spec(**params) for params in settings], VOCAB, torch.device("cpu"))
+    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite().sum(-1).tolist()
+    likely = (logits[3] >= logits[3].max() + math.log(0.2)).sum()
+    assert kept == [2, VOCAB, 7, int(likely), 1, VOCAB]
+
+
 def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
     """Else the order in which a sort leaves them would decide, and with it the device and the batch."""
     logits = torch.full((400, VOCAB), -3.0)
@@ -270,16 +281,17 @@ def test_all_masked_row_is_flagged(sampler: Sampler) -> None:
 
 
 def test_min_new_tokens_needs_no_output_values(sampler: Sampler) -> None:
-    """The newest tokens may still be on the device: positions alone say how many there are."""
+    """The newest tokens may still be on the device: positions alone say how many there are. Each row has its own."""
     logits = torch.full((2, VOCAB), -5.0)
     logits[:, 2] = 5.0
     waiting = spec(min_new_tokens=3, stop=(2,), temperature=0.0)
+    plain = spec(temperature=0.0)
     stops = [
-        sampler.launch(logits.clone(), [waiting, spec(temperature=0.0)], np.full(2, position)).ids.tolist()
+        sampler.launch(logits.clone(), [plain, waiting], np.array([9, position])).ids.tolist()
         for position in range(3, 8)
     ]
-    assert [first == 2 for first, _ in stops] == [False, False, False, True, True]
-    assert all(second == 2 for _, second in stops)
+    assert [second == 2 for _, second in stops] == [False, False, False, True, True]
+    assert all(first == 2 for first, _ in stops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
