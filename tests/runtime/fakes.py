@@ -388,6 +388,8 @@ class Harness:
             self.logprobs.setdefault(rid, []).extend(message.output_logprobs[index])
             self.versions.setdefault(rid, []).extend([message.weight_version] * len(tokens))
             self.last[rid] = (message, index)
+            if (part := message.prompt_logprobs.get(index)) is not None:
+                assert len(part.logprobs) == len(part.token_ids), "log-probabilities of a prompt are missing"
             if (reason := message.finish_reasons[index]) is not None:
                 self.finished[rid] = reason
 

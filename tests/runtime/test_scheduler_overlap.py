@@ -152,13 +152,24 @@ def test_penalties_know_every_token() -> None:
     assert pending == [0] * 4 + [0] + [1] * 5, "without it, steps overlap again"
 
 
-def test_prefill_only_in_flight() -> None:
-    h = overlapped()
-    h.add("a", prompt(1, 20), 0)
+def test_a_prefill_ends_when_its_last_chunk_was_collected() -> None:
+    h = overlapped(chunked_prefill_size=8)
+    h.add("a", prompt(1, 20), 0, return_logprob=True, logprob_start_len=0)
     h.add("b", prompt(2, 20), 3)
     h.run()
     assert h.finished["a"].length == 0 and h.tokens["b"] == generate(prompt(2, 20), 3, 0)
-    assert h.scheduler.planner.cache.match(prompt(1, 20), 20).depth == 5
+    (carrier,) = [message for message in h.sent if getattr(message, "prompt_logprobs", None)]
+    assert len(carrier.prompt_logprobs[0].logprobs) == 20
+    for seed in (1, 2):
+        assert h.scheduler.planner.cache.match(prompt(seed, 20), 20).depth == 5
+
+
+def test_a_group_shares_the_last_chunk_of_a_prefill_while_its_first_request_goes_on() -> None:
+    h = overlapped(chunked_prefill_size=8)
+    for i in range(3):
+        h.add(f"r{i}", prompt(1, 21), 30)
+    h.run()
+    assert h.runner.computed_tokens == 21 + 2 * 1 + 3 * 29
 
 
 # -- failures ---------------------------------------------------------------------------------------------------

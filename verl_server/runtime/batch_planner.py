@@ -148,8 +148,7 @@ class BatchPlanner:
     def collected(self, batch: ScheduleBatch) -> list[Req]:
         """The step was computed: its KV is sound. Returns the requests whose prefill went on, to `share`."""
         for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
-            if req.row >= 0:
-                req.sound_len += extend_len
+            req.sound_len += extend_len
         prefilled = [req for req in batch.prefills if req.row >= 0 and req.prefilling]
         for req in prefilled:
             req.prefilling = req.sound_len < len(req.token_ids)
