@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import shutil
@@ -331,7 +332,13 @@ def configure_logging(server_args: ServerArgs) -> None:
 def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
     server_args = ServerArgs.from_json(argument["server_args"])
     configure_logging(server_args)
-    run_server(server_args, lambda resolved: ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()}))
+
+    def on_ready(resolved: ServerArgs) -> None:
+        gc.collect()
+        gc.freeze()  # imports and tokenizer live as long as the process: keep them out of every collection
+        ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()})
+
+    run_server(server_args, on_ready)
 
 
 if __name__ == "__main__":
