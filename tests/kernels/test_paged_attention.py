@@ -139,6 +139,13 @@ def test_decode_reads_scores_of_any_size() -> None:
     assert_agrees(problem.decode(), problem.expected(), torch.float32)
 
 
+def test_entries_do_not_spoil_each_other() -> None:
+    problem = Problem([20, 5, 70, 40, 9], [1] * 5)
+    problem.q[1::2] = float("nan")
+    found, expected = problem.decode()[::2], problem.expected()[::2]
+    assert_agrees(found, expected, torch.float32)
+
+
 def test_entries_without_work_are_not_touched() -> None:
     problem = Problem([30, 17, 8], [1, 1, 1])
     lens = np.array(problem.cached) + 1
@@ -184,6 +191,14 @@ def test_extend_of_any_lengths(cached: list[int], extend: list[int]) -> None:
 def test_extend_and_decode_agree_on_single_tokens() -> None:
     problem = Problem([0, 40, 200], [1, 1, 1], dtype=HALF, head_dim=64)
     assert_agrees(problem.decode(), problem.prefill().float(), HALF)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(("cached", "extend"), [([0, 300], [3000, 5]), ([1000, 40], [2048, 2100]), ([5000], [400])])
+def test_extend_of_long_chunks(cached: list[int], extend: list[int], group: int) -> None:
+    problem = Problem(cached, extend, num_heads=2 * group, head_dim=128, dtype=torch.bfloat16)
+    assert_agrees(problem.prefill(), problem.expected(), torch.bfloat16)
 
 
 @pytest.mark.cuda

@@ -111,13 +111,16 @@ def decode_kernel(
         k = tl.load(kv + at, mask=inside, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        m = tl.where(block == 0, float("-inf"), m)  # of another head so far: what was summed up gets weight 0
+        # With a new head the sums start again: selected, not multiplied by 0, since another request's may be NaN.
+        opens = block == 0
+        m = tl.where(opens, float("-inf"), m)
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
         weight = tl.exp2(scores * scale - m_new[:, None])
         old = tl.exp2(m - m_new)
-        sums = sums * old[:, None] + weight
+        sums = tl.where(opens, 0.0, sums * old[:, None]) + weight
         v = tl.load(kv + stride_kv + at, mask=inside, other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+        acc = tl.where(opens, 0.0, acc * old[:, None])
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
 
         head_ends = block + 1 == tl.cdiv(kv_len, BLOCK)

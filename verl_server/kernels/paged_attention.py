@@ -33,9 +33,10 @@ class DecodeConfig:
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
-        """Blocks of at most 16 KiB of keys: three programs and what they load ahead fit into a multiprocessor."""
+        """Blocks of at most 16 KiB of keys: three programs fit into a multiprocessor. Small ones come two ahead."""
         row = triton.next_power_of_2(head_dim) * itemsize
-        return cls(block=max(16, min(64, 16384 // row)), warps=4, stages=2, programs_per_sm=3)
+        block = max(16, min(64, 16384 // row))
+        return cls(block, warps=4, stages=2 if block * row >= 16384 else 3, programs_per_sm=3)
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,17 @@ class ExtendConfig:
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
-        """Long chunks run best with large tiles, one program to a multiprocessor; short ones hide latency with two."""
+        """Prompts and chunks of middling length hide latency with two small programs in a multiprocessor.
+
+        Long ones, and short ones (which matter when they follow long histories), run best as one with large blocks.
+        """
         row = triton.next_power_of_2(head_dim) * itemsize
         if row > 256:
             return cls(rows=64, keys=max(16, min(32, 16384 // row)), warps=4, stages=2, registers=None)
-        if max_extend >= 2048:
-            return cls(rows=128, keys=64, warps=8, stages=3, registers=None)
-        if max_extend * group <= 64:
-            return cls(rows=64, keys=32, warps=4, stages=3, registers=168)
-        return cls(rows=128, keys=32, warps=8, stages=3, registers=128)
+        if 128 <= max_extend < 2048:
+            return cls(rows=128, keys=32, warps=8, stages=3, registers=128)
+        rows = 64 if max_extend * group <= 64 else 128
+        return cls(rows, keys=64, warps=rows // 16, stages=3, registers=None)
 
 
 class PagedAttention:
