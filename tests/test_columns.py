@@ -29,7 +29,8 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
     """The result of a request for 2 tokens after a prompt of 3, with all that was asked for."""
     req = TokenizedGenerateReq(rid="1:a", input_ids=[3, 4, 5], sampling=SamplingParams(max_new_tokens=2), **asked)
     state = ReqState("a", req, None, return_prompt_token_ids=True, columnar=columnar)
-    pair, one = TokenLogprobs([-0.5, -1.25], [151935, 0]), TokenLogprobs([-math.inf], [7])
+    pair, other = TokenLogprobs([-0.5, -1.25], [151935, 0]), TokenLogprobs([-1.5, -2.0], [8, 9])
+    one = TokenLogprobs([-math.inf], [7])
     out = BatchTokenIDOut(
         rids=["1:a"],
         output_ids=[[151935, 9]],
@@ -42,7 +43,7 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
     if asked:
         out.top_logprobs[0], out.token_ids_logprobs[0] = [pair, TokenLogprobs([], [])], [one, one]
         out.prompt_logprobs[0] = PromptLogprobs(
-            token_ids=[3, 4, 5], logprobs=[None, -2.5, -3.0], top=[None, pair, pair], requested=[None, one, one]
+            token_ids=[3, 4, 5], logprobs=[None, -2.5, -3.0], top=[None, pair, other], requested=[None, one, one]
         )
     state.extend(out, 0)
     result = state.result()
