@@ -2,8 +2,8 @@
 
 A call has three steps. Every rank prepares; what they prepared, or the error that kept one from it, is
 gathered, which is also the barrier before the first rank acts. The first rank acts while it tells the others
-every few seconds that it still does. Its result or error is broadcast. So a call may take as long as it
-takes, and yet no rank waits for a rank that is gone: the bounds are on silence, not on work.
+every few seconds that it still does. Its result or error is told to all (`rank_sockets`). So a call may take as
+long as it takes, and yet no rank waits for a rank that is gone: the bounds are on silence, not on work.
 
 A rank that leaves a call early (Ctrl-C) cannot take its outcome for that of a later call: the first rank comes to no
 later meeting before all have received it, and fails when one does not.
@@ -23,8 +23,8 @@ import msgspec
 import torch.distributed as dist
 
 from verl_server import errors
-from verl_server.distributed import all_gather_bytes, broadcast_bytes
 from verl_server.errors import BadRequestError, UnansweredError
+from verl_server.rank_sockets import GlooChannel, RankSockets
 
 _BEAT_SECONDS = 2.0
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
@@ -47,7 +47,7 @@ class _Outcome(msgspec.Struct, array_like=True):
 class RankGroup:
     """Some ranks of the default process group, in order; the first one acts for all.
 
-    Every member constructs it, and calls the same methods in the same order. Its Gloo groups are its own:
+    Every member constructs it, and calls the same methods in the same order. Its connections are its own:
     `meet_timeout` bounds how far ranks may be apart when they come to a call, `silence_timeout` how long the
     acting rank may be silent.
     """
@@ -55,12 +55,13 @@ class RankGroup:
     def __init__(
         self, ranks: list[int], meet_timeout: float, silence_timeout: float, beat: float = _BEAT_SECONDS
     ) -> None:
-        self._ranks = ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._meeting = _new_group(ranks, meet_timeout)
-        self._outcomes = _new_group(ranks, silence_timeout)
-        leader, outcomes = ranks[0], self._outcomes
-        self._heart = _Heart(lambda: broadcast_bytes(b"", leader, outcomes), beat)
+        if self.size == 1:
+            return
+        meeting = _new_group(ranks, meet_timeout)
+        channel = RankSockets.connect(meeting, meet_timeout, silence_timeout)
+        self._channel = channel or GlooChannel(meeting, _new_group(ranks, silence_timeout), ranks[0])
+        self._heart = _Heart(self._channel, beat)
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         """Every rank's bytes, in order, on every rank; if one could not prepare, its error on every rank."""
@@ -72,7 +73,7 @@ class RankGroup:
         except Exception as error:
             failure, mine.error = error, _describe(error)
         with _peer_errors(what):
-            encoded = all_gather_bytes(msgspec.msgpack.encode(mine), self._meeting)
+            encoded = self._channel.gather(msgspec.msgpack.encode(mine))
         entries = [msgspec.msgpack.decode(data, type=_Entry) for data in encoded]
         if failure is not None:
             raise failure
@@ -90,7 +91,7 @@ class RankGroup:
         data = b""
         with _peer_errors(what):
             while not data:  # empty: still at it
-                data = broadcast_bytes(None, self._ranks[0], self._outcomes)
+                data = self._channel.hear()
         outcome = msgspec.msgpack.decode(data, type=_Outcome)
         if outcome.error is not None:
             raise _rebuild(outcome.error, 0)
@@ -115,7 +116,7 @@ class RankGroup:
 
     def _tell(self, what: str, data: bytes) -> None:
         with _peer_errors(what):
-            broadcast_bytes(data, self._ranks[0], self._outcomes)
+            self._channel.tell(data, confirmed=True)
 
 
 class _Heart:
@@ -124,8 +125,8 @@ class _Heart:
     The thread lives with its group and sleeps between beats, so a call that is quick pays for a lock only.
     """
 
-    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
-        self._beat, self._seconds = beat, seconds
+    def __init__(self, channel: RankSockets | GlooChannel, seconds: float) -> None:
+        self._channel, self._seconds = channel, seconds
         self._acting = False
         self._lock = threading.Lock()  # a beat that has begun ends before the outcome is sent
         self._stopped = threading.Event()
@@ -149,7 +150,7 @@ class _Heart:
         with self._lock:
             if self._acting:
                 with contextlib.suppress(RuntimeError):  # a rank is gone: telling the outcome will say so
-                    self._beat()
+                    self._channel.tell(b"")
 
 
 def _beat(heart: weakref.ref[_Heart], seconds: float, stopped: threading.Event) -> None:

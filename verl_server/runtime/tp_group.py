@@ -1,9 +1,9 @@
 """`TpGroup`: the tensor-parallel ranks of one engine and how they talk.
 
-Each scheduler process holds one. Five channels: `command` (rank 0 tells the others what to run; they wait
-on it as long as rank 0 lives, a dead peer ends the wait), `sync` (the loop's votes on control calls), `stage` and
-`join` (the votes of the stager's threads, beside the loop's: a group is no place for two threads) and the device
-group of the model's collectives (Gloo on CPU, NCCL on CUDA). A dead peer fails all of them at once.
+Each scheduler process holds one. Four connections: the loop's `channel` (rank 0 tells the others what to run, on which
+they wait as long as it lives; and votes on control calls), the groups `stage` and `join` (the votes of the stager's
+threads, beside the loop's: no connection is for two threads) and the device group of the model's collectives (Gloo on
+CPU, NCCL on CUDA). A dead peer fails all of them at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl_server.distributed import all_gather_bytes, broadcast_bytes
+from verl_server.rank_sockets import GlooChannel, RankSockets
 
 _FOREVER = datetime.timedelta(days=3650)
 
@@ -25,8 +25,7 @@ _FOREVER = datetime.timedelta(days=3650)
 class TpGroup:
     rank: int = 0
     size: int = 1
-    command_group: dist.ProcessGroup | None = None
-    sync_group: dist.ProcessGroup | None = None
+    channel: RankSockets | GlooChannel | None = None
     stage_group: dist.ProcessGroup | None = None
     join_group: dist.ProcessGroup | None = None
     device_group: dist.ProcessGroup | None = None
@@ -61,30 +60,41 @@ class TpGroup:
         dist.init_process_group(
             "gloo", init_method=init_method, rank=rank, world_size=size, timeout=seconds(startup_timeout)
         )
-        command = dist.new_group(backend="gloo", timeout=_FOREVER)
-        sync = dist.new_group(backend="gloo", timeout=seconds(max(startup_timeout, control_timeout)))
+        vote_timeout = max(startup_timeout, control_timeout)
+        votes = dist.new_group(backend="gloo", timeout=seconds(vote_timeout))
+        channel = RankSockets.connect(votes, vote_timeout, hear_timeout=None) or GlooChannel(
+            votes, dist.new_group(backend="gloo", timeout=_FOREVER), first=0
+        )
         # A rank may be done with its part while another still reads from a slow disk, or waits for a trainer.
         patience = seconds(startup_timeout + 2 * control_timeout)
         stage, join = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
         backend = "nccl" if device.type == "cuda" else "gloo"
         model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
-        return cls(rank, size, command, sync, stage, join, model)
+        return cls(rank, size, channel, stage, join, model)
 
     def for_staging(self) -> TpGroup:
         """The same ranks, voting on what one of the stager's threads prepared."""
-        return dataclasses.replace(self, sync_group=self.stage_group)
+        return self._voting_through(self.stage_group)
 
     def for_joining(self) -> TpGroup:
         """The same, for the other thread."""
-        return dataclasses.replace(self, sync_group=self.join_group)
+        return self._voting_through(self.join_group)
+
+    def _voting_through(self, group: dist.ProcessGroup | None) -> TpGroup:
+        return self if group is None else dataclasses.replace(self, channel=GlooChannel(group, group, first=0))
 
     def broadcast_command(self, data: bytes | None) -> bytes:
         """Rank 0's bytes on every rank; the others block until rank 0 has a command."""
-        return broadcast_bytes(data, 0, self.command_group) if self.size > 1 else data or b""
+        if self.channel is None:
+            return data or b""
+        if data is None:
+            return self.channel.hear()
+        self.channel.tell(data)
+        return data
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank: the vote of a weight update."""
-        return all_gather_bytes(data, self.sync_group) if self.size > 1 else [data]
+        return self.channel.gather(data) if self.channel is not None else [data]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over the ranks."""
