@@ -127,8 +127,8 @@ class RankSockets:
             peer.sendall(message)
 
     def _receive_from_all(self, kind: int, timeout: float | None) -> list[bytes]:
-        """One message of each peer. One that goes ends the wait for the others, though its entry has come; only one that
-        has confirmed may go."""
+        """One message of each peer. One that goes ends the wait for the others, though its entry has come, unless it
+        has confirmed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         poller, received = select.poll(), dict[int, bytes]()
         peers = {peer.fileno(): peer for peer in self._peers}
