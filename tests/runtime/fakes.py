@@ -117,6 +117,7 @@ class FakeModelRunner:
         self.context_length, self.vocab_size = context_length, VOCAB
         self.device = torch.device("cpu")
         self.overlaps = False
+        self.can_warm_up = False
         self.is_early: Callable[[], bool] = lambda: False
         """Asked at each launch: has the device done all its work by now?"""
         self.queue: list[FakeStep] = []
@@ -174,6 +175,9 @@ class FakeModelRunner:
             out.token_ids_logprobs.append(None if asked is None else TokenLogprobs([-1.0] * len(asked), asked))
         self._prompt_logprobs(batch, out)
         return out
+
+    def warm_up(self) -> None:
+        raise AssertionError("there is nothing to warm up")
 
     def memory_figures(self) -> dict[str, Any]:
         return {"kv_bytes": len(self.kv) * 8}

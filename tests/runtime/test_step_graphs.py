@@ -69,6 +69,26 @@ def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {("decode", 2), ("mixed", 16)} <= set(runner._graphs.steps)
 
 
+def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(step_graphs, "_MOST_TOKENS", 32)
+    runner = make_runner(tiny_llama, page_size=4, max_running_requests=3)
+    runner.release_weights()
+    assert not runner.can_warm_up, "weights that are not there would be read"
+    runner.resume_weights()
+    runner.release_kv_cache()
+    assert not runner.can_warm_up
+    runner.resume_kv_cache()
+    captured = []
+    while runner.can_warm_up:
+        runner.warm_up()
+        captured.append(len(runner._graphs._captured) if runner._graphs else 0)
+    assert captured == [1, 2, 3, 4, 5]  # decodes of 1, 2 and 3; 16 and 32 tokens
+    runner.warm_up()
+
+
 def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, True))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)

@@ -151,6 +151,11 @@ class KVCache:
     def bytes_held(self) -> int:
         return self._arena.bytes_held
 
+    @property
+    def is_present(self) -> bool:
+        """Whether the pool may be used."""
+        return self._arena.is_present
+
     def release(self) -> None:
         """Give the pool's memory back; its contents are lost."""
         self._arena.release()

@@ -205,6 +205,18 @@ class ModelRunner:
         """Take memory for the KV pool again; every page is handed out anew."""
         self.kv.resume()
 
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether `warm_up` has something to do, and the memory for it is there."""
+        present = self._weights_arena.is_present and self.kv.is_present
+        return present and self._graphs is not None and not self._graphs.is_complete
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds."""
+        if self.can_warm_up and self._graphs is not None:
+            self._graphs.capture_next()
+
     def release_cuda_graphs(self) -> None:
         """Give back the memory of captured graphs; until they are resumed, decode steps run without."""
         if self._graphs is not None:

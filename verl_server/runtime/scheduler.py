@@ -110,6 +110,11 @@ class Scheduler:
         """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
         return self._in_flight is not None or self.has_runnable() or self.control.is_ready()
 
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether idle time could be used, see `Runner.warm_up`."""
+        return not self.requests and self.worker.runner.can_warm_up
+
     def settle(self) -> None:
         """Wait for the step in flight, if any, and send what it gave: afterwards every token is known here.
 

@@ -134,10 +134,14 @@ class SchedulerLoop:
     def run(self) -> None:
         scheduler, sockets = self._scheduler, self._sockets
         while not self.stopping:
-            if not scheduler.has_work():
-                sockets.wait(scheduler.control.wait_seconds())
-            for message in sockets.receive():
+            idle = not scheduler.has_work()
+            if idle:
+                sockets.wait(0.0 if scheduler.can_warm_up else scheduler.control.wait_seconds())
+            messages = sockets.receive()
+            for message in messages:
                 scheduler.handle(message)
+            if idle and not messages and scheduler.can_warm_up:
+                scheduler.worker.warm_up()
             scheduler.advance()
         scheduler.settle()
 

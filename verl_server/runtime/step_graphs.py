@@ -3,8 +3,8 @@
 Owned by the `ModelRunner`. A step is hundreds of small kernels: launched one by one, those of a small model or a small
 batch keep the device waiting; replayed as one graph they do not. There are two kinds: steps that only decode, by their
 entries, and steps that also prefill, by their tokens. What changes from step to step lies in a buffer at a fixed
-address, written by one copy before the replay. A size is captured when it is first needed, which takes some ten
-milliseconds.
+address, written by one copy before the replay. Sizes are captured while the engine is idle, or when they are first
+needed; each takes some ten milliseconds.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class StepGraphs:
         self._max_bs = min(max_bs, kv.max_rows)
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
+        # The largest first: the memory that it takes is enough for the others.
+        self._all = [("decode", size) for size in reversed(self._decode_sizes)]
+        self._all += [("mixed", size) for size in reversed(self._mixed_sizes)]
         self._captured: dict[tuple[str, int], _Captured] = {}
         self._pool: Any = None
         """The memory that all graphs share, once there is one."""
@@ -70,6 +73,20 @@ class StepGraphs:
             captured = self._at_hand("mixed", size, placement, placement.last[sample])
         captured.graph.replay()
         return captured.logits[: len(sample)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every size is captured, or none is wanted now."""
+        return not self._present or len(self._captured) == len(self._all)
+
+    def capture_next(self) -> None:
+        """Capture one more size, ahead of its first step; nothing to do if `is_complete`."""
+        missing = [key for key in self._all if key not in self._captured]
+        if self._present and missing:
+            kind, size = missing[0]
+            none = np.zeros(0, dtype=np.int64)
+            nothing = Placement(none, none, none, none, none, none, num_decodes=0)
+            self._at_hand(kind, size, nothing, None if kind == "decode" else none)
 
     def release(self) -> None:
         """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
@@ -150,7 +167,8 @@ def _decode_sizes(max_bs: int) -> list[int]:
 
 
 def _mixed_sizes() -> list[int]:
-    return [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, _MOST_TOKENS + 1, 256)]
+    sizes = [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, 8193, 256)]
+    return [size for size in sizes if size <= _MOST_TOKENS]
 
 
 def _pad(values: Ints, size: int, value: int) -> Ints:

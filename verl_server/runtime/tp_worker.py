@@ -27,6 +27,10 @@ class StopCommand(msgspec.Struct, tag=True):
     """Rank 0 is leaving in good order."""
 
 
+class WarmUpCommand(msgspec.Struct, tag=True):
+    """Use a moment in which nothing runs."""
+
+
 class StageCommand(msgspec.Struct, tag=True):
     """Begin to stage a request."""
 
@@ -45,7 +49,7 @@ class DropStagedCommand(msgspec.Struct, tag=True):
     id: int
 
 
-Command = ForwardBatch | WeightReq | StageCommand | RunStagedCommand | DropStagedCommand | StopCommand
+Command = ForwardBatch | WeightReq | WarmUpCommand | StageCommand | RunStagedCommand | DropStagedCommand | StopCommand
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
@@ -68,8 +72,15 @@ class Runner(Protocol):
     overlaps: bool
     """`launch` returns before the step is computed: the next one can be planned meanwhile."""
 
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether `warm_up` has something left to do, and could do it now."""
+
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
         """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
+
+    def warm_up(self) -> None:
+        """Prepare a part of what later steps would have to wait for; some ten milliseconds."""
 
     def memory_figures(self) -> dict[str, Any]: ...
 
@@ -119,6 +130,11 @@ class TpWorker:
         self._broadcast(batch)
         return self.runner.launch(batch, specs)
 
+    def warm_up(self) -> None:
+        """Use a moment in which nothing runs, on all ranks (rank 0)."""
+        self._broadcast(WarmUpCommand())
+        self.runner.warm_up()
+
     def control(self, req: WeightReq) -> ControlReply:
         """Carry out a weight or memory request on all ranks (rank 0)."""
         self._broadcast(req)
@@ -156,6 +172,8 @@ class TpWorker:
             match command:
                 case ForwardBatch():
                     self.runner.launch(command, None)
+                case WarmUpCommand():
+                    self.runner.warm_up()
                 case StageCommand(req):
                     self.stager.submit(req)
                 case RunStagedCommand(id):
