@@ -54,13 +54,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul, linear)
 
 
-def fused_ops() -> Ops:
-    """The Triton kernels; ImportError where Triton is missing."""
+def fused_ops(device: torch.device) -> Ops:
+    """The Triton kernels for one GPU; ImportError where Triton is missing."""
     from verl_server.kernels.activation import silu_mul
     from verl_server.kernels.gemv import gemv
     from verl_server.kernels.norms import add_rms_norm, rms_norm
+    from verl_server.kernels.skinny import SkinnyProduct
 
-    def linear_or_gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return gemv(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+    skinny = SkinnyProduct(device)
 
-    return Ops(rms_norm, add_rms_norm, silu_mul, linear_or_gemv)
+    def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] == 1:
+            return gemv(x, weight, bias)
+        return skinny(x, weight, bias) if skinny.takes(x, weight) else F.linear(x, weight, bias)
+
+    return Ops(rms_norm, add_rms_norm, silu_mul, fastest_linear)

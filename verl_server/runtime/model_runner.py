@@ -56,7 +56,7 @@ class ModelRunner:
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
         paged, self._fused = _kernels(server_args, device)
-        self.model = self._build(fused_ops() if self._fused else TORCH_OPS)
+        self.model = self._build(fused_ops(self.device) if self._fused else TORCH_OPS)
         self.weight_map = self.model.weight_map()
         if dummy:
             fill_dummy(self.weight_map, server_args.random_seed, device)
