@@ -21,10 +21,22 @@ from verl_server.runtime.tp_group import TpGroup
 
 
 class LeadingDriver(Driver):
-    """Broadcasts each batch before running it."""
+    """Broadcasts each batch before running it. What a row sampled last is left to the ranks, as where steps overlap."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.sampled: set[int] = set()
+        """Rows whose newest token came from the step before."""
 
     def step(self, work: list[tuple[Sequence, int]]) -> ForwardOutput:
+        work = sorted(work, key=lambda item: item[1] > 1)  # decodes first
         batch = self.batch(work)
+        for entry, (sequence, extend) in enumerate(work):
+            if extend > 1:
+                break
+            if sequence.spec.output_ids and sequence.row in self.sampled:
+                batch.input_ids[entry] = -1
+        self.sampled = {work[entry][0].row for entry in batch.sample}
         if len(work) == 1 and work[0][0].cached == 0:
             batch.prompt_logprobs, batch.prompt_next_ids = [(0, 0, 2, [5])], [-1]  # gathers logits on all ranks
         self.runner.tp.broadcast_command(msgspec.msgpack.encode(batch))
@@ -55,6 +67,7 @@ def lead(runner: ModelRunner) -> list[dict[str, Any]]:
 def main(rank: int, size: int, folder: str, meet: str) -> None:
     tp = TpGroup.create(rank, size, meet, torch.device("cpu"), sync_timeout=30, startup_timeout=60)
     runner = make_runner(Path(folder), tp)
+    runner.overlaps = True
     for name, tensor in iter_checkpoint(folder):  # the rank's part of each tensor, as get_weights_by_name shows it
         assert runner.weight_map.read(name).numel() <= tensor.numel()
     if rank == 0:
