@@ -79,9 +79,9 @@ class ServerArgs:
     fused_kernels: bool = True
     """Run norms, rotary embedding, activation and sampling as fused Triton kernels on CUDA; off: plain PyTorch."""
     disable_cuda_graph: bool = False
-    """Launch decode steps operator by operator instead of replaying CUDA graphs."""
+    """Launch every operator of a step by itself instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int = 256
-    """Largest decode batch that is captured as a CUDA graph; larger ones are launched operator by operator."""
+    """Largest batch of a step that only decodes which is captured as a CUDA graph."""
     disable_overlap_schedule: bool = False
     """Wait for each step on CUDA before the next one is planned."""
     random_seed: int = 0
