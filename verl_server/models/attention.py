@@ -5,9 +5,10 @@
 their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is what runs on
 the CPU, and the fallback on CUDA (`paged_attention` has kernels for it, and the same interface).
 
-A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim]. The last page is never written: page lists are
-padded with it. Masked positions still enter `0 * v`, so whatever they hold must be finite, which is why
-`ModelRunner` zeroes a page when it is handed out.
+A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim], in memory [pages, 2, kv_heads, page_size, head_dim]:
+a page is gathered by slices, each one head's keys or values. The last page is never written: page lists are padded
+with it. Masked positions still enter `0 * v`, so whatever they hold must be finite, which is why `KVCache` zeroes a
+page when it is handed out.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_server.models.layers import RMSNorm, rotate
+from verl_server.models.ops import unit_rms
 
 Ints = npt.NDArray[np.int64]
 
 _FREE_PADDING = 4096
 """Query-key pairs of padding that cost less than one more group."""
+
+_CACHED_BYTES = 3 * 2**18
+"""Keys and values gathered at once per CPU thread: they stay in its second-level cache until they are attended to."""
 
 
 @dataclass
@@ -39,12 +44,20 @@ class AttentionGroup:
     """Where the group's tokens are in the step: a run of entries * queries, or an index of that many."""
     outputs: Tensor | None = None
     """Positions in the flattened [entries * queries] that are real tokens; None: all of them."""
-    pages: Tensor | None = None
-    """[entries * pages per entry] of the KV pool; None: fresh prompts, attend to the step's own keys."""
-    mask: Tensor | None = None
-    """[entries, 1, queries, keys], or with queries * heads per kv head if `folded`; with `pages` only."""
+    gathers: list[Gather] | None = None
+    """Its entries in order; None: fresh prompts, attend to the step's own keys."""
     folded: bool = False
     """Whether the query heads that share a KV head become further query rows, so that keys are not expanded."""
+
+
+@dataclass
+class Gather:
+    """Some entries of a group whose keys and values are taken from the pool at once."""
+
+    slices: Tensor
+    """[entries * 2 (k, v) * kv_heads * pages per entry] of the pool, in this order."""
+    mask: Tensor
+    """[entries, 1, queries, keys] to add to the scores, or with queries * heads per kv head if `folded`."""
 
 
 class Heads(Protocol):
@@ -68,8 +81,8 @@ class AttentionStep(Protocol):
 
 @dataclass
 class AttentionPlan:
-    slots: Tensor
-    """[tokens] where each new token's keys and values go, in the flattened pool."""
+    slots: tuple[Tensor, Tensor]
+    """Page and offset [tokens] where each new token's keys and values go."""
     groups: list[AttentionGroup]
     cos: Tensor
     sin: Tensor
@@ -87,7 +100,9 @@ def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tens
     qk = states[:, : heads.num_heads + heads.num_kv_heads]
     normed = qk
     if heads.q_norm is not None and heads.k_norm is not None:
-        normed = torch.cat([heads.q_norm(qk[:, : heads.num_heads]), heads.k_norm(qk[:, heads.num_heads :])], dim=1)
+        normed = unit_rms(qk, heads.q_norm.eps)
+        normed[:, : heads.num_heads].mul_(heads.q_norm.weight)
+        normed[:, heads.num_heads :].mul_(heads.k_norm.weight)
     qk.copy_(rotate(normed, cos, sin))  # back beside v: keys and values go to the pool in one copy
     return states
 
@@ -97,12 +112,15 @@ def plan_attention(
     extend: Ints,
     slots: Ints,
     table: Ints,
-    page_size: int,
-    group_heads: int,
+    num_heads: int,
+    kv_layer: Tensor,
     rotary: tuple[Tensor, Tensor],
-    device: torch.device,
 ) -> AttentionPlan:
-    """Decide groups and build every index tensor. `table` is [entries, pages], padded with the padding page."""
+    """Decide groups and build every index tensor.
+
+    `table` is [entries, pages], padded with the padding page; `kv_layer` any layer of the pool, for its shape alone.
+    """
+    device, page_size = kv_layer.device, kv_layer.shape[1]
     starts = np.concatenate(([0], np.cumsum(extend)))
     fresh = (cached == 0) & (extend > 1)
     groups = []
@@ -110,15 +128,19 @@ def plan_attention(
         for members in _pack(np.flatnonzero(fresh == kind), extend, cached + extend):
             group = _group(members, starts, extend, device)
             if not kind:
-                _add_pages(group, members, cached, extend, table, page_size, group_heads, device)
+                # With a mask, CUDA's fast kernels take no grouped heads.
+                group.folded = device.type == "cuda" or group.queries == 1
+                rows = num_heads // kv_layer.shape[3] if group.folded else 1
+                group.gathers = _gathers(cached[members], extend[members], table[members], rows, kv_layer)
             groups.append(group)
-    return AttentionPlan(to_device(slots, device), groups, *rotary)
+    pages, offsets = to_device(np.stack(np.divmod(slots, page_size)), device)
+    return AttentionPlan((pages, offsets), groups, *rotary)
 
 
 def attend(q: Tensor, kv: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
     """Store kv [tokens, 2, kv_heads, d] into the pool; return q [tokens, heads, d] attended, [tokens, heads * d]."""
     tokens, heads, head_dim = q.shape
-    kv_layer.view(-1, *kv.shape[1:]).index_copy_(0, plan.slots, kv)
+    kv_layer.index_put_(plan.slots, kv)
     if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
         return _attend_group(q, kv, kv_layer, plan.groups[0]).reshape(tokens, heads * head_dim)
     out = torch.empty_like(q)
@@ -134,26 +156,35 @@ def attend(q: Tensor, kv: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tens
 
 
 def _attend_group(q: Tensor, kv: Tensor, kv_layer: Tensor, group: AttentionGroup) -> Tensor:
+    """[entries, queries, heads in order, head_dim]; the heads may still be apart by KV head."""
     n, length = group.entries, group.queries
-    heads, head_dim = q.shape[1:]
-    q = q[group.tokens].view(n, length, heads, head_dim)
-    if group.pages is None:
-        # Padding is at the end, where the causal mask keeps it from every real query.
-        kv = kv[group.tokens].view(n, length, *kv.shape[1:])
-        k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
+    q = q[group.tokens].view(n, length, *q.shape[1:])
+    if group.gathers is not None:
+        return _attend_gathered(q, kv_layer, group.gathers, group.folded)
+    # Padding is at the end, where the causal mask keeps it from every real query.
+    kv = kv[group.tokens].view(n, length, *kv.shape[1:])
+    k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _attend_gathered(q: Tensor, kv_layer: Tensor, gathers: list[Gather], folded: bool) -> Tensor:
+    n, length, heads, head_dim = q.shape
     kv_heads = kv_layer.shape[3]
-    gathered = kv_layer.view(kv_layer.shape[0], -1).index_select(0, group.pages)
-    gathered = gathered.view(n, -1, 2, kv_heads, head_dim)
-    k, v = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)
-    if not group.folded:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=group.mask, enable_gqa=True)
-        return out.transpose(1, 2)
     shared = heads // kv_heads
-    rows = q.view(n, length, kv_heads, shared, head_dim).transpose(1, 2).reshape(n, kv_heads, length * shared, head_dim)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=group.mask)
-    return out.view(n, kv_heads, length, shared, head_dim).transpose(1, 2)
+    if folded:
+        q = q.view(n, length, kv_heads, shared, head_dim).transpose(1, 2).reshape(n, kv_heads, -1, head_dim)
+    else:
+        q = q.transpose(1, 2)
+    slices = kv_layer.permute(0, 2, 3, 1, 4).view(-1, kv_layer.shape[1] * head_dim)
+    parts = []
+    for gather, rows in zip(gathers, torch.split(q, gathers[0].mask.shape[0]), strict=True):
+        kv = slices.index_select(0, gather.slices).view(rows.shape[0], 2, kv_heads, -1, head_dim)
+        k, v = kv.unbind(1)
+        parts.append(F.scaled_dot_product_attention(rows, k, v, attn_mask=gather.mask, enable_gqa=not folded))
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if folded:
+        return out.view(n, kv_heads, length, shared, head_dim).transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def token_positions(cached: Ints, extend: Ints) -> Ints:
@@ -202,24 +233,21 @@ def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> A
     return AttentionGroup(len(members), queries, to_device(tokens.reshape(-1), device), outputs)
 
 
-def _add_pages(
-    group: AttentionGroup,
-    members: Ints,
-    cached: Ints,
-    extend: Ints,
-    table: Ints,
-    page_size: int,
-    group_heads: int,
-    device: torch.device,
-) -> None:
-    lens = cached[members] + extend[members]
-    num_pages = int(-(-lens.max() // page_size))
-    group.pages = to_device(np.ascontiguousarray(table[members, :num_pages]).reshape(-1), device)
+def _gathers(cached: Ints, extend: Ints, table: Ints, rows_per_query: int, kv_layer: Tensor) -> list[Gather]:
+    """What the entries of a group gather, few enough at a time to stay in the CPU's cache."""
+    _, page_size, _, kv_heads, _ = kv_layer.shape
+    n, queries, device = len(cached), int(extend.max()), kv_layer.device
+    pages = table[:, : -(-int((cached + extend).max()) // page_size)]
+    # In memory a page is 2 * kv_heads slices.
+    slices = to_device((pages[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)[:, None]).reshape(-1), device)
     # Query i of an entry sees cached + i + 1 keys.
-    seen = to_device(cached[members] + 1, device).view(-1, 1, 1, 1, 1)
-    seen = seen + torch.arange(group.queries, device=device).view(1, 1, -1, 1, 1)
-    keys = torch.arange(num_pages * page_size, device=device)
-    # With a mask, CUDA's fast kernels take no grouped heads. On the CPU folding pays from three heads on.
-    group.folded = device.type == "cuda" or group_heads > 2
-    mask = (keys < seen).expand(-1, -1, -1, group_heads if group.folded else 1, -1)
-    group.mask = mask.reshape(group.entries, 1, -1, len(keys))
+    seen = to_device(cached + 1, device).view(n, 1, 1, 1, 1) + torch.arange(queries, device=device).view(-1, 1, 1)
+    hidden = torch.arange(pages.shape[1] * page_size, device=device) >= seen
+    mask = torch.zeros(hidden.shape, dtype=kv_layer.dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = mask.expand(-1, -1, -1, rows_per_query, -1).reshape(n, 1, queries * rows_per_query, -1)
+    at_once = n
+    if device.type == "cpu":
+        bytes_per_entry = pages.shape[1] * kv_layer[0].nbytes
+        at_once = max(1, _CACHED_BYTES * torch.get_num_threads() // bytes_per_entry)
+    cuts = torch.split(slices.view(n, -1), at_once), torch.split(mask, at_once)
+    return [Gather(part.reshape(-1), part_mask) for part, part_mask in zip(*cuts, strict=True)]

@@ -67,7 +67,11 @@ class RotaryEmbedding:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to x [tokens, heads, head_dim], in fp32 whatever x is."""
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return rotated.to(x.dtype)
 
 
 def _inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:

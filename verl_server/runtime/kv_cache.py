@@ -55,8 +55,8 @@ class Placement:
 class KVCache:
     """The pool [layers, pages + 1, page_size, 2 (k, v), kv_heads, head_dim] and who has which page.
 
-    The last page is padding. With `paged_kernels` the keys and values of one head in one page lie together, as
-    those kernels read them; without, pages are zeroed when they are handed out (see `models.attention`).
+    The last page is padding. In memory the keys of one head in one page lie together, and so do its values. Without
+    `paged_kernels` pages are zeroed when they are handed out (see `models.attention`).
     """
 
     def __init__(
@@ -168,11 +168,9 @@ class KVCache:
     # -- construction ------------------------------------------------------------------------------------------
 
     def _pool_view(self) -> torch.Tensor:
-        layers, pages, head_dim = self._config.num_layers, self.num_pages + 1, self._config.head_dim
-        if self._paged_kernels:
-            shape = (layers, pages, 2, self.kv_heads, self.page_size, head_dim)
-            return self._arena.view(0, shape, self._dtype).permute(0, 1, 4, 2, 3, 5)
-        return self._arena.view(0, (layers, pages, self.page_size, 2, self.kv_heads, head_dim), self._dtype)
+        pages, config = self.num_pages + 1, self._config
+        shape = (config.num_layers, pages, 2, self.kv_heads, self.page_size, config.head_dim)
+        return self._arena.view(0, shape, self._dtype).permute(0, 1, 4, 2, 3, 5)
 
     def _clear_padding(self) -> None:
         self.pool[:, -1].zero_()

@@ -70,7 +70,8 @@ class ModelRunner:
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
         self._paged = self._paged_backend() if paged else None
         self._graphs = None
-        if self._paged is not None and not server_args.disable_cuda_graph:
+        # With several ranks, collectives would be captured, which has not been run on GPUs yet.
+        if self._paged is not None and not server_args.disable_cuda_graph and tp.size == 1:
             self._graphs = self._step_graphs(self._paged)
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -120,10 +121,9 @@ class ModelRunner:
             placement.extend,
             placement.slots,
             self.kv.trimmed_table(placement.rows, lens),
-            self.page_size,
-            self._num_heads // self.kv.kv_heads,
+            self._num_heads,
+            self.kv.layers[0],
             self.model.rotary.at(to_device(placement.positions, self.device)),
-            self.device,
         )
         return plan, to_device(placement.ids, self.device), to_device(placement.rows, self.device)
 
