@@ -67,7 +67,7 @@ def wait_for(engine: HttpServerEngineAdapter, **expected: Any) -> dict[str, Any]
 @contextlib.contextmanager
 def long_requests(engine: HttpServerEngineAdapter) -> Iterator[None]:
     """Requests that a push in mode "wait" has to wait for; they are ended at the end."""
-    prompts = [[5, 6, n] for n in range(24)]
+    prompts = [[5, 6, n] for n in range(128)]
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(engine.generate, input_ids=prompts, sampling_params=LONG)
         wait_for(engine, num_running_reqs=len(prompts))
