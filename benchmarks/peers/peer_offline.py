@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import json
 import sys
 import tempfile
@@ -26,7 +26,7 @@ Start = Callable[[Path, argparse.Namespace], AbstractContextManager[Generate]]
 def run_peer(package: str, doc: str | None, start: Start) -> None:
     """Measure the peer as `benchmarks.offline` measures ours."""
     args = parse_args(doc)
-    version = importlib.metadata.version(package)
+    version = importlib.import_module(package).__version__  # vLLM's CPU build is a distribution of another name
     peer = {"peer": f"{package} {version}", "prefix_cache": args.prefix_cache, "logprobs": args.logprobs}
     print(json.dumps({"name": "run", "command": " ".join(sys.argv), "torch": torch.__version__} | peer), flush=True)
     weights = args.weights == "written"
