@@ -97,8 +97,28 @@ def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.Mon
     driver = Driver(runner)
     sequence = driver.add(random_prompt(5, seed=1))
     placement = runner.kv.place(driver.batch([(sequence, 5)]))
-    assert runner._graphs is not None and runner._graphs.takes(placement)
+    assert runner._graphs is not None and runner._graphs.run(placement, [0]) is not None
     runner.release_cuda_graphs()
-    assert not runner._graphs.takes(placement)
+    assert runner._graphs.run(placement, [0]) is None
     runner.resume_cuda_graphs()
-    assert runner._graphs.takes(placement)
+    assert runner._graphs.run(placement, [0]) is not None
+
+
+def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", no_memory)
+    runner = make_runner(tiny_llama, page_size=4)
+    runner.warm_up()
+    assert not runner.can_warm_up, "idle time would be spent on failing again and again"
+    driver = Driver(runner)
+    sequence = driver.add(random_prompt(6, seed=1))
+    driver.finish([sequence], 3)
+    assert len(sequence.spec.output_ids) == 3
+    runner.release_cuda_graphs()
+    runner.resume_cuda_graphs()
+    assert runner.can_warm_up, "memory may be there again"

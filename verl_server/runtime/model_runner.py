@@ -81,9 +81,10 @@ class ModelRunner:
         """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others."""
         placement = self.kv.place(batch)
         prompt: dict[int, PromptCandidates] = {}
-        if self._graphs is not None and not batch.prompt_logprobs and self._graphs.takes(placement):
+        logits = None
+        if self._graphs is not None and not batch.prompt_logprobs:
             logits = self._graphs.run(placement, batch.sample)
-        else:
+        if logits is None:
             hidden = self._hidden(placement)
             prompt = self._prompt_logprobs(batch, hidden, placement)
             last = to_device(placement.last[batch.sample], self.device)

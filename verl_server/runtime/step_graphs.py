@@ -56,34 +56,35 @@ class StepGraphs:
         self._pool: Any = None
         """The memory that all graphs share, once there is one."""
         self._present = True
+        self._is_full = False
+        """The device had no memory for one more graph."""
 
-    def takes(self, placement: Placement) -> bool:
-        """Whether `run` can do this step."""
-        only_decodes = placement.num_decodes == len(placement.rows)
-        return self._present and len(placement.ids) <= (self._max_bs if only_decodes else _MOST_TOKENS)
-
-    def run(self, placement: Placement, sample: list[int]) -> Tensor:
-        """Logits [len(sample), vocab_size] of a step that `takes` accepted, good until the next step."""
-        n = len(placement.rows)
-        if placement.num_decodes == n == len(sample):
-            captured = self._at_hand("decode", self._decode_sizes[bisect.bisect_left(self._decode_sizes, n)], placement)
+    def run(self, placement: Placement, sample: list[int]) -> Tensor | None:
+        """Logits [len(sample), vocab_size] of a step, good until the next one; None if there is no graph for it."""
+        n, tokens = len(placement.rows), len(placement.ids)
+        decodes = placement.num_decodes == n
+        if not self._present or tokens > (self._max_bs if decodes else _MOST_TOKENS):
+            return None
+        if decodes and len(sample) == n:
+            size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, n)]
+            captured = self._at_hand("decode", size, placement)
         else:
-            tokens = len(placement.ids)
             size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, tokens)]
             captured = self._at_hand("mixed", size, placement, placement.last[sample])
+        if captured is None:
+            return None
         captured.graph.replay()
         return captured.logits[: len(sample)]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every size is captured, or none is wanted now."""
-        return not self._present or len(self._captured) == len(self._all)
+        """Whether every size is captured, or no more can be now."""
+        return not self._present or self._is_full or len(self._captured) == len(self._all)
 
     def capture_next(self) -> None:
         """Capture one more size, ahead of its first step; nothing to do if `is_complete`."""
-        missing = [key for key in self._all if key not in self._captured]
-        if self._present and missing:
-            kind, size = missing[0]
+        if not self.is_complete:
+            kind, size = next(key for key in self._all if key not in self._captured)
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)
             self._at_hand(kind, size, nothing, None if kind == "decode" else none)
@@ -91,30 +92,46 @@ class StepGraphs:
     def release(self) -> None:
         """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
         self._captured.clear()
-        self._pool, self._present = None, False
+        self._pool, self._present, self._is_full = None, False, False
 
     def resume(self) -> None:
         """Graphs are captured again when they are needed."""
         self._present = True
 
-    def _at_hand(self, kind: str, size: int, placement: Placement, last: Ints | None = None) -> _Captured:
+    def _at_hand(self, kind: str, size: int, placement: Placement, last: Ints | None = None) -> _Captured | None:
         """The graph of this kind and size with its inputs written; captured now if this is the first such step."""
+        arrays = self._arrays(size, placement, last)
         captured = self._captured.get((kind, size))
         if captured is not None:
-            captured.inputs.write(self._arrays(size, placement, last))
+            captured.inputs.write(arrays)
             return captured
+        if self._is_full:
+            return None
+        try:
+            captured = self._captured[kind, size] = self._capture(kind, size, arrays)
+        except torch.OutOfMemoryError as error:
+            self._is_full = True
+            logger.warning(
+                "No memory to capture a %s step of %d as a CUDA graph (%s). Steps of sizes without a graph are "
+                "launched operator by operator; a smaller mem_fraction_static leaves room for all.",
+                kind,
+                size,
+                error,
+            )
+        return captured
+
+    def _capture(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         start = time.perf_counter()
         inputs = PackedInts(self._capacities(kind, size), self._kv.device)
-        inputs.write(self._arrays(size, placement, last))
+        inputs.write(arrays)
         self._step(kind, inputs)  # compiles kernels and takes workspaces, neither of which can be captured
         graph = torch.cuda.CUDAGraph()
         # Another thread may be opening a trainer's memory meanwhile: its calls are none of the capture's business.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(kind, inputs)
         self._pool = self._pool or graph.pool()
-        captured = self._captured[kind, size] = _Captured(inputs, graph, logits)
         logger.debug("Captured a %s step of %d in %.0f ms", kind, size, 1e3 * (time.perf_counter() - start))
-        return captured
+        return _Captured(inputs, graph, logits)
 
     # -- what a graph reads --------------------------------------------------------------------------------------
 
