@@ -24,7 +24,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         enable_prefix_caching=args.prefix_cache,
         max_model_len=SHAPES[args.shape]["max_position_embeddings"],
         max_num_seqs=256,
-        gpu_memory_utilization=0.85 if args.device == "cuda" else 0.3,  # on the CPU it is a share of the host's memory
+        **({} if args.device == "cuda" else {"gpu_memory_utilization": 0.3}),  # on the CPU, of the host's memory
     )
 
     def generate(work: Workload) -> list[int]:
