@@ -29,7 +29,7 @@ def answer(stack: Stack, req: Any, **fields: Any) -> None:
     message = msgspec.msgpack.encode(io.ControlReply(id=req.id, **{"success": True} | fields))
 
     async def deliver() -> None:
-        stack.manager._on_reply(msgspec.msgpack.decode(message, type=io.ControlReply))
+        stack.manager.controls.on_reply(msgspec.msgpack.decode(message, type=io.ControlReply))
 
     stack.manager.run_sync(deliver(), timeout=10)
 
@@ -41,9 +41,9 @@ def test_a_cancelled_call_is_withdrawn(stack: Stack) -> None:
     future.cancel()
     (withdrawal,) = stack.scheduler.wait_for(io.WithdrawReq)
     assert withdrawal.id == req.id
-    assert stack.manager.controls_in_flight, "until it is known what became of it"
+    assert stack.manager.controls.in_flight, "until it is known what became of it"
     answer(stack, req, success=False, status_code=499)
-    assert not stack.manager.controls_in_flight and stack.manager.model_path != "/new"
+    assert not stack.manager.controls.in_flight and stack.manager.controls.model_path != "/new"
 
 
 def test_a_call_without_an_answer_is_withdrawn(stack: Stack) -> None:
@@ -67,8 +67,8 @@ def test_what_was_carried_out_all_the_same_is_noted(stack: Stack, caplog: pytest
         (sent,) = stack.scheduler.wait_for(type(req))
         answer(stack, sent, payload={"weight_version": f"after {type(req).__name__}"})
     manager = stack.manager
-    assert manager.is_paused and manager.model_path == "/new"
-    assert manager.weight_version == "after EndWeightUpdateReq" and not manager.controls_in_flight
+    assert manager.controls.is_paused and manager.controls.model_path == "/new"
+    assert manager.controls.weight_version == "after EndWeightUpdateReq" and not manager.controls.in_flight
     assert [r.getMessage().split()[0] for r in caplog.records] == ["PauseGeneration", "UpdateWeightsFromDisk"]
 
 
@@ -83,7 +83,7 @@ def test_a_session_that_began_for_nobody_is_given_up(stack: Stack, name: str | N
     (end,) = stack.scheduler.wait_for(io.EndWeightUpdateReq)
     assert end.discard and end.transaction_id == name
     assert start(stack, io.ContinueGenerationReq()).result(10).success  # so the end's reply was read before
-    assert not stack.manager.updating_weights and not stack.manager.controls_in_flight
+    assert not stack.manager.controls.updating_weights and not stack.manager.controls.in_flight
 
 
 def test_the_reply_may_come_in_the_moment_of_giving_up(stack: Stack) -> None:
@@ -92,8 +92,8 @@ def test_the_reply_may_come_in_the_moment_of_giving_up(stack: Stack) -> None:
     async def both_at_once() -> None:
         task = asyncio.ensure_future(stack.manager.control(io.BeginWeightUpdateReq(transaction_id="s")))
         await asyncio.sleep(0)
-        (id,) = stack.manager._calls
-        stack.manager._on_reply(io.ControlReply(id=id, success=True))
+        (id,) = stack.manager.controls._calls
+        stack.manager.controls.on_reply(io.ControlReply(id=id, success=True))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -128,7 +128,7 @@ def test_death_of_the_scheduler_ends_calls_that_nobody_waits_for(stack: Stack) -
     stack.child.code = -9
     while not stack.deaths:
         threading.Event().wait(0.01)
-    assert not stack.manager.controls_in_flight
+    assert not stack.manager.controls.in_flight
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
 
@@ -163,7 +163,7 @@ def test_every_control_route_notices_that_its_client_left(stack: Stack, path: st
     async def receive() -> Any:
         if messages:
             return messages.pop(0)
-        while not stack.manager.controls_in_flight:
+        while not stack.manager.controls.in_flight:
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 

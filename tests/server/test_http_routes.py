@@ -211,7 +211,7 @@ def test_health_during_a_weight_update_that_blocks_the_scheduler(stack: Stack) -
     thread = threading.Thread(target=lambda: answers.append(stack.post("/update_weights_from_disk", body)))
     thread.start()
     try:
-        while not stack.manager.controls_in_flight:
+        while not stack.manager.controls.in_flight:
             threading.Event().wait(0.001)
         stack.manager.last_message -= 1000
         assert stack.get("/health").status_code == 200
@@ -436,11 +436,11 @@ def test_health_while_a_session_holds_generation(stack: Stack) -> None:
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"lease_seconds": 60.0})
     stack.post("/begin_weight_update")
     stack.scheduler.hold = True
-    assert stack.manager.updating_weights
+    assert stack.manager.controls.updating_weights
     assert stack.get("/health_generate").status_code == 200
     stack.scheduler.control = None
     stack.post("/end_weight_update")
-    assert not stack.manager.updating_weights
+    assert not stack.manager.controls.updating_weights
 
 
 def test_update_weight_version_and_get_weights(stack: Stack) -> None:
@@ -476,7 +476,7 @@ def test_bad_control_bodies_are_400(stack: Stack, path: str, body: Any, says: st
 
 
 def test_unanswered_control_call_is_504(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.server.tokenizer_manager._CONTROL_GRACE", 0.0)
+    monkeypatch.setattr("verl_server.server.control_calls._CONTROL_GRACE", 0.0)
     stack = make_stack(control_timeout=0.05)
     stack.scheduler.control = lambda m: None
     response = stack.post("/pause_generation")

@@ -379,7 +379,7 @@ def test_unanswered_control_call_ends_with_its_name(stack: Stack) -> None:
 def test_control_call_that_the_scheduler_could_not_read_is_refused_at_once(stack: Stack, req: Any, says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
         stack.manager.run_sync(stack.manager.control(req), timeout=10)
-    assert not stack.manager.controls_in_flight and not stack.scheduler.received
+    assert not stack.manager.controls.in_flight and not stack.scheduler.received
 
 
 def test_sync_call_from_the_own_loop_raises_instead_of_deadlocking(stack: Stack) -> None:

@@ -172,14 +172,14 @@ class NativeApi:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        if self._manager.is_paused:
+        if self._manager.controls.is_paused:
             return error_b(ServerUnavailableError("Generation is paused."))
         return await self.health(request)
 
     async def health_generate(self, request: Request) -> Response:
         """200 after a real token was generated. When paused or updating, that cannot be: then as `/health`."""
         manager = self._manager
-        if manager.is_paused or manager.updating_weights:
+        if manager.controls.is_paused or manager.controls.updating_weights:
             return await self.health(request)
         try:
             self._check_ready()
@@ -203,7 +203,7 @@ class NativeApi:
         result = asyncio.ensure_future(generation.result())
         try:
             while not (await asyncio.wait((result,), timeout=0.5))[0]:
-                if self._manager.is_paused or self._manager.updating_weights:
+                if self._manager.controls.is_paused or self._manager.controls.updating_weights:
                     return await self._check_live()
             result.result()
         finally:
@@ -218,7 +218,7 @@ class NativeApi:
         """Raise unless the scheduler gave a sign of life. An update may keep it from answering: that is life."""
         self._check_ready()
         manager = self._manager
-        if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls_in_flight:
+        if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls.in_flight:
             return
         try:
             await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
@@ -241,7 +241,7 @@ class NativeApi:
         return json_response(model_info(self._manager, self._args))
 
     async def weight_version(self, request: Request) -> Response:
-        return json_response({"weight_version": self._manager.weight_version})
+        return json_response({"weight_version": self._manager.controls.weight_version})
 
     async def server_info(self, request: Request) -> Response:
         return json_response(await self.server_info_dict())
@@ -252,7 +252,7 @@ class NativeApi:
         return info | {
             "scheduler_info": self._manager.scheduler_info,
             "internal_states": [state],
-            "weight_version": self._manager.weight_version,
+            "weight_version": self._manager.controls.weight_version,
             "startup_time": self._started,
             "version": __version__,
             "frontend": "python",
@@ -302,12 +302,12 @@ def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, 
     assert manager.model_text is not None
     config = manager.model_text.config
     return {
-        "model_path": manager.model_path,
-        "served_model_name": server_args.served_model_name or manager.model_path,
+        "model_path": manager.controls.model_path,
+        "served_model_name": server_args.served_model_name or manager.controls.model_path,
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": manager.weight_version,
+        "weight_version": manager.controls.weight_version,
         "load_format": server_args.load_format,
         "reasoning_parser": None,
         "tool_call_parser": None,

@@ -250,7 +250,7 @@ def _warm_up(server_args: ServerArgs, check: Check) -> None:
 
 def _warm_up_live(manager: TokenizerManager, server_args: ServerArgs) -> None:
     """As `_warm_up`, on an engine that its owner may have paused or put to sleep: then nothing can be asked."""
-    if manager.is_paused:
+    if manager.controls.is_paused:
         return
     try:
         _warm_up(server_args, manager.check_serving)

@@ -66,7 +66,7 @@ class OpenAIApi:
 
     @property
     def _model_name(self) -> str:
-        return self._args.served_model_name or self._manager.model_path
+        return self._args.served_model_name or self._manager.controls.model_path
 
     def _model_card(self) -> dict[str, Any]:
         self._manager.check_serving()
@@ -75,7 +75,7 @@ class OpenAIApi:
             "object": "model",
             "created": self._created,
             "owned_by": "verl-server",
-            "root": self._manager.model_path,
+            "root": self._manager.controls.model_path,
             "parent": None,
             "max_model_len": self._manager.context_length,
         }

@@ -1,9 +1,9 @@
-"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the socket and every request.
+"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the socket and every generation.
 
 The loop is created with the manager, in its own thread, for life; socket, events and states are touched by that
 thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
-Requests go to the scheduler over one socket, results and control replies come back on it, without a task in
-between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
+Requests go to the scheduler over one socket, results and control replies (`control_calls`) come back on it, without a
+task in between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
 """
 
 from __future__ import annotations
@@ -22,30 +22,21 @@ from verl_server.errors import (
     ControlTimeoutError,
     ServerDiedError,
     ServerUnavailableError,
-    UnansweredError,
     VerlServerError,
 )
 from verl_server.io_struct import (
-    ENDING_REQS,
     AbortReq,
     BatchTokenIDOut,
-    BeginWeightUpdateReq,
-    ContinueGenerationReq,
     ControlReply,
     ControlReq,
-    EndWeightUpdateReq,
     FinishReq,
-    FlushCacheReq,
     GetInternalStateReq,
-    PauseGenerationReq,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
-    UpdateReq,
-    UpdateWeightsFromDiskReq,
-    WithdrawReq,
 )
 from verl_server.message_socket import MessageSocket
+from verl_server.server.control_calls import ControlCalls
 from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
@@ -58,8 +49,6 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CONTROL_GRACE = 15.0
-"""Extra seconds over the scheduler's own bound, so that its error, which knows more, arrives first."""
 _ABORT_GRACE = 2.0
 """Seconds that running requests get at shutdown to return what they have."""
 _LONG_TEXT = 20_000
@@ -75,13 +64,8 @@ class TokenizerManager:
         self.model_text: ModelText | None = None
         self.scheduler_info: dict[str, Any] = {}
         self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
-        self.is_paused = False
         self.ready = False
         """The warm-up was answered."""
-        self._session_end = 0.0
-        """Until then an open weight-update session may hold generation (its lease, renewed by its calls)."""
-        self.weight_version = server_args.weight_version
-        self.model_path = server_args.model_path
         self.last_message = time.monotonic()
         self._messages = messages
         self._waits_for_room = False
@@ -89,14 +73,12 @@ class TokenizerManager:
         self._states: dict[str, ReqState] = {}  # by wire rid
         self._by_rid: dict[str, ReqState] = {}
         self._serial = itertools.count(1)
-        self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
-        """Control requests without a reply; a future that is done has a caller who gave up."""
+        self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
         self._encoder = msgspec.msgpack.Encoder()
-        self._input_decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._thread = LoopThread("tokenizer-manager")
         self.loop = self._thread.loop
@@ -105,7 +87,7 @@ class TokenizerManager:
         """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
         self.model_text = model_text
         self.scheduler_info = scheduler_info
-        self.weight_version = scheduler_info.get("weight_version", self.weight_version)
+        self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
         self._children = children
         self.run_sync(self._start_tasks(), timeout=30)
 
@@ -226,66 +208,9 @@ class TokenizerManager:
     # -- control --------------------------------------------------------------------------------------------
 
     async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """Send a control request and wait for the reply with its id. Raises UnansweredError, ServerDiedError.
-
-        When the caller gives up (a bound, a cancellation) the scheduler is told to withdraw it.
-        """
+        """See `ControlCalls.call`. Also raises why the scheduler cannot be asked."""
         self.check_serving()
-        name = _name(req)
-        req.id = next(self._serial)
-        message = self._encode(req)
-        try:
-            self._input_decoder.decode(message)
-        except msgspec.ValidationError as error:  # Python callers' arguments have any type; the scheduler would drop it
-            raise BadRequestError(f"{name}: {error}") from None
-        if timeout is None:
-            waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
-            # As long to wait for its turn, and as long to be carried out. (`SchedulerWatch` ends what takes longer.)
-            timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
-        future: asyncio.Future[ControlReply] = self.loop.create_future()
-        self._calls[req.id] = req, future
-        self._send(message)
-        try:
-            async with asyncio.timeout(timeout):
-                return await future
-        except TimeoutError:
-            self._give_up(req, future)
-            raise UnansweredError(f"The scheduler did not answer {name} within {timeout:.0f} s.") from None
-        except asyncio.CancelledError:
-            self._give_up(req, future)
-            raise
-
-    def _give_up(self, req: ControlReq, future: asyncio.Future[ControlReply]) -> None:
-        if req.id in self._calls:
-            self._send(self._encode(WithdrawReq(id=req.id)))
-        elif not future.cancelled() and future.exception() is None and future.result().success:
-            self._carried_out_for_nobody(req)  # the reply came in this very moment
-
-    def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
-        if isinstance(req, PauseGenerationReq):
-            self.is_paused = True
-        elif isinstance(req, ContinueGenerationReq):
-            self.is_paused = False
-        elif isinstance(req, EndWeightUpdateReq):
-            self._session_end = 0.0
-        elif isinstance(req, UpdateWeightsFromDiskReq):
-            self.model_path = req.model_path
-        payload = reply.payload if isinstance(reply.payload, dict) else {}
-        if "lease_seconds" in payload:
-            self._session_end = time.monotonic() + float(payload["lease_seconds"])
-        if "weight_version" in payload:
-            self.weight_version = str(payload["weight_version"])
-
-    @property
-    def controls_in_flight(self) -> list[str]:
-        """Control calls that wait for the scheduler, but for looks at its figures, which change nothing."""
-        return [_name(req) for req, _ in self._calls.values() if not isinstance(req, GetInternalStateReq)]
-
-    @property
-    def updating_weights(self) -> bool:
-        """Whether an update, or a session of updates, may keep generation waiting."""
-        updates = UpdateReq | BeginWeightUpdateReq | EndWeightUpdateReq
-        return time.monotonic() < self._session_end or any(isinstance(req, updates) for req, _ in self._calls.values())
+        return await self.controls.call(req, timeout)
 
     @property
     def num_requests(self) -> int:
@@ -325,7 +250,7 @@ class TokenizerManager:
                 if isinstance(message, BatchTokenIDOut):
                     self._on_tokens(message)
                 else:
-                    self._on_reply(message)
+                    self.controls.on_reply(message)
             except Exception:
                 # One bad message must not stop the others, on which every caller depends.
                 logger.exception("A message from the scheduler could not be handled.")
@@ -339,31 +264,8 @@ class TokenizerManager:
             self.loop.remove_writer(fd)
             self._messages.close()
 
-    def _on_reply(self, reply: ControlReply) -> None:
-        if reply.id not in self._calls:
-            logger.error("A reply came to control call %d, which is none.", reply.id)
-            return
-        req, future = self._calls.pop(reply.id)
-        if reply.success:
-            self._note_success(req, reply)
-        if not future.done():
-            future.set_result(reply)
-        elif reply.success:
-            self._carried_out_for_nobody(req)
-
-    def _carried_out_for_nobody(self, req: ControlReq) -> None:
-        """Its caller gave up when it had begun already. A session that he does not know of would hold generation."""
-        if not isinstance(req, (GetInternalStateReq, FlushCacheReq, *ENDING_REQS)):
-            logger.warning("%s was carried out, though its caller had given up: it had begun already.", _name(req))
-        if isinstance(req, BeginWeightUpdateReq):
-            end = EndWeightUpdateReq(id=next(self._serial), transaction_id=req.transaction_id, discard=True)
-            nobody: asyncio.Future[ControlReply] = self.loop.create_future()
-            nobody.cancel()
-            self._calls[end.id] = end, nobody
-            self._send(self._encode(end))
-
     def _on_tokens(self, out: BatchTokenIDOut) -> None:
-        self.weight_version = out.weight_version
+        self.controls.weight_version = out.weight_version
         for i, wire_rid in enumerate(out.rids):
             state = self._states.get(wire_rid)
             if state is None:  # ended by a stop string or abandoned; the scheduler did not know yet
@@ -392,7 +294,7 @@ class TokenizerManager:
             self._children,
             self.server_args.control_timeout,
             ask=lambda bound: self.control(GetInternalStateReq(), timeout=bound),
-            is_waiting=lambda: bool(self._states or self._calls),
+            is_waiting=lambda: bool(self._states or self.controls.are_waiting),
             last_message=lambda: self.last_message,
         )
         self._die(await watch.until_death())
@@ -403,10 +305,7 @@ class TokenizerManager:
         for state in list(self._states.values()):
             self._forget(state)
             state.fail(_again(error))
-        calls, self._calls = self._calls, {}
-        for _, future in calls.values():
-            if not future.done():
-                future.set_exception(_again(error))
+        self.controls.fail(lambda: _again(error))
         if isinstance(error, ServerDiedError):
             logger.error("%s", error)
             if self._on_death is not None:
@@ -452,10 +351,6 @@ class TokenizerManager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._hang_up()
-
-
-def _name(req: ControlReq) -> str:
-    return type(req).__name__.removesuffix("Req")
 
 
 def _again(error: VerlServerError) -> VerlServerError:
