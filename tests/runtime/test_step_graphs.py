@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,40 @@ def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: py
     runner.release_cuda_graphs()
     runner.resume_cuda_graphs()
     assert runner.can_warm_up, "memory may be there again"
+
+
+@dataclass
+class OtherRank:
+    """Votes with one more rank, which can or cannot do what it is asked in turn."""
+
+    can: list[bool]
+    size: int = 2
+
+    def all_agree(self, ok: bool) -> bool:
+        return self.can.pop(0) and ok
+
+
+@pytest.mark.parametrize(
+    ("free", "other_can", "holds"),
+    [
+        pytest.param(2**31, [True, True], True, id="all-can"),
+        pytest.param(2**31, [False], False, id="other-has-no-room"),
+        pytest.param(2**20, [True], False, id="this-has-no-room"),
+        pytest.param(2**31, [True, False], False, id="other-failed"),
+    ],
+)
+def test_a_graph_is_held_if_all_ranks_hold_it(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, free: int, other_can: list[bool], holds: bool
+) -> None:
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: free)
+    runner = make_runner(tiny_llama, page_size=4)
+    assert runner._graphs is not None
+    other = OtherRank(other_can)
+    monkeypatch.setattr(runner._graphs, "_tp", other)
+    runner.warm_up()
+    assert bool(runner._graphs._captured) is holds
+    assert not other.can, "a vote is missing"
+    assert runner.can_warm_up is holds

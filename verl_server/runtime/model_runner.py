@@ -70,8 +70,7 @@ class ModelRunner:
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
         self._paged = self._paged_backend() if paged else None
         self._graphs = None
-        # With several ranks, collectives would be captured, which has not been run on GPUs yet.
-        if self._paged is not None and not server_args.disable_cuda_graph and tp.size == 1:
+        if self._paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._paged)
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -311,7 +310,7 @@ class ModelRunner:
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.runtime.step_graphs import StepGraphs
 
-        return StepGraphs(self._forward, self.kv, backend, self._args.cuda_graph_max_bs)
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self._args.cuda_graph_max_bs)
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:

@@ -4,7 +4,8 @@ Owned by the `ModelRunner`. A step is hundreds of small kernels: launched one by
 batch keep the device waiting; replayed as one graph they do not. There are two kinds: steps that only decode, by their
 entries, and steps that also prefill, by their tokens. What changes from step to step lies in a buffer at a fixed
 address, written by one copy before the replay. Sizes are captured while the engine is idle, or when they are first
-needed; each takes some ten milliseconds.
+needed; each takes some ten milliseconds. Where there are several ranks all capture the same sizes in the same order,
+and hold a graph only if all of them do: the collectives in it must meet.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from verl_server.models.attention import Ints
 from verl_server.models.paged_attention import DecodePart, ExtendPart, PagedBackend, PagedStep
 from verl_server.runtime.device_arrays import PackedInts
 from verl_server.runtime.kv_cache import KVCache, Placement
+from verl_server.runtime.tp_group import TpGroup
 
 logger = logging.getLogger(__name__)
 
 _MOST_TOKENS = 4096
 """Beyond it, even a small model computes longer than its kernels take to launch."""
+
+_ROOM_BYTES = 2**30
+"""Beyond what the largest captured step takes for its activations."""
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
@@ -44,8 +49,8 @@ class _Captured:
 
 
 class StepGraphs:
-    def __init__(self, forward: Forward, kv: KVCache, backend: PagedBackend, max_bs: int) -> None:
-        self._forward, self._kv, self._backend = forward, kv, backend
+    def __init__(self, forward: Forward, kv: KVCache, backend: PagedBackend, tp: TpGroup, max_bs: int) -> None:
+        self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
         self._max_bs = min(max_bs, kv.max_rows)
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
@@ -108,7 +113,7 @@ class StepGraphs:
         if self._is_full:
             return None
         try:
-            captured = self._captured[kind, size] = self._capture(kind, size, arrays)
+            captured = self._capture_on_all_ranks(kind, size, arrays)
         except torch.OutOfMemoryError as error:
             self._is_full = True
             logger.warning(
@@ -118,6 +123,24 @@ class StepGraphs:
                 size,
                 error,
             )
+            return None
+        self._captured[kind, size] = captured
+        return captured
+
+    def _capture_on_all_ranks(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
+        """Raises torch.OutOfMemoryError on all ranks if it is raised on one."""
+        if self._tp.size == 1:
+            return self._capture(kind, size, arrays)
+        # A rank without the memory would leave the others in a collective: the step is tried if all have it.
+        if not self._tp.all_agree(_free_bytes(self._kv.device) >= _ROOM_BYTES):
+            raise torch.OutOfMemoryError(f"a rank has less than {_ROOM_BYTES >> 20} MiB left")
+        captured, failure = None, None
+        try:
+            captured = self._capture(kind, size, arrays)
+        except torch.OutOfMemoryError as error:
+            failure = error
+        if not self._tp.all_agree(captured is not None) or captured is None:
+            raise failure or torch.OutOfMemoryError("another rank has none")
         return captured
 
     def _capture(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
@@ -175,6 +198,12 @@ class StepGraphs:
             return self._forward(ids, rows, None, PagedStep(self._backend, positions, slots, decode, None))
         extend = ExtendPart(chunks[0], chunks[1], chunks[2], len(ids))
         return self._forward(ids, rows, chunks[3], PagedStep(self._backend, positions, slots, decode, extend))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the device has left, and what PyTorch keeps for the next tensor."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _decode_sizes(max_bs: int) -> list[int]:

@@ -96,6 +96,10 @@ class TpGroup:
         """Every rank's bytes, in rank order, on every rank: the vote of a weight update."""
         return self.channel.gather(data) if self.channel is not None else [data]
 
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank says so."""
+        return all(vote == b"1" for vote in self.gather(b"1" if ok else b"0"))
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over the ranks."""
         if self.size > 1:
@@ -111,6 +115,6 @@ class TpGroup:
         """Concatenate equal shards [..., n] of all ranks to [..., size * n]."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.device_group)
-        return torch.cat(parts, dim=-1)
+        parts = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self.device_group)
+        return torch.cat(list(parts), dim=-1)
