@@ -37,7 +37,7 @@ from benchmarks.shapes import SHAPES, shape_folder
 from verl_server import HttpServerEngineAdapter, VerlEngine, __version__
 from verl_server.errors import ServerUnavailableError
 from verl_server.models.tiny import random_model
-from verl_server.weight_sync.checksum import tensor_checksum
+from verl_server.weight_sync.checksum import tensor_checksums
 
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
@@ -131,7 +131,8 @@ class Cycle:
 
     def _expect_parity(self, tokens: list[int]) -> None:
         served = self._engine.weights_checker()["ranks"][0]["checksums"]
-        wrong = [n for n, p in self._model.named_parameters() if served[n] != tensor_checksum(p)]
+        names, parameters = zip(*self._model.named_parameters(), strict=True)
+        wrong = [n for n, own in zip(names, tensor_checksums(parameters), strict=True) if served[n] != own]
         if wrong:
             raise AssertionError(f"Served weights differ from the trainer's: {wrong[:4]}")
         if self._device.type == "cpu":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,18 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
-from benchmarks.served_slices import ServedTensor, served_tensors
+from benchmarks.served_slices import expected_checksums, served_tensors
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 
+T = TypeVar("T")
+
 Source = Literal["registered", "named", "disk", "group"]
 _PROGRESS_SECONDS = 5.0
 _REGISTRATIONS = 5
+_GRAPH_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,11 @@ class _Rank:
 
     def run(self) -> None:
         job, result = self._job, self._result
-        self._full_tensors(lambda name, full: None)  # the collectives of the checks take their device memory now
+        self._on_rank_0(self._expected)  # the collectives of the checks take their device memory now
         mesh = init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("tp",))
         with VerlEngine(mesh, launch_server=True, **job.settings) as engine:
             engine.weights_checker()  # likewise
+            self._until_graphs_are_captured(engine)
             untouched = device_used_bytes(self._device)
             ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
             if self._rank == 0:
@@ -153,6 +157,15 @@ class _Rank:
                 self._parent.send(result)
                 self._parent.recv()
             dist.barrier(self._host)
+
+    def _until_graphs_are_captured(self, engine: VerlEngine) -> None:
+        """The server takes their memory, and some ten milliseconds for each, in its first idle seconds."""
+        deadline = time.monotonic() + _GRAPH_SECONDS
+        while time.monotonic() < deadline:
+            if not engine.get_server_info()["internal_states"][0]["memory"].get("cuda_graphs_to_capture"):
+                return
+            time.sleep(0.5)
+        raise TimeoutError(f"The server captured CUDA graphs for more than {_GRAPH_SECONDS:.0f} s.")
 
     def _push_all(self, engine: VerlEngine, push: Callable[[], Any]) -> None:
         job, result, told = self._job, self._result, time.monotonic()
@@ -220,26 +233,32 @@ class _Rank:
         """Every parameter on every server rank is what the trainer has: raises AssertionError if not."""
         with _noted(self._result.busy):
             reported = [rank["checksums"] for rank in engine.weights_checker()["ranks"]]
-            wrong: list[str] = []
-            by_name = {tensor.name: tensor for tensor in self._served}
-
-            def compare(name: str, full: torch.Tensor) -> None:
-                served: ServedTensor = by_name[name]
-                expected = served.checksums(full, self._job.server_dtype)
-                wrong.extend(f"{name} on rank {i}" for i, c in enumerate(expected) if reported[i][name] != c)
-
-            self._full_tensors(compare)
+            expected = self._on_rank_0(self._expected)
+            wrong = [
+                f"{name} on rank {i}"
+                for i, sums in enumerate(expected or [])
+                for name, checksum in sums.items()
+                if reported[i][name] != checksum
+            ]
         if wrong:
             push = len(self._result.pushes)
             raise AssertionError(f"After push {push}, {len(wrong)} parameters are not the trainer's: {wrong[:4]}")
 
-    def _full_tensors(self, use: Callable[[str, torch.Tensor], None]) -> None:
-        """Each parameter in full, one after the other; on rank 0 they are used."""
+    def _expected(self, full: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
+        return expected_checksums(self._served, full, self._job.server_dtype)
+
+    def _on_rank_0(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], T]) -> T | None:
+        """What `use` makes of all parameters in full, gathered one after the other, on rank 0."""
+        if self._rank == 0:
+            return use(self._full_tensors())
+        for _ in self._full_tensors():
+            pass
+        return None
+
+    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._model.named_parameters():
             full = parameter.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            if self._rank == 0:
-                use(name, full)
+            yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
     def _join(self, engine: VerlEngine) -> BroadcastGroup | None:
         """The process group that a trainer on another host would use; on rank 0."""
@@ -253,18 +272,16 @@ class _Rank:
         return group
 
     def _broadcast(self, group: BroadcastGroup | None, options: dict[str, Any]) -> None:
-        tensors: list[tuple[str, torch.Tensor]] = []
-        self._full_tensors(lambda name, full: tensors.append((name, full)))
-        if group is not None:
+        tensors = self._on_rank_0(list)
+        if group is not None and tensors is not None:
             broadcast_weights(group, tensors, **options)
         dist.barrier(self._host)
 
     def _save(self) -> None:
         from safetensors.torch import save_file
 
-        tensors: dict[str, torch.Tensor] = {}
-        self._full_tensors(lambda name, full: tensors.update({name: full.cpu()}))
-        if self._rank == 0:
+        tensors = self._on_rank_0(lambda full: {name: tensor.cpu() for name, tensor in full})
+        if tensors is not None:
             folder = self._job.folder / "checkpoint"
             folder.mkdir(exist_ok=True)
             save_file(tensors, folder / "model.safetensors.new")

@@ -6,7 +6,9 @@ that go over each link. It builds the server's own parameter map on the meta dev
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from verl_server.models.config import load_model_config
 from verl_server.models.loader import Index, WeightMap
 from verl_server.models.transformer import Decoder
 from verl_server.runtime.tp_group import TpGroup
-from verl_server.weight_sync.checksum import tensor_checksum
+from verl_server.weight_sync.checksum import tensor_checksums
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,30 @@ class ServedTensor:
     pieces: list[list[Index]]
     """For each server rank, the parts of the full tensor that it holds."""
 
-    def checksums(self, full: Tensor, dtype: torch.dtype) -> list[str]:
-        """What `/weights_checker` must report for each server rank that got `full`, converted to `dtype`."""
-        return ["".join(tensor_checksum(full[index].to(dtype)) for index in rank) for rank in self.pieces]
+    def slices(self, full: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """What server ranks hold of `full`, converted to `dtype`: the pieces of the first rank, then the next one's."""
+        for rank in self.pieces:
+            yield from (full[index].to(dtype) for index in rank)
+
+
+def expected_checksums(
+    served: list[ServedTensor], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> list[dict[str, str]]:
+    """What `/weights_checker` must report for each server rank that got the full tensors, in any order."""
+    by_name = {tensor.name: tensor for tensor in served}
+    names: list[str] = []
+
+    def slices() -> Iterator[Tensor]:
+        for name, full in tensors:
+            names.append(name)
+            yield from by_name[name].slices(full, dtype)
+
+    found = iter(tensor_checksums(slices()))
+    ranks: list[dict[str, str]] = [{} for _ in served[0].pieces]
+    for name in names:
+        for rank, pieces in zip(ranks, by_name[name].pieces, strict=True):
+            rank[name] = "".join(itertools.islice(found, len(pieces)))
+    return ranks
 
 
 def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:

@@ -5,9 +5,9 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
 
 A trainer process for each rank (FSDP2 if there are several) launches a server of random weights through
-`VerlEngine`. Before each push it writes every parameter in place, as an optimizer does; after it, outside the
-measured time, it compares the checksum of every parameter on every server rank with its own. A wrong one ends
-the run with exit code 1.
+`VerlEngine`; the server first captures its CUDA graphs. Before each push it writes every parameter in place, as an
+optimizer does; after it, outside the measured time, it compares the checksum of every parameter on every server rank
+with its own. A wrong one ends the run with exit code 1.
 
 One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
 `http_ms`, the request in it; `commit_ms`, the server's part from its turn on (votes, copy, device sync); `bytes` of

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import colocated, weight_sync
 from benchmarks.push_trainer import Job, _Rank, write_parameters
-from benchmarks.served_slices import served_tensors, traffic
+from benchmarks.served_slices import expected_checksums, served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.token_gaps import Streams, gap_figures
 
@@ -96,8 +96,8 @@ def test_a_lost_push_does_not_pass(folder: Path, monkeypatch: pytest.MonkeyPatch
     job = Job(folder, "cpu", 1, 2, torch.float32, torch.bfloat16, "named", "in_place", 1, 1, 1, 0.0, {})
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: None)
     rank: Any = _Rank(0, job, torch.device("cpu"), None)  # type: ignore[arg-type]
-    tensors = dict(rank._model.named_parameters())
-    sums = [{t.name: t.checksums(tensors[t.name].detach(), torch.bfloat16)[r] for t in rank._served} for r in range(2)]
+    tensors = [(name, parameter.detach()) for name, parameter in rank._model.named_parameters()]
+    sums = expected_checksums(rank._served, tensors, torch.bfloat16)
     rank._check(Reports(sums))
     write_parameters(rank._model, 0)
     with pytest.raises(AssertionError, match="not the trainer's"):

@@ -9,7 +9,7 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.served_slices import served_tensors
+from benchmarks.served_slices import expected_checksums, served_tensors
 from tests.parity.harness import Reference
 from verl_server.engine_base import EngineBase
 
@@ -29,13 +29,11 @@ def weights_of(model: Path, seed: int) -> Weights:
 class Judge:
     def __init__(self, model: Path, tp_size: int) -> None:
         self._served = served_tensors(model, tp_size)
-        self._ranks = tp_size
         self._reference = Reference(model)
 
     def checksums(self, weights: Weights) -> list[dict[str, str]]:
         """By name, for each rank."""
-        sums = {t.name: t.checksums(weights[t.name], torch.float32) for t in self._served}
-        return [{name: ranks[rank] for name, ranks in sums.items()} for rank in range(self._ranks)]
+        return expected_checksums(self._served, weights.items(), torch.float32)
 
     def expect_served(self, engine: EngineBase, weights: Weights, version: str | None = None) -> None:
         """Exactly these weights, and the server answers with them."""

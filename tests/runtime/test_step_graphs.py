@@ -85,8 +85,9 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     captured = []
     while runner.can_warm_up:
         runner.warm_up()
-        captured.append(len(runner._graphs._captured) if runner._graphs else 0)
-    assert captured == [1, 2, 3, 4, 5]  # decodes of 1, 2 and 3; 16 and 32 tokens
+        figures = runner.memory_figures()
+        captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
+    assert captured == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]  # decodes of 1, 2 and 3; 16 and 32 tokens
     runner.warm_up()
 
 

@@ -97,3 +97,10 @@ def test_a_gpu_says_the_same(dtype: torch.dtype, count: int) -> None:
     assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
     columns = tensor[: count // 3 * 3].view(-1, 3)
     assert tensor_checksum(columns.cuda()[:, 1:]) == tensor_checksum(columns[:, 1:])
+
+
+def test_many_at_once_are_each_what_they_are_alone() -> None:
+    tensors = [torch.full((n,), float(n)) for n in (0, 3, 70_000, 1)]
+    tensors.append(tensors[2].view(100, 700).t())
+    assert checksum.tensor_checksums(iter(tensors)) == [tensor_checksum(tensor) for tensor in tensors]
+    assert checksum.tensor_checksums([]) == []

@@ -209,7 +209,7 @@ class ModelRunner:
     def can_warm_up(self) -> bool:
         """Whether `warm_up` has something to do, and the memory for it is there."""
         present = self._weights_arena.is_present and self.kv.is_present
-        return present and self._graphs is not None and not self._graphs.is_complete
+        return present and self._graphs is not None and self._graphs.num_left > 0
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -244,7 +244,7 @@ class ModelRunner:
         return restored
 
     def memory_figures(self) -> dict[str, float | int]:
-        """Bytes held now for weights and KV, in whole pages, and the KV capacity in tokens."""
+        """Bytes held now for weights and KV, in whole pages; KV capacity in tokens; CUDA graphs, held and to come."""
         figures: dict[str, float | int] = {
             "weight_bytes": self._weights_arena.bytes_held,
             "kv_cache_bytes": self.kv.bytes_held,
@@ -253,6 +253,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
+        if self._graphs is not None:
+            figures |= {"cuda_graphs": self._graphs.num_captured, "cuda_graphs_to_capture": self._graphs.num_left}
         return figures
 
     def _release_scratch(self) -> None:

@@ -82,13 +82,17 @@ class StepGraphs:
         return captured.logits[: len(sample)]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every size is captured, or no more can be now."""
-        return not self._present or self._is_full or len(self._captured) == len(self._all)
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @property
+    def num_left(self) -> int:
+        """Sizes that can still be captured ahead."""
+        return len(self._all) - len(self._captured) if self._present and not self._is_full else 0
 
     def capture_next(self) -> None:
-        """Capture one more size, ahead of its first step; nothing to do if `is_complete`."""
-        if not self.is_complete:
+        """Capture one more size, ahead of its first step; nothing to do if `num_left` is 0."""
+        if self.num_left:
             kind, size = next(key for key in self._all if key not in self._captured)
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)

@@ -7,6 +7,7 @@ weights are torn.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from verl_server.errors import BadRequestError
 from verl_server.io_struct import GetWeightsByNameReq, WeightsCheckerReq
 from verl_server.models.loader import WeightMap
 from verl_server.runtime.tp_group import TpGroup
-from verl_server.weight_sync.checksum import tensor_checksum
+from verl_server.weight_sync.checksum import tensor_checksums
 
 
 class _Rows(msgspec.Struct, array_like=True):
@@ -60,7 +61,7 @@ class WeightInspector:
         if req.allow_quant_error or req.selector not in ("all", "target"):
             raise BadRequestError("Weights are not quantized and there is no draft model: leave these options unset.")
         skip = req.skip_tensor_list or []
-        sums = {name: self._checksum(name) for name in self._map.slots if not any(part in name for part in skip)}
+        sums = self._checksums([name for name in self._map.slots if not any(part in name for part in skip)])
         if req.action == "checksum":
             return "Success", self._all_ranks(sums)
         if req.action == "snapshot":
@@ -77,8 +78,11 @@ class WeightInspector:
                 for destination, _ in slot.pieces:
                     destination.normal_()
 
-    def _checksum(self, name: str) -> str:
-        return "".join(tensor_checksum(destination) for destination, _ in self._map.slots[name].pieces)
+    def _checksums(self, names: list[str]) -> dict[str, str]:
+        """Of each parameter; of one that lies in several pieces, those of the pieces, one after the other."""
+        pieces = {name: [destination for destination, _ in self._map.slots[name].pieces] for name in names}
+        found = iter(tensor_checksums(piece for held in pieces.values() for piece in held))
+        return {name: "".join(itertools.islice(found, len(held))) for name, held in pieces.items()}
 
     def _all_ranks(self, sums: dict[str, str]) -> dict[str, Any]:
         ranks: list[dict[str, Any]] = []

@@ -9,7 +9,8 @@ up to 32 bits, two swapped words, two flipped bits. It is not meant to resist an
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,16 +24,35 @@ _CUDA_BLOCKS = 1 << 8
 
 def tensor_checksum(tensor: Tensor) -> str:
     """16 hex digits for the elements in order; dtype's size and their number matter, strides and device do not."""
+    return tensor_checksums([tensor])[0]
+
+
+def tensor_checksums(tensors: Iterable[Tensor]) -> list[str]:
+    """`tensor_checksum` of each. Each tensor is let go before the next is taken, and a GPU is waited for once: where
+    others keep it busy, every wait takes milliseconds."""
+    pending = [_begin(tensor.detach()) for tensor in tensors]
+    values: dict[torch.device, Iterator[int]] = {}
+    for device in {sums.device for _, sums in pending}:
+        values[device] = iter(torch.cat([sums for _, sums in pending if sums.device == device]).tolist())
+    step = pow(_G, _BLOCK, 2**64)
+    checksums = []
+    for total, sums in pending:
+        factor = 1
+        for value in itertools.islice(values[sums.device], len(sums)):
+            total += value * factor
+            factor = factor * step % 2**64
+        checksums.append(f"{total % 2**64:016x}")
+    return checksums
+
+
+def _begin(tensor: Tensor) -> tuple[int, Tensor]:
+    """What the checksum starts from, and the sums of blocks, int64 [blocks], on the tensor's device."""
     blocks = 1 if tensor.device.type == "cpu" else _CUDA_BLOCKS
-    total = tensor.numel() * 8 + tensor.element_size()  # tells zeros from nothing
     # The products' operand, allocated once: one block of it fits the processor's cache.
     wide = torch.empty(min(blocks * _BLOCK, tensor.nbytes // 4 + 1), dtype=torch.int64, device=tensor.device)
-    sums = [_block_sums(words, wide) for words in _words(tensor.detach(), blocks * _BLOCK)]
-    factor, step = 1, pow(_G, _BLOCK, 2**64)
-    for value in torch.cat(sums).tolist() if sums else []:
-        total += value * factor
-        factor = factor * step % 2**64
-    return f"{total % 2**64:016x}"
+    sums = [_block_sums(words, wide) for words in _words(tensor, blocks * _BLOCK)]
+    start = tensor.numel() * 8 + tensor.element_size()  # tells zeros from nothing
+    return start, torch.cat(sums) if sums else wide[:0]
 
 
 def _words(tensor: Tensor, count: int) -> Iterator[Tensor]:

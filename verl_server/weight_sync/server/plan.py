@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl_server.errors import WeightUpdateError
 from verl_server.models.loader import WeightMap
+from verl_server.weight_sync.checksum import tensor_checksums
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
 from verl_server.weight_sync.server.boxes import common_box, index_in, indexed_box
 from verl_server.weight_sync.server.names import listed
@@ -93,7 +94,8 @@ class UpdatePlan:
         unknown = [name for name in checksums if name not in self._given]
         if unknown:
             raise WeightUpdateError(f"There are checksums for {listed(unknown)}, which the update does not bring.")
-        wrong = [name for name, checksum in checksums.items() if self._given[name].checksum() != checksum.lower()]
+        found = tensor_checksums(self._given[name].whole() for name in checksums)
+        wrong = [name for name, own in zip(checksums, found, strict=True) if own != checksums[name].lower()]
         if wrong:
             raise WeightUpdateError(
                 f"The checksum of {listed(wrong)} is not what the trainer said: its memory was written, or read "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from verl_server.errors import WeightUpdateError
-from verl_server.weight_sync.checksum import tensor_checksum
 from verl_server.weight_sync.handles import Allocation, Shard, TensorHandle, TensorSource
 from verl_server.weight_sync.server.boxes import Box, box_at, check_tiling, common_box, index_in
 from verl_server.weight_sync.server.open_memory import FLOATING, HeldMemory, check_view
@@ -56,16 +55,16 @@ class Source:
         """The part's elements, opened if they are not yet."""
         return part.data if isinstance(part.data, Tensor) else self.memory.view(self.name, part.data)
 
-    def checksum(self) -> str:
-        """Of the full tensor. One in several parts is put together for it, for as long as this takes."""
+    def whole(self) -> Tensor:
+        """The full tensor. One in several parts is put together, in memory of its own."""
         whole = box_at([0] * len(self.shape), self.shape)
         if [part.box for part in self.parts] == [whole]:
-            return tensor_checksum(self.read(self.parts[0]))
+            return self.read(self.parts[0])
         views = [(part.box, self.read(part)) for part in self.parts]
         full = torch.empty(self.shape, dtype=self.dtype, device=views[0][1].device if views else None)
         for box, view in views:
             full[index_in(box, whole)].copy_(view)
-        return tensor_checksum(full)
+        return full
 
     def is_same_memory(self, other: Source) -> bool:
         """Whether both are one tensor under two names, now and for ever."""
