@@ -46,7 +46,8 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = make_workload(args.shape).first(args.requests)
     base = measure(args, folder, work, {})
     report(_BASE, base, "tokens/s", ratio=1.0)
-    for name in args.only or variants():
+    alone = {"disable_custom_all_reduce"} if args.tp == 1 else set()
+    for name in args.only or [name for name in variants() if name not in alone]:
         different = variants()[name]
         value = measure(args, folder, work, different)
         report(name, value, "tokens/s", set=different[name], ratio=round(value / base, 4))

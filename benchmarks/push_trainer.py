@@ -124,8 +124,8 @@ class _Rank:
         self._on_rank_0(self._expected)  # the collectives of the checks take their device memory now
         mesh = init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("tp",))
         with VerlEngine(mesh, launch_server=True, **job.settings) as engine:
-            engine.weights_checker()  # likewise
             self._until_graphs_are_captured(engine)
+            engine.weights_checker()  # likewise, after captures, which give back what is not in use
             untouched = device_used_bytes(self._device)
             ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
             if self._rank == 0:

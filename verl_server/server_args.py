@@ -84,6 +84,8 @@ class ServerArgs:
     """Largest batch of a step that only decodes which is captured as a CUDA graph."""
     disable_overlap_schedule: bool = False
     """Wait for each step on CUDA before the next one is planned."""
+    disable_custom_all_reduce: bool = False
+    """Sum over tensor-parallel GPUs with NCCL only, not out of each other's memory."""
     random_seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
     cpu_threads: int | None = None

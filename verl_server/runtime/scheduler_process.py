@@ -164,6 +164,7 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
         server_args.sync_timeout,
         startup_timeout=server_args.startup_timeout,
         control_timeout=server_args.control_timeout,
+        peer_memory=not server_args.disable_custom_all_reduce,
     )
     runner = ModelRunner(server_args, tp, device)
     if device.type == "cuda" and server_args.fused_weight_copy:

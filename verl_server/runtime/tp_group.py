@@ -3,7 +3,7 @@
 Each scheduler process holds one. Four connections: the loop's `channel` (rank 0 tells the others what to run, on which
 they wait as long as it lives; and votes on control calls), the groups `stage` and `join` (the votes of the stager's
 threads, beside the loop's: no connection is for two threads) and the device group of the model's collectives (Gloo on
-CPU, NCCL on CUDA). A dead peer fails all of them at once.
+CPU, NCCL on CUDA; between GPUs of one host sums go through `peer_memory`). A dead peer fails all of them at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from verl_server.rank_sockets import GlooChannel, RankSockets
+from verl_server.runtime.peer_memory import PeerMemory
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _FOREVER = datetime.timedelta(days=3650)
 
 
@@ -29,6 +31,7 @@ class TpGroup:
     stage_group: dist.ProcessGroup | None = None
     join_group: dist.ProcessGroup | None = None
     device_group: dist.ProcessGroup | None = None
+    peer_memory: PeerMemory | None = None
 
     @classmethod
     def create(
@@ -41,6 +44,7 @@ class TpGroup:
         *,
         startup_timeout: float = 600.0,
         control_timeout: float = 300.0,
+        peer_memory: bool = True,
     ) -> TpGroup:
         """Meet the other ranks at `init_addr`: "host:port", or a URL of torch.distributed.
 
@@ -70,7 +74,10 @@ class TpGroup:
         stage, join = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
         backend = "nccl" if device.type == "cuda" else "gloo"
         model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
-        return cls(rank, size, channel, stage, join, model)
+        tp = cls(rank, size, channel, stage, join, model)
+        if not peer_memory or isinstance(channel, GlooChannel):  # that is: not all ranks are on one host
+            return tp
+        return dataclasses.replace(tp, peer_memory=PeerMemory.connect(model, device, tp.all_agree))
 
     def for_staging(self) -> TpGroup:
         """The same ranks, voting on what one of the stager's threads prepared."""
@@ -101,9 +108,12 @@ class TpGroup:
         return all(vote == b"1" for vote in self.gather(b"1" if ok else b"0"))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum in place over the ranks."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.device_group)
+        """The sum over the ranks; `tensor` may hold it, too."""
+        if self.size == 1:
+            return tensor
+        if self.peer_memory is not None and (summed := self.peer_memory.sum(tensor)) is not None:
+            return summed
+        dist.all_reduce(tensor, group=self.device_group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -115,6 +125,6 @@ class TpGroup:
         """Concatenate equal shards [..., n] of all ranks to [..., size * n]."""
         if self.size == 1:
             return tensor
-        parts = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self.device_group)
-        return torch.cat(list(parts), dim=-1)
+        parts = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        _all_gather(parts, tensor.contiguous(), group=self.device_group)
+        return torch.cat(parts.chunk(self.size), dim=-1)
