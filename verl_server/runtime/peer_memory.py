@@ -1,11 +1,11 @@
 """`PeerMemory`: sums over the GPUs of one host, read straight out of each other's memory.
 
 Held by the `TpGroup`. A decode step of several ranks sums a few kilobytes after every half layer, where NCCL's latency
-is most of the time. Microseconds a sum of [n, 4096] in bf16 over two H200s (NVLink), replayed in a CUDA graph:
+is most of the time. Microseconds a sum of [n, 4096] in bf16 over two H200s (`benchmarks/all_reduce.py`):
 
-                 n =   1     16     64    128    256    512   2048
-    NCCL            15.8   17.8   19.7   23.0   38.4   43.5   99.1
-    this             7.4    8.8   10.9     12     16     25     75
+                 n =   1     16     64    128    256    512   2048   4096
+    NCCL            17.8   16.7   20.4   24.0   37.9   43.6   85.0    158
+    this             7.0    8.7   10.6   12.9   16.7   24.8   73.0    144
 
 Every rank reads all of a small tensor from every peer (one shot); of a large one it sums its share, and writes it to
 the peers (two shots). Both are PyTorch's symmetric memory; what is here is the buffer, the choice, and what to do
@@ -55,6 +55,7 @@ class PeerMemory:
         if not all_agree(memory is not None):
             logger.warning("The GPUs cannot map each other's memory, sums go through NCCL: %s", failure or "see a peer")
             return None
+        logger.info("Sums over the ranks go through peer memory")
         return memory
 
     def sum(self, tensor: Tensor) -> Tensor | None:
