@@ -27,6 +27,26 @@ def test_two_ranks(two_ranks: Path, check: str) -> None:
     expect_passed(two_ranks, 2, check)
 
 
-def test_two_replicas_of_two_ranks(tmp_path: Path, tiny_llama: Path) -> None:
-    torchrun(4, "tests.verl_engine_ranks", "replicas", tiny_llama, results=tmp_path)
-    expect_passed(tmp_path, 4, "replicas")
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two_replicas")
+    torchrun(4, "tests.verl_engine_ranks", "replicas", tiny_llama, results=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "start",
+        "own_weights",
+        "shards_of_all_ranks_are_refused",
+        "start jointly",
+        "fsdp2_trainer",
+        "tensor_parallel_trainer",
+        "release_and_resume",
+        "one_engine_refuses",
+        "an_engine_that_is_gone_is_no_success",
+    ],
+)
+def test_two_replicas_of_two_ranks(two_replicas: Path, check: str) -> None:
+    expect_passed(two_replicas, 4, check)

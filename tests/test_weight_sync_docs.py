@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from verl_server.weight_sync.trainer.shards import boxes_of, local_tensor
 
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
-FRAGMENTS = ("hugging_face_names(hf_config", "peft_model")
-"""What only a real trainer can run. The page says so."""
+FRAGMENTS = ("hugging_face_names(hf_config", "peft_model", "read_all_ranks=True")
+"""What only a real trainer can run, or several engines (`test_verl_engine.py` does)."""
 
 
 def blocks() -> list[str]:

@@ -28,7 +28,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError, WeightUpdateError
+from verl_server import HttpServerEngineAdapter
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    UnansweredError,
+    UpdateConflictError,
+    VerlServerError,
+    WeightUpdateError,
+)
 from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
 from verl_server.verl_engine import VerlEngine
@@ -339,26 +347,65 @@ def run_scenarios(bench: Bench) -> None:
 
 
 def run_replicas(bench: Bench) -> None:
-    """(dp 2, tp 2): two servers, each with the weights of its replica."""
+    """(dp 2, tp 2): two servers, first each for itself, then both for what all four ranks share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-    def replicas() -> None:
-        bench.start(mesh, launch_server=True, tp_size=1)
+    def own_weights() -> None:
+        """Each replica's ranks hold all that their server needs, which is not what the other replica's hold."""
         urls: list[Any] = [None] * 4
         dist.all_gather_object(urls, bench.engine.url)
         assert urls[0] == urls[1] != urls[2] == urls[3], urls
         value = torch.full((64,), float(10 + bench.rank // 2))
-        bench.engine.update_weights_from_tensor([("model.norm.weight", value)])
-        assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
-        everyones = distribute_tensor(torch.ones(64), init_device_mesh("cpu", (4,)), [Shard(0)])
         push = bench.engine.update_weights_from_tensor
-        bench.expect_error(BadRequestError, "ranks outside", lambda: push([("model.norm.weight", everyones)]))
-        slices = distribute_tensor(value, mesh, [Replicate(), Shard(0)])
+        push([("model.norm.weight", value)])
+        assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
+        slices = distribute_tensor(value.clone(), mesh, [Replicate(), Shard(0)])  # which writes to its argument
         push([("model.norm.weight", slices)], weight_version="shards of this replica")
         assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0]
+        ((name, local),) = describe_tensors([("model.norm.weight", value)])
+        push([(name, LocalSerializedTensor(values=[local.get(0)]))])
+        assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0 + bench.rank // 2]
+
+    def shards_of_all_ranks_are_refused() -> None:
+        everyones = distribute_tensor(torch.ones(64), init_device_mesh("cpu", (4,)), [Shard(0)])
+        push = bench.engine.update_weights_from_tensor
+        bench.expect_error(BadRequestError, "read_all_ranks", lambda: push([("model.norm.weight", everyones)]))
         bench.engine.shutdown()
 
-    bench.run("replicas", replicas)
+    def one_engine_refuses() -> None:
+        """All ranks hear of it, and the next push brings the engines together."""
+        push = bench.engine.update_weights_from_tensor
+        session = {"transaction_id": "held"}
+        if bench.rank == 2:
+            httpx.post(f"{bench.engine.url}/begin_weight_update", json=session).raise_for_status()
+        dist.barrier()
+        bench.train(12)
+        bench.expect_error(UpdateConflictError, "held", lambda: push(bench.trainer.named_parameters()))
+        dist.barrier()
+        if bench.rank == 2:
+            httpx.post(f"{bench.engine.url}/end_weight_update", json=session | {"discard": True}).raise_for_status()
+        dist.barrier()
+        push(bench.trainer.named_parameters())
+        bench.expect_parity()
+
+    def an_engine_that_is_gone_is_no_success() -> None:
+        served = bench.engine.engine
+        if bench.rank == 2 and isinstance(served, HttpServerEngineAdapter) and served.pid is not None:
+            os.kill(served.pid, signal.SIGKILL)
+        dist.barrier()
+        push = bench.engine.update_weights_from_tensor
+        kind = ServerDiedError if bench.rank >= 2 else UnansweredError
+        bench.expect_error(kind, "", lambda: push(bench.trainer.named_parameters()), seconds=10)
+        bench.engine.shutdown()
+
+    bench.run("start", lambda: bench.start(mesh, launch_server=True, tp_size=1))
+    bench.run("own_weights", own_weights)
+    bench.run("shards_of_all_ranks_are_refused", shards_of_all_ranks_are_refused)
+    bench.run("start jointly", lambda: bench.start(mesh, launch_server=True, tp_size=1, read_all_ranks=True))
+    for check in ("fsdp2_trainer", "tensor_parallel_trainer", "release_and_resume"):
+        bench.run(check, getattr(bench, f"check_{check}"))
+    bench.run("one_engine_refuses", one_engine_refuses)
+    bench.run("an_engine_that_is_gone_is_no_success", an_engine_that_is_gone_is_no_success)
 
 
 if __name__ == "__main__":

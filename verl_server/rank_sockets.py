@@ -101,6 +101,11 @@ class RankSockets:
                 raise _out_of_step()
             return data
 
+    @property
+    def is_closed(self) -> bool:
+        """By `close`, or by a call that failed."""
+        return not self._peers
+
     def close(self) -> None:
         """Every other rank's call fails, now or later. Idempotent."""
         for peer in self._peers:
@@ -109,7 +114,7 @@ class RankSockets:
 
     @contextlib.contextmanager
     def _lost_on_error(self) -> Iterator[None]:
-        if not self._peers:
+        if self.is_closed:
             raise RuntimeError("The connection between the ranks was lost in an earlier call.")
         try:
             yield
@@ -203,8 +208,14 @@ class GlooChannel:
         """`first`: global rank of the one that tells. The groups are of the same ranks."""
         self._gathers, self._news, self._first = gathers, news, first
 
+    is_closed = False
+    """A group that lost a rank says so at the next call."""
+
     def gather(self, data: bytes) -> list[bytes]:
         return all_gather_bytes(data, self._gathers)
+
+    def close(self) -> None:
+        """Others notice by their bounds."""
 
     def tell(self, data: bytes, *, confirmed: bool = False) -> None:
         broadcast_bytes(data, self._first, self._news)  # does not return before it was heard

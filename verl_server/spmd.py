@@ -17,7 +17,7 @@ import datetime
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from verl_server import errors
 from verl_server.errors import BadRequestError, UnansweredError
 from verl_server.rank_sockets import GlooChannel, RankSockets
+
+T = TypeVar("T")
 
 _BEAT_SECONDS = 2.0
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
@@ -57,10 +59,12 @@ class RankGroup:
     ) -> None:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         if self.size == 1:
-            return
+            return  # there is nobody to talk to
         meeting = _new_group(ranks, meet_timeout)
         channel = RankSockets.connect(meeting, meet_timeout, silence_timeout)
-        self._channel = channel or GlooChannel(meeting, _new_group(ranks, silence_timeout), ranks[0])
+        self._channel: RankSockets | GlooChannel = channel or GlooChannel(
+            meeting, _new_group(ranks, silence_timeout), ranks[0]
+        )
         self._heart = _Heart(self._channel, beat)
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
@@ -71,7 +75,7 @@ class RankGroup:
         try:
             mine.payload = prepare()
         except Exception as error:
-            failure, mine.error = error, _describe(error)
+            failure, mine.error = error, describe_error(error)
         with _peer_errors(what):
             encoded = self._channel.gather(msgspec.msgpack.encode(mine))
         entries = [msgspec.msgpack.decode(data, type=_Entry) for data in encoded]
@@ -79,10 +83,14 @@ class RankGroup:
             raise failure
         for rank, entry in enumerate(entries):
             if entry.error is not None:
-                raise _rebuild(entry.error, rank)
+                raise rebuild_error(entry.error, rank)
         if any(entry.call != what for entry in entries):
             raise BadRequestError(f"The ranks called different methods: {[entry.call for entry in entries]}.")
         return [entry.payload for entry in entries]
+
+    def own(self, parts: list[T]) -> list[T]:
+        """What all ranks of a group brought is what its engine's ranks brought."""
+        return parts
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
         """The first rank's `act()`: the same JSON-like result, or its error, on all. Ranks must have met (`gather`)."""
@@ -94,13 +102,27 @@ class RankGroup:
                 data = self._channel.hear()
         outcome = msgspec.msgpack.decode(data, type=_Outcome)
         if outcome.error is not None:
-            raise _rebuild(outcome.error, 0)
+            raise rebuild_error(outcome.error, 0)
         return outcome.result
 
     def call(self, what: str, act: Callable[[list[bytes]], Any], prepare: Callable[[], bytes] = bytes) -> Any:
         """`gather`, then the first rank acts on what all prepared."""
         payloads = self.gather(what, prepare)
         return self.act(what, lambda: act(payloads))
+
+    @property
+    def is_on_one_host(self) -> bool:
+        return self.size == 1 or isinstance(self._channel, RankSockets)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was gone, or too late, in an earlier call: no call succeeds any more."""
+        return self.size > 1 and self._channel.is_closed
+
+    def close(self) -> None:
+        """Every other rank's call fails, now or later. Idempotent."""
+        if self.size > 1:
+            self._channel.close()
 
     def _act(self, what: str, act: Callable[[], Any]) -> Any:
         if self.size == 1:
@@ -109,7 +131,7 @@ class RankGroup:
             with self._heart.beating():
                 data = msgspec.msgpack.encode(_Outcome(act()))
         except BaseException as error:  # also Ctrl-C: the others must not stay behind
-            self._tell(what, msgspec.msgpack.encode(_Outcome(error=_describe(error))))
+            self._tell(what, msgspec.msgpack.encode(_Outcome(error=describe_error(error))))
             raise
         self._tell(what, data)
         return msgspec.msgpack.decode(data, type=_Outcome).result  # what the other ranks get
@@ -178,11 +200,12 @@ def _peer_errors(what: str) -> Any:
         ) from error
 
 
-def _describe(error: BaseException) -> tuple[str, str]:
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """(type, message), for `rebuild_error`."""
     return type(error).__name__, str(error)
 
 
-def _rebuild(error: tuple[str, str], rank: int) -> Exception:
+def rebuild_error(error: tuple[str, str], rank: int) -> Exception:
     """An exception that came from another rank: of the same type if it is ours or a common built-in one."""
     name, message = error
     kind = getattr(errors, name, None) or (getattr(builtins, name) if name in _BUILTIN_ERRORS else None)

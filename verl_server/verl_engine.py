@@ -22,6 +22,7 @@ from verl_server.distributed import free_port
 from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.io_struct import UpdateWeightsFromTensorReq
+from verl_server.joint_ranks import JointRanks
 from verl_server.server_args import ServerArgs
 from verl_server.spmd import RankGroup
 from verl_server.weight_sync.handles import LocalSerializedTensor
@@ -59,19 +60,24 @@ class VerlEngine:
         device_mesh_cpu: DeviceMesh,
         nnodes: int = 1,
         launch_server: bool = False,
+        read_all_ranks: bool = False,
         server_args: ServerArgs | None = None,
         **kwargs: Any,
     ) -> None:
         """Start the engine; all ranks return when it is ready, or all raise.
 
-        `device_mesh_cpu` is 1-D, or has a dimension "tp": then each slice along it is an engine of its own.
+        `device_mesh_cpu` is 1-D, or has a dimension "tp": then each slice along it is an engine of its own, which
+        reads the memory of its own ranks. With `read_all_ranks` each reads that of all ranks of the mesh, for
+        parameters that are sharded over the slices (FSDP over all ranks, all on one host); what pushes, registers,
+        unregisters or releases is then called by all ranks of the mesh together.
         Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
         ranks, a server's port is a free one, and the GPUs are those that the ranks use (with a larger `tp_size`
         those from `base_gpu_id` on).
         """
         settings = _given(server_args) | kwargs
         self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
-        self._pusher = WeightPusher(self._group)
+        self._joint = _joint_ranks(device_mesh_cpu, self._group) if read_all_ranks else None
+        self._pusher = WeightPusher(self._joint or self._group)
         settings.setdefault("tp_size", self._group.size)
         self._engine: EngineBase | None = None
         self._launch_server = launch_server
@@ -223,6 +229,8 @@ class VerlEngine:
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
         result = self._on_engine("release_memory_occupation", tags)
+        if self._joint is not None:  # others' engines may have this rank's memory open until they have released, too
+            self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
         return result
 
@@ -237,6 +245,8 @@ class VerlEngine:
     def shutdown(self) -> None:
         """End what this rank owns. Waits for no other rank, so it is safe after an error. Idempotent."""
         self._pusher.end()
+        if self._joint is not None:
+            self._joint.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
@@ -260,6 +270,20 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
             raise BadRequestError("A mesh of more than one dimension needs one that is named 'tp'.")
         mesh = mesh["tp"]
     return dist.get_process_group_ranks(mesh.get_group())
+
+
+def _joint_ranks(mesh: DeviceMesh, engine: RankGroup) -> JointRanks | None:
+    """All ranks of a mesh of several slices; None if there is one."""
+    everyone = sorted(mesh.mesh.flatten().tolist())
+    if len(everyone) == engine.size:
+        return None
+    group = RankGroup(everyone, _MEET_TIMEOUT, _MEET_TIMEOUT)
+    if not group.is_on_one_host:
+        raise BadRequestError(
+            "read_all_ranks=True needs all ranks of the mesh on one host, for nobody can read another's memory. Shard "
+            "the parameters among the ranks of one engine, or update through a process group or from disk."
+        )
+    return JointRanks(engine, group, [everyone.index(rank) for rank in _ranks_of(mesh)])
 
 
 def _given(server_args: ServerArgs | None) -> dict[str, Any]:

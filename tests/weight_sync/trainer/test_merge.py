@@ -38,6 +38,25 @@ def test_copies_keep_the_order_of_ranks() -> None:
     assert [shard.allocation for shard in source.shards] == [0, 1, 2]
 
 
+def test_an_engine_reads_its_own_ranks_where_they_hold_all() -> None:
+    """Two engines, of two ranks each; `shared` is cut over all four, `own` is another tensor on each engine's ranks."""
+    ranks = [
+        describe(own=torch.full((4,), float(rank // 2)), shared=rows(rank, rank + (3 if rank == 3 else 1)))
+        for rank in range(4)
+    ]
+    for engine in range(2):
+        merged = merge(ranks, own=[2 * engine, 2 * engine + 1])
+        assert torch.equal(read(merged)["own"], torch.full((4,), float(engine)))
+        assert torch.equal(read(merged)["shared"], FULL)
+        own, shared = merged.tensors
+        assert len(own.shards) == 2 and len(shared.shards) == 4
+
+
+def test_what_is_not_read_is_not_opened() -> None:
+    ranks = [describe(w=torch.full((4,), float(rank))) for rank in range(3)]
+    assert [allocation.id for allocation in merge(ranks, own=[1]).allocations] == [ranks[1].allocations[0].id]
+
+
 def test_ranks_may_bring_different_tensors() -> None:
     """Pipeline stages: each owns other layers."""
     merged = merge([describe(a=FULL), describe(b=FULL + 1)])

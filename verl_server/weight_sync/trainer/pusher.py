@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import nn
@@ -25,6 +25,7 @@ from verl_server.weight_sync.trainer.offers import Offer, Offers
 from verl_server.weight_sync.trainer.sender import Described, Mapping, WeightSender, describe_tensors
 from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 
+T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 Source = nn.Module | Named | Callable[[], Named]
 """Whose parameters are pushed: a module, these very tensors, or what a function gives at each push."""
@@ -34,12 +35,15 @@ Send = Callable[["Push"], Any]
 
 
 class Ranks(Protocol):
-    """The ranks that push together; `spmd.RankGroup` is one."""
+    """The ranks that push together: an engine's (`spmd.RankGroup`), or those of several (`joint_ranks.JointRanks`)."""
 
     rank: int
     size: int
+    """Of this engine's ranks."""
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]: ...
+
+    def own(self, parts: list[T]) -> list[T]: ...
 
     def act(self, what: str, act: Callable[[], Any]) -> Any: ...
 
@@ -51,6 +55,9 @@ class OneRank:
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         return [prepare()]
+
+    def own(self, parts: list[T]) -> list[T]:
+        return parts
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
         return act()
@@ -98,8 +105,8 @@ class WeightPusher:
         """names_id of what was registered last."""
         self._told = ""
         """Id of the description of this rank that the first rank has."""
-        self._peers: list[WeightsDescription | None] = [None] * ranks.size
-        """On the first rank: the last description of each rank."""
+        self._peers: dict[int, WeightsDescription] = {}
+        """On the first rank: the last description of each rank that pushes."""
         self._lock = threading.Lock()
 
     def update(self, named_tensors: Named, mapping: Mapping | None, send: Send) -> Any:
@@ -160,8 +167,9 @@ class WeightPusher:
 
         parts = [msgspec.msgpack.decode(data, type=_Part) for data in self._ranks.gather(what, prepare)]
         if any(part.handles is not None for part in parts):
+            own = self._ranks.own(parts)
             with _saying_what_is_certain():
-                return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(parts))))
+                return self._ranks.act(what, lambda: send(Push(named_tensors=_combined(own))))
         names_id, id = merged_id([part.names_id for part in parts]), merged_id([part.id for part in parts])
         self._told = mine[0].description.id
         if register:
@@ -191,10 +199,12 @@ class WeightPusher:
 
     def _description(self, parts: list[_Part]) -> Callable[[], WeightsDescription]:
         """What the ranks own together, merged when it is asked for. Runs on the first rank."""
-        for rank, part in enumerate(parts):
-            self._peers[rank] = part.description or self._peers[rank]
-        own = list(self._peers)
-        return lambda: merge([_expected(description, part) for description, part in zip(own, parts, strict=True)])
+        self._peers |= {rank: part.description for rank, part in enumerate(parts) if part.description is not None}
+        known = [self._peers.get(rank) for rank in range(len(parts))]
+        own = self._ranks.own(list(range(len(parts))))
+        return lambda: merge(
+            [_expected(description, part) for description, part in zip(known, parts, strict=True)], own
+        )
 
 
 @contextlib.contextmanager
