@@ -65,14 +65,17 @@ PARTS: dict[str, list[Part]] = {
         Part("offline_8b", "offline --shape 8b --single", 200),
         Part("offline_8b_both", "offline --shape 8b --single --logprobs --prefix-cache", 200),
         Part("startup_8b", "startup --shape 8b --bound 120", 200),
-        Part("serving_0.6b", "serving --shape 0.6b", 180),
+        Part("serving_0.6b", "serving --shape 0.6b --runs 3", 200),
         Part("multi_turn_0.6b", "multi_turn --shape 0.6b --agents 128 --turns 8", 240),
         Part("ablation_0.6b", "ablation --shape 0.6b", 500),
         Part(
             "ablation_8b", "ablation --shape 8b --only disable_cuda_graph disable_overlap_schedule fused_kernels", 500
         ),
     ],
-    "cuda_tp2": [Part("offline_8b_tp2", "offline --shape 8b --tp 2 --single", 240)],
+    "cuda_tp2": [
+        Part("offline_8b_tp2", "offline --shape 8b --tp 2 --single", 240),
+        Part("ablation_8b_tp2", "ablation --shape 8b --tp 2 --only disable_custom_all_reduce disable_cuda_graph", 400),
+    ],
     "cpu": [
         Part("offline_tiny", "offline --shape tiny", 200),
         Part("offline_0.6b", "offline --shape 0.6b --uniform 16 64 64 --logprobs", 900),
@@ -106,6 +109,9 @@ GATES: dict[str, list[Gate]] = {
         Gate("prefix hits of what could hit", _figure("multi_turn_0.6b", "prefix_hit_rate", "ratio"), least=0.95),
         Gate("lock step to own pace", _figure("multi_turn_0.6b", "lock_step_ratio"), least=3),
         Gate("own pace to the ideal", _figure("multi_turn_0.6b", "ideal_ratio"), most=1.1),
+        Gate(
+            "HTTP (columns) to in process", _figure("serving_0.6b", "http_columnar_tokens_per_s", "ratio"), least=0.97
+        ),
         Gate("HTTP (JSON) to in process", _figure("serving_0.6b", "http_json_tokens_per_s", "ratio"), least=0.97),
     ],
     "cuda_tp2": [Gate("8B on two GPUs, tokens/s", _figure("offline_8b_tp2", "output_tokens_per_s"), least=1)],

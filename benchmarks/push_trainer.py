@@ -49,7 +49,10 @@ class Job:
     """The model: config only. Checkpoints of `source="disk"` and the ranks' meeting place are made in it."""
     device: Literal["cpu", "cuda"]
     ranks: int
+    engines: int
+    """Each launched by as many of the ranks; all of them read all ranks' shards."""
     tp: int
+    """Of each engine."""
     trainer_dtype: torch.dtype
     server_dtype: torch.dtype
     source: Source
@@ -122,8 +125,8 @@ class _Rank:
     def run(self) -> None:
         job, result = self._job, self._result
         self._on_rank_0(self._expected)  # the collectives of the checks take their device memory now
-        mesh = init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("tp",))
-        with VerlEngine(mesh, launch_server=True, **job.settings) as engine:
+        mesh = init_device_mesh("cpu", (job.engines, job.ranks // job.engines), mesh_dim_names=("dp", "tp"))
+        with VerlEngine(mesh, launch_server=True, read_all_ranks=True, **job.settings) as engine:
             self._until_graphs_are_captured(engine)
             engine.weights_checker()  # likewise, after captures, which give back what is not in use
             untouched = device_used_bytes(self._device)
@@ -232,17 +235,27 @@ class _Rank:
     def _check(self, engine: VerlEngine) -> None:
         """Every parameter on every server rank is what the trainer has: raises AssertionError if not."""
         with _noted(self._result.busy):
-            reported = [rank["checksums"] for rank in engine.weights_checker()["ranks"]]
+            engines = self._reports(engine)
             expected = self._on_rank_0(self._expected)
             wrong = [
-                f"{name} on rank {i}"
+                f"{name} on rank {i} of engine {number}"
+                for number, served in enumerate(engines)
                 for i, sums in enumerate(expected or [])
                 for name, checksum in sums.items()
-                if reported[i][name] != checksum
+                if served[i]["checksums"][name] != checksum
             ]
         if wrong:
             push = len(self._result.pushes)
             raise AssertionError(f"After push {push}, {len(wrong)} parameters are not the trainer's: {wrong[:4]}")
+
+    def _reports(self, engine: VerlEngine) -> list[Any]:
+        """What the ranks of each engine say that they serve."""
+        mine = engine.weights_checker()["ranks"]
+        if self._job.ranks == 1:
+            return [mine]
+        everyones: list[Any] = [None] * self._job.ranks
+        dist.all_gather_object(everyones, mine, self._host)
+        return everyones[:: self._job.ranks // self._job.engines]
 
     def _expected(self, full: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
         return expected_checksums(self._served, full, self._job.server_dtype)

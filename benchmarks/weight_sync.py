@@ -3,6 +3,7 @@
     python -m benchmarks.weight_sync --device cpu --shape tiny
     python -m benchmarks.weight_sync --device cuda --shape 8b --generate 64
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
+    python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --engines 2 --tp 2
 
 A trainer process for each rank (FSDP2 if there are several) launches a server of random weights through
 `VerlEngine`; the server first captures its CUDA graphs. Before each push it writes every parameter in place, as an
@@ -102,7 +103,13 @@ def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
     if args.source == "group":  # everything to every server rank; their GPUs come after the trainer's
         total = sum(math.prod(tensor.shape) for tensor in served)
         return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
-    return traffic(served, args.trainer_ranks)
+    ranks_of_engine = args.trainer_ranks // args.engines
+    elements = traffic(served, args.trainer_ranks)
+    return {
+        (engine * ranks_of_engine + reader, owner): count
+        for engine in range(args.engines)
+        for (reader, owner), count in elements.items()
+    }
 
 
 def make_job(args: argparse.Namespace, folder: Path) -> Job:
@@ -127,6 +134,7 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         folder=folder,
         device=args.device,
         ranks=args.trainer_ranks,
+        engines=args.engines,
         tp=args.tp,
         trainer_dtype=_DTYPES[args.trainer_dtype] if args.trainer_dtype else server_dtype,
         server_dtype=server_dtype,
@@ -236,6 +244,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="of the model (tiny)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; from 2 on, FSDP2 shards (1)")
+    parser.add_argument("--engines", type=int, default=1, help="servers that read all of the trainer's shards (1)")
     parser.add_argument("--trainer-dtype", choices=list(_DTYPES), help="of the parameters (the server's)")
     parser.add_argument("--updates", type=int, default=50, help="measured pushes (50)")
     parser.add_argument("--warmup", type=int, default=5, help="pushes before them (5)")
@@ -264,11 +273,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--mem-fraction-static", type=float, default=0.5, help="GPU memory for served weights and KV cache (0.5)"
     )
     args = parser.parse_args(argv)
-    for name in ("tp", "trainer_ranks", "updates", "warmup", "check_every"):
+    for name in ("tp", "trainer_ranks", "engines", "updates", "warmup", "check_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1.")
     if args.device == "cpu" and args.shape == "8b":
         parser.error("--shape 8b needs a GPU: on CPU it is 33 GB for the trainer and as much for the server. Use 0.6b.")
+    if args.trainer_ranks % args.engines or (args.engines > 1 and args.source == "group"):
+        parser.error("--engines must divide --trainer-ranks, and --source group takes one engine.")
     gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
     if args.device == "cuda" and torch.cuda.device_count() < gpus:
         parser.error(

@@ -93,7 +93,7 @@ class Reports:
 
 
 def test_a_lost_push_does_not_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(folder, "cpu", 1, 2, torch.float32, torch.bfloat16, "named", "in_place", 1, 1, 1, 0.0, {})
+    job = Job(folder, "cpu", 1, 1, 2, torch.float32, torch.bfloat16, "named", "in_place", 1, 1, 1, 0.0, {})
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: None)
     rank: Any = _Rank(0, job, torch.device("cpu"), None)  # type: ignore[arg-type]
     tensors = [(name, parameter.detach()) for name, parameter in rank._model.named_parameters()]
@@ -125,6 +125,19 @@ def test_pushes_are_measured_and_checked(capsys: pytest.CaptureFixture[str], mon
     assert found["token_gap"]["push"]["count"] > 0
     assert found["lost_requests"]["value"] == found["lost_requests"]["restarted"] == 0
     assert "leak" in found
+
+
+@pytest.mark.timeout(240)
+def test_two_engines_read_all_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    weight_sync.main(["--updates", "2", "--warmup", "1", "--trainer-ranks", "2", "--engines", "2"])
+    push = figures(capsys)["push"]
+    assert push["checked"] == push["updates"] == 2
+
+
+def test_engines_that_do_not_divide_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        weight_sync.main(["--trainer-ranks", "3", "--engines", "2"])
+    assert "--engines must divide" in capsys.readouterr().err
 
 
 def _tiny_parameters() -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def test_every_gate_reads_figures_of_its_parts(device: str) -> None:
     """With a line for every figure of every part, each gate has a value."""
     fields = {"value": 1.0, "ratio": 1.0}
     names = ("output_tokens_per_s", "single_sequence_tokens_per_s", "seconds_to_first_token", "prefix_hit_rate")
-    more = ("lock_step_ratio", "ideal_ratio", "http_json_tokens_per_s")
+    more = ("lock_step_ratio", "ideal_ratio", "http_json_tokens_per_s", "http_columnar_tokens_per_s")
     figures = {(part.name, name): fields for part in PARTS[device] for name in (*names, *more)}
     assert all(gate.judge(figures)["value"] is not None for gate in GATES[device])
 
