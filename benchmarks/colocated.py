@@ -33,11 +33,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.served_slices import ServedTensor, expected_checksums, served_tensors
 from benchmarks.shapes import SHAPES, shape_folder
 from verl_server import HttpServerEngineAdapter, VerlEngine, __version__
 from verl_server.errors import ServerUnavailableError
 from verl_server.models.tiny import random_model
-from verl_server.weight_sync.checksum import tensor_checksums
 
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
@@ -48,11 +48,22 @@ _FREED = 0.95
 class Cycle:
     """A trainer, its server, and what was measured."""
 
-    def __init__(self, engine: VerlEngine, model: Any, device: torch.device, offload: bool) -> None:
+    def __init__(
+        self,
+        engine: VerlEngine,
+        model: Any,
+        device: torch.device,
+        served: list[ServedTensor],
+        *,
+        offload: bool = False,
+        keep_graphs: bool = False,
+    ) -> None:
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.serving_bytes: list[int] = []
         self.released_bytes: list[int] = []
-        self._engine, self._model, self._device, self._offload = engine, model, device, offload
+        self._engine, self._model, self._device, self._served = engine, model, device, served
+        self._offload = offload
+        self._tags = ["kv_cache", "weights"] if keep_graphs else None
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -60,7 +71,7 @@ class Cycle:
         engine = self._engine
         held, serving = self._held_bytes(), self.resident_bytes()
         with self._timed("release"):
-            engine.release_memory_occupation()
+            engine.release_memory_occupation(self._tags)
         released = self.resident_bytes()
         self.serving_bytes.append(serving)
         self.released_bytes.append(released)
@@ -130,9 +141,10 @@ class Cycle:
         raise AssertionError("The server generated with weights that were resumed, but not loaded.")
 
     def _expect_parity(self, tokens: list[int]) -> None:
-        served = self._engine.weights_checker()["ranks"][0]["checksums"]
-        names, parameters = zip(*self._model.named_parameters(), strict=True)
-        wrong = [n for n, own in zip(names, tensor_checksums(parameters), strict=True) if served[n] != own]
+        parameters = [(name, parameter.detach()) for name, parameter in self._model.named_parameters()]
+        expected = expected_checksums(self._served, parameters, parameters[0][1].dtype)
+        ranks = [rank["checksums"] for rank in self._engine.weights_checker()["ranks"]]
+        wrong = [f"{n} on rank {i}" for i, sums in enumerate(expected) for n, own in sums.items() if ranks[i][n] != own]
         if wrong:
             raise AssertionError(f"Served weights differ from the trainer's: {wrong[:4]}")
         if self._device.type == "cpu":
@@ -164,12 +176,14 @@ def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "mem_fraction_static": args.mem_fraction_static,
         "kv_cache_gib": 0.5,
+        "tp_size": args.tp,
         "log_level": "warning",
     }
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     with VerlEngine(mesh, launch_server=True, **settings) as engine:
         engine.update_weights_from_tensor(model.named_parameters(), partial=False)
-        cycle = Cycle(engine, model, device, args.offload)
+        served = served_tensors(folder, args.tp)
+        cycle = Cycle(engine, model, device, served, offload=args.offload, keep_graphs=args.keep_graphs)
         for number in range(args.cycles):
             cycle.run()
             if (number + 1) % 10 == 0:
@@ -211,6 +225,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--offload", action="store_true", help="move the trainer's weights to the host while the server generates"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
+    parser.add_argument(
+        "--keep-graphs", action="store_true", help="release weights and KV cache, but no captured CUDA graphs"
     )
     args = parser.parse_args(argv)
     if args.device == "cpu" and args.offload:

@@ -149,8 +149,9 @@ def _tiny_parameters() -> list[torch.Tensor]:
 
 
 @pytest.mark.timeout(240)
-def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    colocated.main(["--cycles", "2"])
+@pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
+def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    colocated.main(["--cycles", "2", *more])
     found = figures(capsys)
     assert found["colocated_push"]["cycles"] == 2
     assert found["colocated_freed_bytes"]["value"] > 15e6
@@ -161,9 +162,9 @@ def test_memory_that_stays_taken_is_noticed() -> None:
         def get_server_info(self) -> dict[str, Any]:
             return {"internal_states": [{"memory": {"weight_bytes": 10**9, "kv_cache_bytes": 0}}]}
 
-        def release_memory_occupation(self) -> None: ...
+        def release_memory_occupation(self, tags: list[str] | None) -> None: ...
 
-    cycle: Any = colocated.Cycle(Engine(), torch.nn.Linear(1, 1), torch.device("cpu"), False)  # type: ignore[arg-type]
+    cycle: Any = colocated.Cycle(Engine(), torch.nn.Linear(1, 1), torch.device("cpu"), [])  # type: ignore[arg-type]
     cycle.resident_bytes = lambda: 2 * 10**9
     with pytest.raises(AssertionError, match="not free"):
         cycle.run()
