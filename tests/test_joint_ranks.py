@@ -25,6 +25,8 @@ class Group:
         if self.is_lost:
             raise UnansweredError("lost in an earlier call")
         mine = prepare()
+        if not what.endswith("outcome"):
+            return [mine] * self.size
         self.brought.append(msgspec.msgpack.decode(mine, type=_Outcome))
         return [msgspec.msgpack.encode(self._peer), *[mine] * (self.size - 1)]
 
@@ -97,3 +99,17 @@ def test_a_rank_that_is_missed_is_not_waited_for_again() -> None:
     with pytest.raises(UnansweredError, match="silent"):
         joint(everyone, ours).act("push", fail(UnansweredError("silent")))
     assert everyone.is_lost, "the others hear of it at once"
+
+
+def test_a_call_that_an_engines_ranks_do_not_share_fails_everywhere_at_once() -> None:
+    everyone, ours = Group(2, 4), Group(0, 2)
+    ranks = joint(everyone, ours)
+    assert ranks.gather("push", lambda: b"mine") == [b"mine"] * 4
+
+    def mismatch(what: str, prepare: Callable[[], bytes]) -> list[bytes]:
+        raise BadRequestError("The ranks called different methods")
+
+    ours.gather = mismatch  # type: ignore[method-assign]
+    with pytest.raises(BadRequestError, match="different methods"):
+        ranks.gather("push", lambda: b"mine")
+    assert everyone.is_lost, "the others do not wait"

@@ -34,6 +34,11 @@ class JointRanks:
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
         """See `RankGroup.gather`; of all ranks."""
+        try:
+            self._ours.gather(what, bytes)  # a rank of this engine that called something else is noticed here
+        except BaseException:
+            self.close()  # the others would wait for this rank
+            raise
         return self._everyone.gather(what, prepare)
 
     def own(self, parts: list[T]) -> list[T]:
