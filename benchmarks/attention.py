@@ -3,8 +3,9 @@
     python -m benchmarks.attention [--shape 0.6b 8b] [--page-size 16]
 
 Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed as it runs, in replays of a CUDA graph
-over several layers whose keys exceed the L2 cache; its limit is a kernel that only reads as many bytes. Prefill's peer
-is torch's own attention, which needs equal lengths and contiguous keys.
+over several layers whose keys exceed the L2 cache; its limit is a kernel that only reads as many bytes. Groups share
+the pages of a prompt, whose limit reads these once: how near they come to it is the L2 cache's doing. Prefill's peer is
+torch's own attention, which needs equal lengths and contiguous keys.
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ DECODE: dict[str, list[int]] = {
 }
 """Lengths of the sequences of a step."""
 
+GROUPS: dict[str, tuple[int, int, int, int]] = {
+    "16_of_16_1024_and_512": (16, 16, 1024, 512),
+    "32_of_8_512_and_512": (32, 8, 512, 512),
+    "4_of_64_4096_and_256": (4, 64, 4096, 256),
+    "1_of_256_2048_and_128": (1, 256, 2048, 128),
+}
+"""Samples of one prompt: groups, samples in each, tokens of the prompt, tokens of a sample's own."""
+
 EXTEND: dict[str, tuple[list[int], list[int]]] = {
     "16_of_512": ([0] * 16, [512] * 16),
     "1_of_8192": ([0], [8192]),
@@ -88,6 +97,12 @@ class Case:
         self.rows = torch.arange(len(cached), device=device, dtype=torch.int32)
         tokens = int(self.extend.sum())
         self.q = torch.randn(tokens, self.heads, self.head_dim, device=device, dtype=dtype)
+
+    def share(self, entries: int, tokens: int) -> None:
+        """Let so many entries after each other have the pages of their first `tokens` in common."""
+        pages = tokens // self.page_size
+        for first in range(0, len(self.lens), entries):
+            self.table[first : first + entries, :pages] = self.table[first, :pages]
 
     def attention(self, decode_config: DecodeConfig | None = None) -> PagedAttention:
         return PagedAttention(
@@ -189,6 +204,18 @@ def measure_decode(shape_name: str, page_size: int, limit: float) -> None:
         report(f"decode_{shape_name}_{name}", us, "us", case.decode_bytes / limit * 1e6, tb_per_s=rate)
 
 
+def measure_groups(shape_name: str, page_size: int, limit: float) -> None:
+    """What a kernel could gain that reads a shared prompt once: `limit` does, `apart` has no page in common."""
+    for name, (groups, samples, shared, own) in GROUPS.items():
+        entries = groups * samples
+        case = Case(SHAPES[shape_name], [shared + own - 1] * entries, [1] * entries, page_size)
+        apart = case.decode_us(case.attention())
+        case.share(samples, shared)
+        once = (groups * shared + entries * own) * case.token_bytes
+        us = case.decode_us(case.attention())
+        report(f"groups_{shape_name}_{name}", us, "us", once / limit * 1e6, apart=apart)
+
+
 def measure_extend(shape_name: str, page_size: int) -> None:
     for name, (cached, extend) in EXTEND.items():
         case = Case(SHAPES[shape_name], cached, extend, page_size)
@@ -216,6 +243,7 @@ def main() -> None:
     report("read_limit", limit / 1e12, "TB/s")
     for shape_name in args.shape:
         measure_decode(shape_name, args.page_size, limit)
+        measure_groups(shape_name, args.page_size, limit)
         measure_extend(shape_name, args.page_size)
 
 
