@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -73,21 +74,53 @@ def test_other_sums_are_left_to_the_group(
     assert not ranks.called
 
 
+class OtherRank:
+    """Another rank's part of a gather: its GPU's UUID, then its votes."""
+
+    def __init__(self, answers: list[bytes]) -> None:
+        self.answers = answers
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, self.answers.pop(0)]
+
+
 @pytest.mark.parametrize(
-    ("device", "votes"),
+    ("device", "fails", "answers", "connects"),
     [
-        pytest.param("cpu", [], id="no-gpu"),
-        pytest.param("cuda:0", [False], id="a-peer-is-out-of-reach"),
-        pytest.param("cuda:0", [True, False], id="a-peer-could-not-map"),
+        pytest.param("cpu", "", [], False, id="no-gpu"),
+        pytest.param("cuda:0", "", [b"GPU-1", b"0"], False, id="other-cannot-reach-this"),
+        pytest.param("cuda:0", "reach", [b"GPU-1", b"1"], False, id="this-cannot-reach-other"),
+        pytest.param("cuda:0", "", [b"GPU-1", b"1", b"0", b"0"], False, id="other-has-no-memory"),
+        pytest.param("cuda:0", "empty", [b"GPU-1", b"1", b"1", b"0"], False, id="this-has-no-memory"),
+        pytest.param("cuda:0", "rendezvous", [b"GPU-1", b"1", b"1", b"1"], False, id="this-cannot-map"),
+        pytest.param("cuda:0", "", [b"GPU-1", b"1", b"1", b"0"], False, id="other-cannot-map"),
+        pytest.param("cuda:0", "", [b"GPU-1", b"1", b"1", b"1"], True, id="all-can"),
     ],
 )
-def test_all_ranks_have_it_or_none(device: str, votes: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_it_or_none(
+    device: str, fails: str, answers: list[bytes], connects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    def succeed_unless(name: str, result: Any) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            if fails == name:
+                raise RuntimeError("no")
+            return result
+
+        return call
+
     group: Any = type("Group", (), {"group_name": "ranks"})()
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(peer_memory, "_reaches_peers", lambda device: True)
-    monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: torch.empty(0))
-    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *_: None)
-    assert PeerMemory.connect(group, torch.device(device), lambda ok: votes.pop(0) and ok) is None
-    assert not votes, "a vote is missing"
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "_uuid", lambda index: b"GPU-0")
+    monkeypatch.setattr(
+        peer_memory, "_reaches", lambda device, uuids: uuids == [b"GPU-0", b"GPU-1"] and fails != "reach"
+    )
+    monkeypatch.setattr(symmetric_memory, "empty", succeed_unless("empty", torch.empty(0)))
+    monkeypatch.setattr(symmetric_memory, "rendezvous", succeed_unless("rendezvous", object()))
+    other = OtherRank(answers)
+    memory = PeerMemory.connect(group, torch.device(device), other.gather)
+    assert (memory is not None) is connects
+    assert not other.answers, "a vote is missing"

@@ -161,3 +161,21 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
     assert bool(runner._graphs._captured) is holds
     assert not other.can, "a vote is missing"
     assert runner.can_warm_up is holds
+
+
+def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the step's sums and will not come to the vote: the engine ends, and says why."""
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: 2**31)
+    runner = make_runner(tiny_llama, page_size=4)
+    assert runner._graphs is not None
+    other = OtherRank([True, True])
+    monkeypatch.setattr(runner._graphs, "_tp", other)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner._graphs, "_step", no_memory)
+    with pytest.raises(RuntimeError, match="other ranks wait"):
+        runner.warm_up()
+    assert other.can == [True], "one vote, on the memory"

@@ -213,8 +213,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds."""
-        if self.can_warm_up and self._graphs is not None:
+        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds.
+
+        All ranks are asked: a release that failed on one may have left their memory unalike.
+        """
+        if self.tp.all_agree(self.can_warm_up) and self._graphs is not None:
             self._graphs.capture_next()
 
     def release_cuda_graphs(self) -> None:
@@ -312,7 +315,7 @@ class ModelRunner:
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.runtime.step_graphs import StepGraphs
 
-        return StepGraphs(self._forward, self.kv, backend, self.tp, self._args.cuda_graph_max_bs)
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self.vocab_size, self._args.cuda_graph_max_bs)
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:

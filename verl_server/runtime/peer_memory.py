@@ -14,14 +14,18 @@ where there is none.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _BUFFER_BYTES = 32 * 2**20
 """4,096 tokens of a hidden size of 4,096. Beyond it bandwidth decides, of which NCCL makes as much."""
@@ -29,6 +33,8 @@ _ONE_SHOT_BYTES = 2**19
 _SIZES = (2, 4, 8)
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED"""
 
 
 class PeerMemory:
@@ -38,25 +44,31 @@ class PeerMemory:
 
     @classmethod
     def connect(
-        cls, group: dist.ProcessGroup, device: torch.device, all_agree: Callable[[bool], bool]
+        cls, group: dist.ProcessGroup, device: torch.device, gather: Callable[[bytes], list[bytes]]
     ) -> PeerMemory | None:
-        """Map the buffers of all ranks of a group on one host; None on all of them if one cannot."""
-        if device.type != "cuda" or dist.get_world_size(group) not in _SIZES or not all_agree(_reaches_peers(device)):
-            return None
-        memory, failure = None, None
-        try:
-            import torch.distributed._symmetric_memory as symmetric_memory
+        """Map the buffers of all ranks of a group on one host; None on all of them if one cannot.
 
-            buffer = symmetric_memory.empty(_BUFFER_BYTES, dtype=torch.uint8, device=device)
-            symmetric_memory.rendezvous(buffer, group)
-            memory = cls(buffer, group.group_name)
-        except (RuntimeError, ImportError) as error:
-            failure = error
-        if not all_agree(memory is not None):
+        `gather` returns every rank's bytes, in rank order, on every rank.
+        """
+
+        def all_agree(ok: bool) -> bool:
+            return all(vote == b"1" for vote in gather(b"1" if ok else b"0"))
+
+        if device.type != "cuda" or dist.get_world_size(group) not in _SIZES:
+            return None
+        if not all_agree(_reaches(device, gather(_uuid(device.index)))):
+            return None
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it, and it can fail alone
+        with torch.cuda.device(device):
+            buffer, failure = _attempt(_make_buffer)
+            mapped = None
+            if all_agree(buffer is not None) and buffer is not None:
+                mapped, failure = _attempt(lambda: _rendezvous(buffer, group))
+        if not all_agree(mapped is not None) or buffer is None:
             logger.warning("The GPUs cannot map each other's memory, sums go through NCCL: %s", failure or "see a peer")
             return None
         logger.info("Sums over the ranks go through peer memory")
-        return memory
+        return cls(buffer, group.group_name)
 
     def sum(self, tensor: Tensor) -> Tensor | None:
         """Over the ranks, maybe in place; None if the tensor is not for it: too large, or of another dtype."""
@@ -72,6 +84,40 @@ class PeerMemory:
         return tensor.copy_(buffer)
 
 
-def _reaches_peers(device: torch.device) -> bool:
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+def _make_buffer() -> Tensor:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.empty(_BUFFER_BYTES, dtype=torch.uint8, device=torch.device("cuda"))
+
+
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup) -> Any:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.rendezvous(buffer, group)
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return call(), None
+    except (RuntimeError, ImportError) as error:
+        return None, error
+
+
+def _uuid(index: int) -> bytes:
+    return str(torch.cuda.get_device_properties(index).uuid).encode()
+
+
+def _reaches(device: torch.device, uuids: list[bytes]) -> bool:
+    """Whether the device can map the memory of all these, and meet their kernels at counters in it."""
+    visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    if not visible.keys() >= set(uuids):
+        return False
+    peers = [visible[uuid] for uuid in uuids if visible[uuid] != device.index]
+    return all(torch.cuda.can_device_access_peer(device, peer) and _has_atomics(device.index, peer) for peer in peers)
+
+
+def _has_atomics(device: int, peer: int) -> bool:
+    """NVLink has; over PCIe a counter may never change for the other side, which would wait for ever."""
+    value = ctypes.c_int(0)
+    code = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, device, peer)
+    return code == 0 and value.value == 1

@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 _MOST_TOKENS = 4096
 """Beyond it, even a small model computes longer than its kernels take to launch."""
 
-_ROOM_BYTES = 2**30
-"""Beyond what the largest captured step takes for its activations."""
+_TOKEN_BYTES = 2**17
+"""Beyond the activations of a token; those of an 8B model take 50 KB."""
+_LOGIT_BYTES = 8
+"""A rank's shard, those of all ranks, and both put together."""
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
@@ -49,8 +51,11 @@ class _Captured:
 
 
 class StepGraphs:
-    def __init__(self, forward: Forward, kv: KVCache, backend: PagedBackend, tp: TpGroup, max_bs: int) -> None:
+    def __init__(
+        self, forward: Forward, kv: KVCache, backend: PagedBackend, tp: TpGroup, vocab_size: int, max_bs: int
+    ) -> None:
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
+        self._vocab_size = vocab_size
         self._max_bs = min(max_bs, kv.max_rows)
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
@@ -117,7 +122,7 @@ class StepGraphs:
         if self._is_full:
             return None
         try:
-            captured = self._capture_on_all_ranks(kind, size, arrays)
+            captured = self._capture(kind, size, arrays)
         except torch.OutOfMemoryError as error:
             self._is_full = True
             logger.warning(
@@ -131,34 +136,45 @@ class StepGraphs:
         self._captured[kind, size] = captured
         return captured
 
-    def _capture_on_all_ranks(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
-        """Raises torch.OutOfMemoryError on all ranks if it is raised on one."""
-        if self._tp.size == 1:
-            return self._capture(kind, size, arrays)
-        # A rank without the memory would leave the others in a collective: the step is tried if all have it.
-        if not self._tp.all_agree(_free_bytes(self._kv.device) >= _ROOM_BYTES):
-            raise torch.OutOfMemoryError(f"a rank has less than {_ROOM_BYTES >> 20} MiB left")
-        captured, failure = None, None
-        try:
-            captured = self._capture(kind, size, arrays)
-        except torch.OutOfMemoryError as error:
-            failure = error
-        if not self._tp.all_agree(captured is not None) or captured is None:
-            raise failure or torch.OutOfMemoryError("another rank has none")
-        return captured
-
     def _capture(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
+        """On all ranks, or torch.OutOfMemoryError on all."""
+        if self._tp.size > 1 and not self._tp.all_agree(_free_bytes(self._kv.device) >= self._room(kind, size)):
+            raise torch.OutOfMemoryError(f"a rank has less than {self._room(kind, size) >> 20} MiB left")
         start = time.perf_counter()
         inputs = PackedInts(self._capacities(kind, size), self._kv.device)
         inputs.write(arrays)
-        self._step(kind, inputs)  # compiles kernels and takes workspaces, neither of which can be captured
+        self._run_once(kind, inputs)
+        captured, failure = None, None
+        try:
+            captured = self._record(kind, inputs)
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # which refers to what was allocated
+        if not self._tp.all_agree(captured is not None) or captured is None:
+            raise failure or torch.OutOfMemoryError("another rank has none")
+        logger.debug("Captured a %s step of %d in %.0f ms", kind, size, 1e3 * (time.perf_counter() - start))
+        return captured
+
+    def _run_once(self, kind: str, inputs: PackedInts) -> None:
+        """Compile kernels and take workspaces, neither of which can be captured."""
+        try:
+            self._step(kind, inputs)
+        except torch.OutOfMemoryError as error:
+            if self._tp.size == 1:
+                raise
+            raise RuntimeError("A step ran out of memory while the other ranks wait in its sums.") from error
+
+    def _record(self, kind: str, inputs: PackedInts) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Another thread may be opening a trainer's memory meanwhile: its calls are none of the capture's business.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(kind, inputs)
         self._pool = self._pool or graph.pool()
-        logger.debug("Captured a %s step of %d in %.0f ms", kind, size, 1e3 * (time.perf_counter() - start))
         return _Captured(inputs, graph, logits)
+
+    def _room(self, kind: str, size: int) -> int:
+        """Bytes that are more than enough for a step's activations and logits."""
+        entries = size if kind == "decode" else min(size, self._kv.max_rows)
+        return 2**28 + size * _TOKEN_BYTES + entries * self._vocab_size * _LOGIT_BYTES
 
     # -- what a graph reads --------------------------------------------------------------------------------------
 
@@ -205,9 +221,10 @@ class StepGraphs:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What the device has left, and what PyTorch keeps for the next tensor."""
+    """What the device has left. (What PyTorch keeps of its own may belong to graphs.)"""
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return int(free)
 
 
 def _decode_sizes(max_bs: int) -> list[int]:

@@ -77,7 +77,7 @@ class TpGroup:
         tp = cls(rank, size, channel, stage, join, model)
         if not peer_memory or isinstance(channel, GlooChannel):  # that is: not all ranks are on one host
             return tp
-        return dataclasses.replace(tp, peer_memory=PeerMemory.connect(model, device, tp.all_agree))
+        return dataclasses.replace(tp, peer_memory=PeerMemory.connect(model, device, tp.gather))
 
     def for_staging(self) -> TpGroup:
         """The same ranks, voting on what one of the stager's threads prepared."""
