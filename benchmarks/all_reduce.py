@@ -63,6 +63,7 @@ def replayed_sum(memory: PeerMemory, mine: torch.Tensor) -> torch.Tensor | None:
         summed = memory.sum(source.clone())
     source.copy_(mine)
     graph.replay()
+    torch.cuda.synchronize()  # before the graph goes
     return summed
 
 
