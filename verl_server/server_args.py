@@ -76,6 +76,8 @@ class ServerArgs:
     """Turn the prefix cache off."""
     attention_backend: Literal["auto", "triton", "torch"] = "auto"
     """Paged attention; `auto` takes the Triton kernels on CUDA, plain PyTorch on CPU and where Triton is missing."""
+    disable_cascade_attention: bool = False
+    """Let every request read all of its keys by itself, those of a prompt that several requests share too."""
     fused_kernels: bool = True
     """Run norms, rotary embedding, activation and sampling as fused Triton kernels on CUDA; off: plain PyTorch."""
     disable_cuda_graph: bool = False

@@ -13,7 +13,8 @@ from tests.kernels.attention_reference import paged_attention
 
 pytest.importorskip("triton")
 
-from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention
+from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention, SharedConfig, SharedKeys
+from verl_server.kernels.shared_keys import find_runs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -39,9 +40,12 @@ class Problem:
         dtype: torch.dtype = torch.float32,
         heads_first: bool = True,
         config: DecodeConfig | None = SMALL,
+        shared_config: SharedConfig | None = None,
+        shared: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
+        """With `shared`, (first entry, entries, pages): these have so many leading pages in common."""
         generator = torch.Generator().manual_seed(0)
-        self.cached, self.extend = cached, extend
+        self.cached, self.extend, self.page_size = cached, extend, page_size
         lens = [c + e for c, e in zip(cached, extend, strict=True)]
         pages = [-(-n // page_size) for n in lens]
         shape = (sum(pages) + 3, page_size, 2, kv_heads, head_dim)
@@ -57,6 +61,9 @@ class Problem:
                 pool[page, :there] = torch.randn(there, *shape[2:], generator=generator)
         if heads_first:  # as the model runner orders memory: a head's keys in a page lie together
             pool = pool.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+        for first, count, common in shared:
+            mine = [self.rows[entry] for entry in range(first, first + count)]
+            self.table[mine, :common] = self.table[mine[0], :common]
         self.q = torch.randn(sum(extend), num_heads, head_dim, generator=generator).to(DEVICE, dtype)
         self.pool = pool.to(DEVICE, dtype)
         self.table = self.table.to(DEVICE)
@@ -68,6 +75,8 @@ class Problem:
             dtype=dtype,
             device=DEVICE,
             decode_config=config,
+            shared_config=shared_config,
+            most_shared=len(lens),
         )
 
     def expected(self) -> Tensor:
@@ -78,6 +87,18 @@ class Problem:
         lens = np.array(self.cached) + 1
         meta = torch.from_numpy(self.attention.host_metadata(lens)).to(DEVICE)
         return self.attention.decode(self.q, self.pool, self.table, _ints(self.rows), _ints(lens.tolist()), meta)
+
+    def decode_shared(self) -> Tensor:
+        lens = np.array(self.cached) + 1
+        runs = find_runs(self.table[self.rows].long().cpu().numpy(), lens, self.page_size, least=self.page_size)
+        assert runs.saved
+        keys = self.attention.shared_keys(runs)
+        assert len(keys.items) <= self.attention.most_items(len(lens))
+        meta = torch.from_numpy(self.attention.host_metadata(lens - keys.starts)).to(DEVICE)
+        on_device = SharedKeys(*(_ints(part.tolist()) for part in keys))
+        return self.attention.decode(
+            self.q, self.pool, self.table, _ints(self.rows), _ints(lens.tolist()), meta, shared=on_device
+        )
 
     def prefill(self) -> Tensor:
         starts = _ints(np.cumsum([0, *self.extend]).tolist())
@@ -131,6 +152,39 @@ def test_decode_balances_any_lengths(lens: list[int]) -> None:
     expected = problem.expected()
     assert_agrees(problem.decode(), expected, torch.float32)
     assert_agrees(problem.decode(), expected, torch.float32)  # the workspaces are ready for the next layer
+
+
+SHARED: dict[str, tuple[list[int], tuple[tuple[int, int, int], ...]]] = {
+    "one group": ([100, 100, 97, 130], ((0, 4, 6),)),
+    "groups and others": ([40, 33, 90, 70, 200, 160, 5], ((0, 2, 2), (4, 2, 9))),
+    "two levels": ([90, 100, 130, 129, 140, 20], ((0, 5, 3), (0, 2, 5), (2, 3, 8))),
+    "three levels": ([200, 210, 220, 230], ((0, 4, 2), (0, 3, 4), (1, 2, 9))),
+    "more than a tile": ([70] * 37, ((0, 37, 4),)),
+    "long": ([900, 905, 700], ((0, 3, 43), (0, 2, 56))),
+    "nothing of its own but the newest": ([64, 64, 65], ((0, 3, 4),)),
+}
+
+
+@pytest.mark.parametrize(("cached", "shared"), SHARED.values(), ids=SHARED)
+def test_decode_of_shared_keys_agrees(cached: list[int], shared: tuple[tuple[int, int, int], ...]) -> None:
+    problem = Problem(cached, [1] * len(cached), shared=shared)
+    expected = problem.expected()
+    assert_agrees(problem.decode_shared(), expected, torch.float32)
+    assert_agrees(problem.decode_shared(), expected, torch.float32)  # the workspaces are ready for the next layer
+    assert_agrees(problem.decode(), expected, torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_decode_of_shared_keys_in_any_layout(layout: dict[str, Any]) -> None:
+    pages = 128 // layout.get("page_size", 16)
+    problem = Problem([150, 131, 190, 12], [1] * 4, shared=((0, 3, pages), (1, 2, pages)), **layout)
+    assert_agrees(problem.decode_shared(), problem.expected(), problem.q.dtype)
+
+
+def test_entries_that_share_do_not_spoil_each_other() -> None:
+    problem = Problem([80, 90, 100, 85], [1] * 4, shared=((0, 4, 5),))
+    problem.q[1::2] = float("nan")
+    assert_agrees(problem.decode_shared()[::2], problem.expected()[::2], torch.float32)
 
 
 def test_decode_reads_scores_of_any_size() -> None:

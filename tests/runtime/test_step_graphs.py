@@ -14,6 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from verl_server.models import paged_attention
+from verl_server.models.paged_attention import PagedBackend
 from verl_server.runtime import model_runner, step_graphs
 from verl_server.runtime.step_graphs import StepGraphs
 
@@ -37,12 +39,12 @@ def capture(*_: object, **__: object) -> Iterator[None]:
 class OnceOnly(StepGraphs):
     """Captures every step anew."""
 
-    steps: list[tuple[str, int]]
+    steps: list[tuple[str, int, bool]]
 
-    def _at_hand(self, kind: str, size: int, *arrays: Any) -> Any:
+    def _at_hand(self, key: Any, *arrays: Any) -> Any:
         self._captured.clear()
-        self.steps = [*getattr(self, "steps", []), (kind, size)]
-        return super()._at_hand(kind, size, *arrays)
+        self.steps = [*getattr(self, "steps", []), tuple(key)]
+        return super()._at_hand(key, *arrays)
 
 
 def run(driver: Driver) -> list[Sequence]:
@@ -67,7 +69,46 @@ def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
         assert a.spec.output_ids == b.spec.output_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert isinstance(runner._graphs, OnceOnly)
-    assert {("decode", 2), ("mixed", 16)} <= set(runner._graphs.steps)
+    assert {("decode", 2, False), ("mixed", 16, False)} <= set(runner._graphs.steps)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    def run_groups(driver: Driver) -> list[Sequence]:
+        """Two groups, and a request that shares nothing, which decode together and beside another's prefill."""
+        sequences = []
+        for seed in (1, 2):
+            first = driver.add(random_prompt(13, seed=seed))
+            driver.finish([first], 1)
+            others = [driver.add(first.spec.prompt_ids + random_prompt(n, seed=n), shared=first) for n in (1, 2, 5)]
+            sequences += [first, *others]
+        sequences.append(driver.add(random_prompt(6, seed=3)))
+        driver.finish(sequences, 3)
+        sequences.append(driver.add(random_prompt(12, seed=4)))
+        driver.finish(sequences, 5, chunk=4)
+        return sequences
+
+    expected = run_groups(Driver(make_runner(tiny_llama, page_size=4)))
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(paged_attention, "_LEAST_KEYS", 4)
+    monkeypatch.setattr(paged_attention, "_LEAST_SAVED", 1)
+    runner = make_runner(tiny_llama, page_size=4, disable_cuda_graph=not graphs)
+    runner.kv.pool.fill_(torch.nan)
+    dealt = []
+    deal_out = PagedBackend.deal_out
+    monkeypatch.setattr(PagedBackend, "deal_out", lambda *given: dealt.append(deal_out(*given)) or dealt[-1])
+    got = run_groups(Driver(runner))
+    for a, b in zip(expected, got, strict=True):
+        assert a.spec.output_ids == b.spec.output_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    starts = [tuple(work.shared.starts) for work in dealt if work.shared is not None]
+    assert (12,) * 8 + (0,) in starts, "both groups in one step"
+    if graphs:
+        assert isinstance(runner._graphs, OnceOnly)
+        assert {("decode", 16, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
 
 
 def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +128,8 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
         runner.warm_up()
         figures = runner.memory_figures()
         captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
-    assert captured == [(1, 4), (2, 3), (3, 2), (4, 1), (5, 0)]  # decodes of 1, 2 and 3; 16 and 32 tokens
+    # Decodes of 1, 2 and 3; 16 and 32 tokens; all but the first with shared keys too.
+    assert captured == [(held, 9 - held) for held in range(1, 10)]
     runner.warm_up()
 
 

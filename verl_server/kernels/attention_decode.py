@@ -4,7 +4,8 @@
 keys), in that order. Every program walks an equal run of units (stream-K: Osama et al., 2023), so any mix of lengths
 is balanced. A head that one program saw alone is written at once; of a head cut between programs each leaves its
 part of the softmax in a workspace, and the one that arrives last merges them, in order: the result does not depend
-on who that is.
+on who that is. Keys that entries share are another kernel's (`attention_shared`): a head that is finished takes what
+that left of the softmax, and its own keys begin behind.
 """
 
 from __future__ import annotations
@@ -21,10 +22,47 @@ def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _of_entry(values: tl.tensor, entry: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """values[entry]; 0, and nothing is read, where no keys are shared."""
+    if LEVELS:
+        return tl.load(values + entry)
+    else:
+        return entry * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_shared(
+    m: tl.tensor, total: tl.tensor, acc: tl.tensor, row: tl.tensor, of_head: tl.tensor, levels: tl.tensor,
+    heads: tl.tensor, shared_acc: tl.tensor, shared_max: tl.tensor, shared_sum: tl.tensor,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """A head's softmax over its own keys (m, total, acc) and over those that it shares, in `levels` runs.
+
+    `of_head` counts (entry, KV head), of which there are `heads`: a level's results come after those of the last.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    for level in tl.static_range(LEVELS):
+        at = (level * heads + of_head) * ROWS + row
+        there = (row < ROWS) & (level < levels)
+        inside = there[:, None] & (dim < D)[None, :]
+        m_new = tl.maximum(m, tl.load(shared_max + at, mask=there, other=float("-inf")))
+        old = tl.exp2(m - m_new)
+        weight = tl.exp2(tl.load(shared_max + at, mask=there, other=float("-inf")) - m_new)
+        total = total * old + weight * tl.load(shared_sum + at, mask=there, other=0.0)
+        acc_shared = tl.load(shared_acc + at[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        acc = acc * old[:, None] + weight[:, None] * acc_shared
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _merge_if_last(
     out: tl.tensor, part_acc: tl.tensor, part_max: tl.tensor, part_sum: tl.tensor, arrivals: tl.tensor,
     start: tl.tensor, blocks: tl.tensor, share: tl.tensor, larger: tl.tensor,
+    of_head: tl.tensor, levels: tl.tensor, heads: tl.tensor,
+    shared_acc: tl.tensor, shared_max: tl.tensor, shared_sum: tl.tensor,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Announce this program's part of the head of units start .. start + blocks - 1; the last to do so writes `out`.
 
@@ -58,20 +96,30 @@ def _merge_if_last(
                 weight = tl.exp2(tl.load(part_max + at, mask=real & there, other=float("-inf")) - m)
                 acc_part = tl.load(part_acc + at[:, None] * D + dim[None, :], mask=inside & there, other=0.0)
                 acc += weight[:, None] * acc_part
-        tl.store(out + row[:, None] * D + dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        if LEVELS:
+            m, total, acc = _with_shared(m, total, acc, row, of_head, levels, heads, shared_acc, shared_max,
+                                         shared_sum, ROWS, D, BLOCK_D, LEVELS)  # fmt: skip
+        tl.store(
+            out + of_head * (ROWS * D) + row[:, None] * D + dim[None, :],
+            (acc / total[:, None]).to(out.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decode_kernel(
     out: tl.tensor, q: tl.tensor, kv: tl.tensor, page_table: tl.tensor, rows: tl.tensor, kv_lens: tl.tensor,
     meta: tl.tensor, part_acc: tl.tensor, part_max: tl.tensor, part_sum: tl.tensor, arrivals: tl.tensor,
+    starts: tl.tensor, levels: tl.tensor, shared_acc: tl.tensor, shared_max: tl.tensor, shared_sum: tl.tensor,
     scale: tl.tensor, stride_q_entry: tl.tensor, stride_q_head: tl.tensor, stride_row: tl.tensor,
     stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """See `PagedAttention.decode`; `meta` is `host_metadata`'s. `scale` includes log2(e): softmax is in powers of 2.
+
+    With LEVELS, an entry's own keys begin at `starts`; those before are in `shared_acc`, `shared_max` and `shared_sum`.
 
     One loop over all units of the program, whatever heads they belong to: while one head is finished, the keys of the
     next are on their way. The compiler can only issue loads early whose addresses need no load of the same iteration,
@@ -89,19 +137,21 @@ def decode_kernel(
     lane, row, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_inside = (row < GROUP)[:, None] & (dim < D)[None, :]
 
-    kv_len, table_row = tl.load(kv_lens + entry), tl.load(rows + entry)
+    heads = (last_entry + 1) * KV_HEADS
+    kv_len, table_row, own = tl.load(kv_lens + entry), tl.load(rows + entry), _of_entry(starts, entry, LEVELS)
     next_entry = tl.minimum(entry + 1, last_entry)
     next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
-    token = block * BLOCK + lane
+    next_own = _of_entry(starts, next_entry, LEVELS)
+    token = own + block * BLOCK + lane
     page = tl.load(page_table + table_row.to(tl.int64) * stride_row + token // PAGE, mask=token < kv_len, other=0)
-    first_start, first_blocks = begin - block, tl.cdiv(kv_len, BLOCK)
-    first_out = out + (entry * KV_HEADS + head) * (GROUP * D)
+    first_start, first_blocks = begin - block, tl.cdiv(kv_len - own, BLOCK)
+    first_entry, first_head = entry, head
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
-        token = block * BLOCK + lane
+        token = own + block * BLOCK + lane
         seen = token < kv_len
         at = page.to(tl.int64) * stride_page + (token % PAGE) * stride_token + head * stride_head
         at = at[:, None] + dim[None, :]
@@ -123,14 +173,18 @@ def decode_kernel(
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
 
-        head_ends = block + 1 == tl.cdiv(kv_len, BLOCK)
+        head_ends = block + 1 == tl.cdiv(kv_len - own, BLOCK)
         more = i + 1 < count
         if head_ends | (i + 1 == count):
             total = tl.sum(sums, 1)
             if head_ends & (i >= block):
-                done = (acc / total[:, None]).to(out.dtype.element_ty)
-                out_at = out + (entry * KV_HEADS + head) * (GROUP * D)
-                tl.store(out_at + row[:, None] * D + dim[None, :], done, mask=q_inside)
+                of_head, whole, total_whole = entry * KV_HEADS + head, acc, total
+                if LEVELS:
+                    in_runs = _of_entry(levels, entry, LEVELS)
+                    _, total_whole, whole = _with_shared(m, total, acc, row, of_head, in_runs, heads, shared_acc,
+                                                         shared_max, shared_sum, GROUP, D, BLOCK_D, LEVELS)  # fmt: skip
+                done = (whole / total_whole[:, None]).to(out.dtype.element_ty)
+                tl.store(out + (of_head * GROUP + row)[:, None] * D + dim[None, :], done, mask=q_inside)
             else:
                 # A program continues at most one head, its first, and opens at most one that it cannot finish.
                 slot = tl.where(i < block, program, programs + program) * GROUP + row
@@ -144,18 +198,23 @@ def decode_kernel(
         entry += entry_ends.to(tl.int32)
         kv_len = tl.where(entry_ends, next_len, kv_len)
         table_row = tl.where(entry_ends, next_row, table_row)
-        ahead = block * BLOCK + lane
+        own = tl.where(entry_ends, next_own, own)
+        ahead = own + block * BLOCK + lane
         page = tl.load(page_table + table_row.to(tl.int64) * stride_row + ahead // PAGE, mask=ahead < kv_len, other=0)
         next_entry = tl.minimum(entry + 1, last_entry)
         next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
+        next_own = _of_entry(starts, next_entry, LEVELS)
 
     tl.debug_barrier()  # all of this program's threads have stored before one announces it
     end = begin + count
-    start, blocks = end - 1 - block, tl.cdiv(kv_len, BLOCK)
+    start, blocks = end - 1 - block, tl.cdiv(kv_len - own, BLOCK)
     if (first_start < begin) | (first_start + first_blocks > end):
-        _merge_if_last(first_out, part_acc, part_max, part_sum, arrivals, first_start, first_blocks, share, larger,
-                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE)  # fmt: skip
+        _merge_if_last(out, part_acc, part_max, part_sum, arrivals, first_start, first_blocks, share, larger,
+                       first_entry * KV_HEADS + first_head, _of_entry(levels, first_entry, LEVELS), heads,
+                       shared_acc, shared_max, shared_sum,
+                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE, LEVELS)  # fmt: skip
     if (start != first_start) & (start + blocks > end):
-        last_out = out + (entry * KV_HEADS + head) * (GROUP * D)
-        _merge_if_last(last_out, part_acc, part_max, part_sum, arrivals, start, blocks, share, larger,
-                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE)  # fmt: skip
+        _merge_if_last(out, part_acc, part_max, part_sum, arrivals, start, blocks, share, larger,
+                       entry * KV_HEADS + head, _of_entry(levels, entry, LEVELS), heads,
+                       shared_acc, shared_max, shared_sum,
+                       D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE, LEVELS)  # fmt: skip

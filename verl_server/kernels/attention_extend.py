@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_block(
+def attend_block(
     i: tl.tensor, page: tl.tensor, queries: tl.tensor, m: tl.tensor, sums: tl.tensor, acc: tl.tensor,
     seen_by_row: tl.tensor, end: tl.tensor, pages: tl.tensor, keys: tl.tensor, values: tl.tensor,
     scale: tl.tensor, stride_page: tl.tensor, stride_token: tl.tensor,
@@ -91,12 +91,12 @@ def extend_kernel(
     token = tl.arange(0, BLOCK_N)
     page = tl.load(pages + token // PAGE, mask=token < end, other=0)
     for i in tl.range(0, full, num_stages=STAGES):
-        page, m, sums, acc = _attend_block(
+        page, m, sums, acc = attend_block(
             i, page, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
             False, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
-        page, m, sums, acc = _attend_block(
+        page, m, sums, acc = attend_block(
             i, page, queries, m, sums, acc, seen_by_row, end, pages, keys, values, scale, stride_page, stride_token,
             True, D, PAGE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip

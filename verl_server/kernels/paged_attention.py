@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from verl_server.kernels.attention_decode import decode_kernel
 from verl_server.kernels.attention_extend import extend_kernel
+from verl_server.kernels.attention_shared import shared_kernel
+from verl_server.kernels.shared_keys import ITEM, LEVELS, Runs, deal_out
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,41 @@ class ExtendConfig:
         return cls(rows, keys=64, warps=rows // 16, stages=3, registers=None)
 
 
+@dataclass(frozen=True)
+class SharedConfig:
+    """A tile of keys that entries share: `rows` of (entry, query head) against blocks of `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int, group: int) -> SharedConfig:
+        row = triton.next_power_of_2(head_dim) * itemsize
+        keys = max(16, min(64, 16384 // row))
+        return cls(rows=max(64, 2 * triton.next_power_of_2(group)), keys=keys, warps=4, stages=3, programs_per_sm=2)
+
+
+class SharedKeys(NamedTuple):
+    """What decode needs to know of keys that entries share: int32, on the host or the device."""
+
+    order: Any
+    """[n] entries; those that share a run stand next to each other."""
+    starts: Any
+    """[n] where each entry's own keys begin."""
+    levels: Any
+    """[n] in how many runs the keys before lie."""
+    items: Any
+    """How many, n, and `shared_keys.deal_out`'s items; padded."""
+
+
 class PagedAttention:
     """Paged attention for one model's head layout, for all of its layers.
 
     `decode_config` overrides the measured choice. On a machine without a GPU the kernels run in Triton's
-    interpreter, which is for tests.
+    interpreter, which is for tests. With `most_shared`, that many entries of a step may share keys.
     """
 
     def __init__(
@@ -82,9 +115,13 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
         decode_config: DecodeConfig | None = None,
+        shared_config: SharedConfig | None = None,
+        most_shared: int = 0,
     ) -> None:
         self._kv_heads, self._group, self._head_dim = kv_heads, num_heads // kv_heads, head_dim
         self._page_size, self._dtype = page_size, dtype
+        self.token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+        """Of a token's keys and values in one layer."""
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
@@ -92,11 +129,17 @@ class PagedAttention:
         self._multiprocessors = _multiprocessors(device)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Two parts of unfinished heads a program; see decode_kernel.
-        parts = 2 * self._programs * self._group
-        self._part_acc = torch.empty(parts, head_dim, dtype=torch.float32, device=device)
-        self._part_max = torch.empty(parts, dtype=torch.float32, device=device)
-        self._part_sum = torch.empty(parts, dtype=torch.float32, device=device)
+        self._parts = _softmax_parts(2 * self._programs * self._group, head_dim, device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
+        self.shared_config = shared_config or SharedConfig.of(head_dim, dtype.itemsize, self._group)
+        self._shared_programs = self._multiprocessors * self.shared_config.programs_per_sm
+        # A slot for each head of a chunk; see shared_keys.deal_out.
+        self._slots = 3 * self._shared_programs // kv_heads + 1
+        rows = LEVELS * most_shared * num_heads
+        self._shared = _softmax_parts(rows, head_dim, device)
+        rows = self._slots * kv_heads * self.shared_config.rows if most_shared else 0
+        self._chunks = _softmax_parts(rows, head_dim, device)
+        self._chunk_arrivals = torch.zeros(self._slots * kv_heads, dtype=torch.int32, device=device)
 
     def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
         """How decode's work is dealt out over the programs, for `kv_lens` [n], each >= 1; n >= 1.
@@ -119,6 +162,23 @@ class PagedAttention:
         meta[4:] = np.stack([entry, *np.divmod(within, blocks[entry])], axis=1).reshape(-1)
         return meta
 
+    def most_items(self, entries: int) -> int:
+        """Length of `SharedKeys.items` that is enough for any step of so many entries."""
+        return 2 + ITEM * (entries + self._slots)
+
+    def shared_keys(self, runs: Runs) -> SharedKeys:
+        """For a step whose entries share `runs`; `host_metadata` then takes the lengths less its `starts`."""
+        items = deal_out(
+            runs,
+            tile=self.shared_config.rows // self._group,
+            grain=math.lcm(self.shared_config.keys, self._page_size),
+            heads=self._kv_heads,
+            programs=self._shared_programs,
+            slots=self._slots,
+        )
+        header = np.array([len(items), len(runs.order)])
+        return SharedKeys(runs.order, *runs.per_entry(), np.concatenate([header, items.reshape(-1)]))
+
     def decode(
         self,
         q: Tensor,
@@ -128,27 +188,43 @@ class PagedAttention:
         kv_lens: Tensor,
         meta: Tensor,
         out: Tensor | None = None,
+        shared: SharedKeys | None = None,
     ) -> Tensor:
         """Attend from each entry's newest token, whose key is stored: q [n, heads, head_dim] -> [n, heads * head_dim].
 
         `rows`, `kv_lens` (the new token included) int32 [n]; `page_table` int32 [rows, columns]; `meta` is
-        `host_metadata` of the same lengths; `out`, if given, is where the result goes, contiguous. The launch depends
-        on no value, so it can be captured in a CUDA graph.
+        `host_metadata` of the same lengths, less what is `shared`; `out`, if given, is where the result goes,
+        contiguous. The launch depends on no value, so it can be captured in a CUDA graph.
         """
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        if shared is not None:
+            self._attend_shared(q, kv_layer, page_table, rows, shared)
         config = self.decode_config
         block_rows = triton.next_power_of_2(self._group)
         decode_kernel[(self._programs,)](
             out, q, kv_layer, page_table, rows, kv_lens, meta,
-            self._part_acc, self._part_max, self._part_sum, self._arrivals,
+            *self._parts, self._arrivals,
+            *((None, None) if shared is None else (shared.starts, shared.levels)), *self._shared,
             self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
             KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
             BLOCK=config.block, BLOCK_M=max(16, block_rows),
             BLOCK_ROWS=block_rows, BLOCK_D=self._block_d, AT_ONCE=max(1, min(16, 64 // block_rows)),
-            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+            STAGES=config.stages, LEVELS=0 if shared is None else LEVELS, PRECISION=self._precision,
+            num_warps=config.warps,
         )  # fmt: skip
         return out
+
+    def _attend_shared(self, q: Tensor, kv_layer: Tensor, page_table: Tensor, rows: Tensor, shared: SharedKeys) -> None:
+        config = self.shared_config
+        shared_kernel[(self._shared_programs,)](
+            q, kv_layer, page_table, rows, shared.order, shared.items,
+            *self._shared, *self._chunks, self._chunk_arrivals,
+            self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
+            KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size, ITEM=ITEM,
+            BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=self._block_d,
+            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+        )  # fmt: skip
 
     def extend(
         self,
@@ -180,6 +256,12 @@ class PagedAttention:
             STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps, maxnreg=config.registers,
         )  # fmt: skip
         return out
+
+
+def _softmax_parts(rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for softmaxes over some of the keys: weighted values [rows, head_dim], maxima [rows], sums [rows]; fp32."""
+    acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
+    return acc, acc.new_empty(rows), acc.new_empty(rows)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -129,19 +129,22 @@ class ModelRunner:
 
     def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
         """The paged attention of a step, its ids and the rows of those that decode, on the device."""
+        from verl_server.kernels.paged_attention import SharedKeys
         from verl_server.models.paged_attention import DecodePart, ExtendPart, PagedStep
 
         n = placement.num_decodes
-        lens = placement.cached + placement.extend
+        lens = placement.cached[:n] + 1
         starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
-        arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens[:n]]
+        dealt = backend.deal_out(placement.rows[:n], lens)
+        arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens]
         arrays += [placement.rows[n:], placement.cached[n:], starts]
-        work = [backend.work(lens[:n])] if n else []
-        ids, positions, slots, rows, kv_lens, *extend = upload([*arrays, *work], self.device)
-        decode = DecodePart(rows, kv_lens, extend.pop()) if n else None
-        chunks = None
+        on_device = upload([*arrays, *dealt.arrays], self.device)
+        ids, positions, slots, rows, kv_lens, chunk_rows, cached, chunk_starts, work, *shared = on_device
+        decode, chunks = None, None
+        if n:
+            decode = DecodePart(rows, kv_lens, work, SharedKeys(*shared) if shared else None)
         if n < len(placement.rows):
-            chunks = ExtendPart(extend[0], extend[1], extend[2], int(placement.extend[n:].max()))
+            chunks = ExtendPart(chunk_rows, cached, chunk_starts, int(placement.extend[n:].max()))
         return PagedStep(backend, positions, slots, decode, chunks), ids.long(), rows
 
     def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
@@ -302,6 +305,7 @@ class ModelRunner:
         from verl_server.kernels.paged_attention import PagedAttention
         from verl_server.models.paged_attention import PagedBackend
 
+        cascade = not (self._args.disable_cascade_attention or self._args.disable_radix_cache)
         kernels = PagedAttention(
             num_heads=self._num_heads,
             kv_heads=self.kv.kv_heads,
@@ -309,8 +313,17 @@ class ModelRunner:
             page_size=self.page_size,
             dtype=self.dtype,
             device=self.device,
+            most_shared=self.max_rows if cascade else 0,
         )
-        return PagedBackend(kernels, self.model.rotary, self.kv.device_page_table, self.page_size, self._fused)
+        return PagedBackend(
+            kernels,
+            self.model.rotary,
+            self.kv.device_page_table,
+            self.kv.page_table,
+            self.page_size,
+            fused=self._fused,
+            cascade=cascade,
+        )
 
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.runtime.step_graphs import StepGraphs

@@ -15,15 +15,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from verl_server.kernels.paged_attention import SharedKeys
 from verl_server.models.attention import Ints
-from verl_server.models.paged_attention import DecodePart, ExtendPart, PagedBackend, PagedStep
+from verl_server.models.paged_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
 from verl_server.runtime.device_arrays import PackedInts
 from verl_server.runtime.kv_cache import KVCache, Placement
 from verl_server.runtime.tp_group import TpGroup
@@ -40,6 +41,19 @@ _LOGIT_BYTES = 8
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
+
+
+class _Key(NamedTuple):
+    """Which steps a graph is for."""
+
+    kind: str
+    """"decode" or "mixed"."""
+    size: int
+    shared: bool
+    """With the keys that decodes share in a kernel of their own."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} step of {self.size}" + (" with shared keys" if self.shared else "")
 
 
 @dataclass
@@ -60,9 +74,11 @@ class StepGraphs:
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
         # The largest first: the memory that it takes is enough for the others.
-        self._all = [("decode", size) for size in reversed(self._decode_sizes)]
-        self._all += [("mixed", size) for size in reversed(self._mixed_sizes)]
-        self._captured: dict[tuple[str, int], _Captured] = {}
+        plain = [_Key("decode", size, False) for size in reversed(self._decode_sizes)]
+        plain += [_Key("mixed", size, False) for size in reversed(self._mixed_sizes)]
+        shared = [key._replace(shared=True) for key in plain if key.size > 1] if backend.cascade else []
+        self._all = plain + shared
+        self._captured: dict[_Key, _Captured] = {}
         self._pool: Any = None
         """The memory that all graphs share, once there is one."""
         self._present = True
@@ -75,12 +91,15 @@ class StepGraphs:
         decodes = placement.num_decodes == n
         if not self._present or tokens > (self._max_bs if decodes else _MOST_TOKENS):
             return None
+        num_decodes = placement.num_decodes
+        work = self._backend.deal_out(placement.rows[:num_decodes], placement.cached[:num_decodes] + 1)
         if decodes and len(sample) == n:
             size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, n)]
-            captured = self._at_hand("decode", size, placement)
+            captured = self._at_hand(_Key("decode", size, work.shared is not None), placement, work)
         else:
             size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, tokens)]
-            captured = self._at_hand("mixed", size, placement, placement.last[sample])
+            key = _Key("mixed", size, work.shared is not None)
+            captured = self._at_hand(key, placement, work, placement.last[sample])
         if captured is None:
             return None
         captured.graph.replay()
@@ -98,10 +117,11 @@ class StepGraphs:
     def capture_next(self) -> None:
         """Capture one more size, ahead of its first step; nothing to do if `num_left` is 0."""
         if self.num_left:
-            kind, size = next(key for key in self._all if key not in self._captured)
+            key = next(key for key in self._all if key not in self._captured)
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)
-            self._at_hand(kind, size, nothing, None if kind == "decode" else none)
+            work = self._backend.no_work(shared=key.shared)
+            self._at_hand(key, nothing, work, None if key.kind == "decode" else none)
 
     def release(self) -> None:
         """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
@@ -112,112 +132,112 @@ class StepGraphs:
         """Graphs are captured again when they are needed."""
         self._present = True
 
-    def _at_hand(self, kind: str, size: int, placement: Placement, last: Ints | None = None) -> _Captured | None:
-        """The graph of this kind and size with its inputs written; captured now if this is the first such step."""
-        arrays = self._arrays(size, placement, last)
-        captured = self._captured.get((kind, size))
+    def _at_hand(self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None) -> _Captured | None:
+        """The graph of such steps with its inputs written; captured now if this is the first of them."""
+        arrays = self._arrays(key.size, placement, work, last)
+        captured = self._captured.get(key)
         if captured is not None:
             captured.inputs.write(arrays)
             return captured
         if self._is_full:
             return None
         try:
-            captured = self._capture(kind, size, arrays)
+            captured = self._capture(key, arrays)
         except torch.OutOfMemoryError as error:
             self._is_full = True
             logger.warning(
-                "No memory to capture a %s step of %d as a CUDA graph (%s). Steps of sizes without a graph are "
+                "No memory to capture a %s as a CUDA graph (%s). Steps of sizes without a graph are "
                 "launched operator by operator; a smaller mem_fraction_static leaves room for all.",
-                kind,
-                size,
+                key,
                 error,
             )
             return None
-        self._captured[kind, size] = captured
+        self._captured[key] = captured
         return captured
 
-    def _capture(self, kind: str, size: int, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
+    def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         """On all ranks, or torch.OutOfMemoryError on all."""
-        if self._tp.size > 1 and not self._tp.all_agree(_free_bytes(self._kv.device) >= self._room(kind, size)):
-            raise torch.OutOfMemoryError(f"a rank has less than {self._room(kind, size) >> 20} MiB left")
+        room = self._room(key)
+        if self._tp.size > 1 and not self._tp.all_agree(_free_bytes(self._kv.device) >= room):
+            raise torch.OutOfMemoryError(f"a rank has less than {room >> 20} MiB left")
         start = time.perf_counter()
-        inputs = PackedInts(self._capacities(kind, size), self._kv.device)
+        inputs = PackedInts(self._capacities(key), self._kv.device)
         inputs.write(arrays)
-        self._run_once(kind, inputs)
+        self._run_once(key, inputs)
         captured, failure = None, None
         try:
-            captured = self._record(kind, inputs)
+            captured = self._record(key, inputs)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # which refers to what was allocated
         if not self._tp.all_agree(captured is not None) or captured is None:
             raise failure or torch.OutOfMemoryError("another rank has none")
-        logger.debug("Captured a %s step of %d in %.0f ms", kind, size, 1e3 * (time.perf_counter() - start))
+        logger.debug("Captured a %s in %.0f ms", key, 1e3 * (time.perf_counter() - start))
         return captured
 
-    def _run_once(self, kind: str, inputs: PackedInts) -> None:
+    def _run_once(self, key: _Key, inputs: PackedInts) -> None:
         """Compile kernels and take workspaces, neither of which can be captured."""
         try:
-            self._step(kind, inputs)
+            self._step(key, inputs)
         except torch.OutOfMemoryError as error:
             if self._tp.size == 1:
                 raise
             raise RuntimeError("A step ran out of memory while the other ranks wait in its sums.") from error
 
-    def _record(self, kind: str, inputs: PackedInts) -> _Captured:
+    def _record(self, key: _Key, inputs: PackedInts) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Another thread may be opening a trainer's memory meanwhile: its calls are none of the capture's business.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._step(kind, inputs)
+            logits = self._step(key, inputs)
         self._pool = self._pool or graph.pool()
         return _Captured(inputs, graph, logits)
 
-    def _room(self, kind: str, size: int) -> int:
+    def _room(self, key: _Key) -> int:
         """Bytes that are more than enough for a step's activations and logits."""
-        entries = size if kind == "decode" else min(size, self._kv.max_rows)
-        return 2**28 + size * _TOKEN_BYTES + entries * self._vocab_size * _LOGIT_BYTES
+        entries = key.size if key.kind == "decode" else min(key.size, self._kv.max_rows)
+        return 2**28 + key.size * _TOKEN_BYTES + entries * self._vocab_size * _LOGIT_BYTES
 
     # -- what a graph reads --------------------------------------------------------------------------------------
 
-    def _capacities(self, kind: str, size: int) -> list[int]:
-        """Of ids, positions, slots, decoding rows and their lengths and shares of work; for mixed steps then the rows,
-        cached lengths and starts of chunks, and the sampled tokens."""
-        work = len(self._backend.work(np.ones(1, dtype=np.int64)))
-        if kind == "decode":
-            return [size, size, size, size, size, work]
-        entries = min(size, self._kv.max_rows)
-        return [size, size, size, entries, entries, work, entries, entries, entries + 1, entries]
+    def _capacities(self, key: _Key) -> list[int]:
+        """Of ids, positions, slots; for mixed steps then the rows, cached lengths and starts of chunks, and the sampled
+        tokens; and then decoding rows, their lengths, and shares of work."""
+        size, entries = key.size, min(key.size, self._kv.max_rows)
+        decodes = [entries, entries, *self._backend.capacities(entries, shared=key.shared)]
+        chunks = [] if key.kind == "decode" else [entries, entries, entries + 1, entries]
+        return [size, size, size, *chunks, *decodes]
 
-    def _arrays(self, size: int, placement: Placement, last: Ints | None) -> list[npt.NDArray[np.integer]]:
+    def _arrays(
+        self, size: int, placement: Placement, work: DecodeWork, last: Ints | None
+    ) -> list[npt.NDArray[np.integer]]:
         """Padding tokens write into the padding page; attention leaves them out, so what they compute is undefined."""
         kv, n = self._kv, placement.num_decodes
-        lens = placement.cached[:n] + 1
-        entries = size if last is None else min(size, kv.max_rows)
-        arrays: list[npt.NDArray[np.integer]] = [
+        entries = min(size, kv.max_rows)
+        tokens: list[npt.NDArray[np.integer]] = [
             _pad(placement.ids, size, 0),
             _pad(placement.positions, size, 0),
             _pad(placement.slots, size, kv.num_pages * kv.page_size),
-            _pad(placement.rows[:n], entries, kv.max_rows),
-            _pad(lens, entries, 1),
-            self._backend.work(lens),
         ]
+        lens = placement.cached[:n] + 1
+        decodes = [_pad(placement.rows[:n], entries, kv.max_rows), _pad(lens, entries, 1), *work.arrays]
         if last is None:
-            return arrays
+            return tokens + decodes
         starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
-        return [
-            *arrays,
+        chunks = [
             _pad(placement.rows[n:], entries, kv.max_rows),
             _pad(placement.cached[n:], entries, 0),
             _pad(starts, entries + 1, int(starts[-1])),  # chunks of no tokens
             _pad(last, entries, 0),
         ]
+        return tokens + chunks + decodes
 
-    def _step(self, kind: str, inputs: PackedInts) -> Tensor:
-        ids, positions, slots, rows, lens, work, *chunks = inputs.views
-        decode = DecodePart(rows, lens, work)
-        if kind == "decode":
-            return self._forward(ids, rows, None, PagedStep(self._backend, positions, slots, decode, None))
-        extend = ExtendPart(chunks[0], chunks[1], chunks[2], len(ids))
-        return self._forward(ids, rows, chunks[3], PagedStep(self._backend, positions, slots, decode, extend))
+    def _step(self, key: _Key, inputs: PackedInts) -> Tensor:
+        ids, positions, slots, *rest = inputs.views
+        chunks, extend, last = [] if key.kind == "decode" else rest[:4], None, None
+        rows, lens, work, *shared = rest[len(chunks) :]
+        if chunks:
+            extend, last = ExtendPart(chunks[0], chunks[1], chunks[2], len(ids)), chunks[3]
+        decode = DecodePart(rows, lens, work, SharedKeys(*shared) if shared else None)
+        return self._forward(ids, rows, last, PagedStep(self._backend, positions, slots, decode, extend))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,0 +1,123 @@
+"""Which runs of keys are found, and that the work on them is dealt out whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from verl_server.kernels.shared_keys import Runs, deal_out, find_runs
+
+PAGE = 4
+
+
+def table(*rows: str) -> np.ndarray:
+    """A page for each letter; what is missing reads as page 0 everywhere, as in rows that are given out anew."""
+    columns = max(map(len, rows))
+    return np.array([[ord(letter) for letter in row] + [0] * (columns - len(row)) for row in rows], dtype=np.int64)
+
+
+def found(runs: Runs) -> set[tuple[frozenset[int], int, int, int]]:
+    """(entries, first key, end, level) of each run."""
+    parts = zip(runs.first, runs.count, runs.begin, runs.end, runs.level, strict=True)
+    return {(frozenset(runs.order[f : f + n].tolist()), int(b), int(e), int(lv)) for f, n, b, e, lv in parts}
+
+
+def runs_of(*rows: str, least: int = PAGE, spare: int = 1) -> Runs:
+    """All pages but the last of each row are full; `spare` tokens are in that."""
+    return find_runs(table(*rows), np.array([PAGE * (len(row) - 1) + spare for row in rows]), PAGE, least)
+
+
+def test_entries_that_share_nothing_have_no_runs() -> None:
+    runs = runs_of("abc", "def", "ghi")
+    assert not found(runs) and runs.saved == 0
+    starts, levels = runs.per_entry()
+    assert not starts.any() and not levels.any()
+
+
+def test_a_group_is_found_wherever_its_entries_are() -> None:
+    runs = runs_of("abcx", "defg", "abcy", "abcz")
+    assert found(runs) == {(frozenset({0, 2, 3}), 0, 12, 0)}
+    assert runs.saved == 24
+    starts, levels = runs.per_entry()
+    assert starts.tolist() == [12, 0, 12, 12] and levels.tolist() == [1, 0, 1, 1]
+
+
+def test_groups_below_a_common_prefix() -> None:
+    runs = runs_of("sabx", "saby", "scdx", "scdy", "sefg", "other")
+    assert found(runs) == {
+        (frozenset({0, 1, 2, 3, 4}), 0, 4, 0),
+        (frozenset({0, 1}), 4, 12, 1),
+        (frozenset({2, 3}), 4, 12, 1),
+    }
+    starts, levels = runs.per_entry()
+    assert starts.tolist() == [12, 12, 12, 12, 4, 0] and levels.tolist() == [2, 2, 2, 2, 1, 0]
+
+
+def test_a_short_common_prefix_is_read_with_the_groups() -> None:
+    runs = runs_of("sabx", "saby", "scdx", "scdy", least=8)
+    assert found(runs) == {(frozenset({0, 1}), 0, 12, 0), (frozenset({2, 3}), 0, 12, 0)}
+
+
+def test_no_more_than_two_levels() -> None:
+    runs = runs_of("abcdx", "abcdy", "abcz", "abw", "av")
+    assert {level for *_, level in found(runs)} == {0, 1}
+
+
+@pytest.mark.parametrize(("spare", "end"), [(1, 8), (PAGE, 8)])
+def test_the_newest_token_is_never_shared(spare: int, end: int) -> None:
+    """Its page is another's of equal number only by a mistake: nobody shares a page that is written."""
+    assert found(runs_of("abc", "abc", spare=spare)) == {(frozenset({0, 1}), 0, end, 0)}
+
+
+def test_pages_beyond_a_length_mean_nothing() -> None:
+    runs = find_runs(table("abcd", "abcd"), np.array([6, 14]), PAGE, PAGE)
+    assert found(runs) == {(frozenset({0, 1}), 0, 4, 0)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_found_is_shared(seed: int) -> None:
+    """Against a plain reading of random trees: every run's entries have its pages in common, and runs follow on."""
+    rng = np.random.default_rng(seed)
+    rows = [list(rng.integers(1, 3, 6)) for _ in range(12)]
+    pages = np.array([[int("".join(map(str, row[: i + 1]))) for i in range(6)] for row in rows], dtype=np.int64)
+    lens = rng.integers(1, 6 * PAGE + 1, len(rows))
+    runs = find_runs(pages, lens, PAGE, PAGE)
+    reached = np.zeros(len(rows), dtype=np.int64)
+    for entries, begin, end, _ in sorted(found(runs), key=lambda run: run[3]):
+        assert len(entries) >= 2 and begin < end and begin % PAGE == end % PAGE == 0
+        for entry in entries:
+            assert reached[entry] == begin and end < lens[entry]
+            reached[entry] = end
+        assert len(np.unique(pages[list(entries), : end // PAGE], axis=0)) == 1
+    assert runs.per_entry()[0].tolist() == reached.tolist()
+    for a, b in itertools.combinations(range(len(rows)), 2):
+        common = int((pages[a] != pages[b]).argmax()) if (pages[a] != pages[b]).any() else 6
+        if min(common, (lens[a] - 1) // PAGE, (lens[b] - 1) // PAGE) > 0:
+            assert reached[a] and reached[b], "keys that two entries share are read twice"
+
+
+@pytest.mark.parametrize("slots", [0, 7, 1000])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_every_key_of_every_entry_is_dealt_out_once(slots: int, heads: int) -> None:
+    none = np.zeros(3, dtype=np.int64)
+    count, begin = np.array([40, 2, 9]), np.array([0, 16, 0])
+    runs = Runs(np.arange(51), np.array([0, 40, 42]), count, begin, begin + np.array([1000, 20, 4096]), none)
+    items = deal_out(runs, tile=16, grain=64, heads=heads, programs=24, slots=slots)
+    seen = {(place, key): 0 for f, n, b, e in zip(runs.first, count, begin, runs.end, strict=True)
+            for place in range(f, f + n) for key in range(b, e)}  # fmt: skip
+    used = set()
+    for first, number, low, high, _, chunks, slot, chunk in items.tolist():
+        assert 1 <= number <= 16 and 0 <= chunk < chunks
+        if chunks > 1:
+            used.add(slot + chunk)
+        for place in range(first, first + number):
+            for key in range(low, high):
+                seen[place, key] += 1
+    assert set(seen.values()) == {1}
+    assert len(used) == int((items[:, 5] > 1).sum()), "two chunks have one slot"
+    assert max(used, default=-1) < slots
+    lengths = items[:, 3] - items[:, 2]
+    assert (np.diff(lengths) <= 0).all(), "the longest jobs come first"
+    assert (slots < 1000) == (int(items[:, 5].max()) == 1) or slots == 7

@@ -1,0 +1,67 @@
+"""When decodes read the keys that they share together: without a GPU, for nothing is launched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from verl_server.kernels.paged_attention import PagedAttention
+from verl_server.models.layers import RotaryEmbedding
+from verl_server.models.paged_attention import PagedBackend
+
+CPU = torch.device("cpu")
+PAGE, GROUP, PROMPT = 16, 32, 2048
+
+
+def make_backend(*, cascade: bool = True) -> PagedBackend:
+    """Rows of two prompts in turn; every row's own pages follow. A layer's keys and values are 4 KiB a token."""
+    own = 2 * PROMPT // PAGE + np.arange(2 * GROUP * 8).reshape(2 * GROUP, 8)
+    prompts = np.arange(2 * PROMPT // PAGE).reshape(2, -1)
+    table = np.concatenate([np.tile(prompts, (GROUP, 1)), own], axis=1)
+    kernels = PagedAttention(
+        num_heads=16, kv_heads=8, head_dim=128, page_size=PAGE, dtype=torch.bfloat16, device=CPU, most_shared=64
+    )
+    rotary = RotaryEmbedding(128, 64, {"rope_type": "default", "rope_theta": 1e4}, CPU)
+    return PagedBackend(kernels, rotary, torch.from_numpy(table), table, PAGE, fused=False, cascade=cascade)
+
+
+def test_a_group_reads_its_prompt_together() -> None:
+    backend = make_backend()
+    rows = np.arange(2 * GROUP)
+    lens = PROMPT + 1 + rows % 100
+    dealt = backend.deal_out(rows, lens)
+    assert dealt.shared is not None
+    assert dealt.shared.starts.tolist() == [PROMPT] * len(rows)
+    alone = make_backend(cascade=False).deal_out(rows, lens - PROMPT)
+    assert alone.shared is None
+    assert dealt.work.tolist() == alone.work.tolist(), "what is left is each entry's own"
+    capacities = backend.capacities(len(rows), shared=True)
+    assert all(len(array) <= room for array, room in zip(dealt.arrays, capacities, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt"),
+    [
+        pytest.param([], PROMPT, id="nobody"),
+        pytest.param([3], PROMPT, id="one"),
+        pytest.param([0, 1], PROMPT, id="of-two-groups"),
+        pytest.param([0, 2], PROMPT, id="too-few"),
+        pytest.param(list(range(2 * GROUP)), 256, id="too-short"),
+    ],
+)
+def test_little_that_is_shared_is_not_worth_a_kernel(rows: list[int], prompt: int) -> None:
+    dealt = make_backend().deal_out(np.array(rows, dtype=np.int64), np.full(len(rows), prompt + 1))
+    assert dealt.shared is None and len(dealt.arrays) == 1
+    assert len(dealt.work) == make_backend().capacities(1, shared=False)[0]
+
+
+def test_one_long_entry_costs_no_columns() -> None:
+    """Nobody shares what only one has: the table is read up to the second longest entry's end."""
+    backend = make_backend()
+    lens = np.full(2 * GROUP, PROMPT + 5)
+    lens[7] = PROMPT + 8 * PAGE
+    dealt = backend.deal_out(np.arange(2 * GROUP), lens)
+    assert dealt.shared is not None and dealt.shared.starts.tolist() == [PROMPT] * len(lens)
