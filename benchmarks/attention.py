@@ -4,8 +4,8 @@
 
 Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed as it runs, in replays of a CUDA graph
 over several layers whose keys exceed the L2 cache; its limit is a kernel that only reads as many bytes. Groups share
-the pages of a prompt, whose limit reads these once: how near they come to it is the L2 cache's doing. Prefill's peer is
-torch's own attention, which needs equal lengths and contiguous keys.
+the pages of a prompt, whose limit reads these once; `alone` is the time of entries that read them each by itself.
+Prefill's peer is torch's own attention, which needs equal lengths and contiguous keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import tyro
 from torch import Tensor
 
 from benchmarks.shapes import SHAPES
-from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention
+from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention, SharedConfig, SharedKeys
+from verl_server.kernels.shared_keys import find_runs
 
 _REPEATS = 20
 _MIN_BYTES = 400 * 2**20
@@ -60,6 +61,10 @@ GROUPS: dict[str, tuple[int, int, int, int]] = {
     "32_of_8_512_and_512": (32, 8, 512, 512),
     "4_of_64_4096_and_256": (4, 64, 4096, 256),
     "1_of_256_2048_and_128": (1, 256, 2048, 128),
+    "1_of_16_32768_and_512": (1, 16, 32768, 512),
+    "2_of_16_1024_and_512": (2, 16, 1024, 512),
+    "1_of_16_1024_and_512": (1, 16, 1024, 512),
+    "1_of_8_1024_and_512": (1, 8, 1024, 512),
 }
 """Samples of one prompt: groups, samples in each, tokens of the prompt, tokens of a sample's own."""
 
@@ -104,7 +109,9 @@ class Case:
         for first in range(0, len(self.lens), entries):
             self.table[first : first + entries, :pages] = self.table[first, :pages]
 
-    def attention(self, decode_config: DecodeConfig | None = None) -> PagedAttention:
+    def attention(
+        self, decode_config: DecodeConfig | None = None, shared_config: SharedConfig | None = None
+    ) -> PagedAttention:
         return PagedAttention(
             num_heads=self.heads,
             kv_heads=self.kv_heads,
@@ -113,16 +120,22 @@ class Case:
             dtype=self.q.dtype,
             device=self.q.device,
             decode_config=decode_config,
+            shared_config=shared_config,
+            most_shared=len(self.lens),
         )
 
-    def decode_us(self, attention: PagedAttention) -> float:
-        """Microseconds of one layer."""
-        lens = _device_ints(self.lens)
-        meta = torch.from_numpy(attention.host_metadata(self.lens)).cuda()
+    def decode_us(self, attention: PagedAttention, *, cascade: bool = False) -> float:
+        """Microseconds of one layer; with `cascade`, keys that entries share are read for all of them together."""
+        lens, own, shared = _device_ints(self.lens), self.lens, None
+        if cascade:
+            pages = self.table[: len(self.lens)].long().cpu().numpy()
+            keys = attention.shared_keys(find_runs(pages, self.lens, self.page_size, least=64))
+            own, shared = self.lens - keys.starts, SharedKeys(*(_device_ints(part) for part in keys))
+        meta = torch.from_numpy(attention.host_metadata(own)).cuda()
 
         def run() -> None:
             for layer in self.layers:
-                attention.decode(self.q, layer, self.table, self.rows, lens, meta)
+                attention.decode(self.q, layer, self.table, self.rows, lens, meta, shared=shared)
 
         return graph_us(run) / len(self.layers)
 
@@ -205,15 +218,14 @@ def measure_decode(shape_name: str, page_size: int, limit: float) -> None:
 
 
 def measure_groups(shape_name: str, page_size: int, limit: float) -> None:
-    """What a kernel could gain that reads a shared prompt once: `limit` does, `apart` has no page in common."""
     for name, (groups, samples, shared, own) in GROUPS.items():
         entries = groups * samples
         case = Case(SHAPES[shape_name], [shared + own - 1] * entries, [1] * entries, page_size)
-        apart = case.decode_us(case.attention())
         case.share(samples, shared)
         once = (groups * shared + entries * own) * case.token_bytes
-        us = case.decode_us(case.attention())
-        report(f"groups_{shape_name}_{name}", us, "us", once / limit * 1e6, apart=apart)
+        attention = case.attention()
+        alone, us = case.decode_us(attention), case.decode_us(attention, cascade=True)
+        report(f"groups_{shape_name}_{name}", us, "us", once / limit * 1e6, alone=alone)
 
 
 def measure_extend(shape_name: str, page_size: int) -> None:

@@ -105,6 +105,7 @@ def check_parity(engine: HttpServerEngineAdapter, folder: Path, arch: str, label
     errors["alone"] = mean_error(server_logprobs(engine, sequences, together=False), expected)
     errors["mixed_batch_chunked"] = mean_error(server_logprobs(engine, sequences, together=True), expected)
     errors["decode"] = decode_error(engine, folder, sequences)
+    errors["decode_of_groups"] = decode_error(engine, folder, [sequences[3]] * 80 + [sequences[2]] * 40)
     limit = 1.5 * errors["transformers"]
     return all(
         report(f"{arch}_{label}_logprob_error_{name}", value, "nats", None if name == "transformers" else limit)

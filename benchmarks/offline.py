@@ -3,6 +3,7 @@
     python -m benchmarks.offline --device cpu --shape tiny
     python -m benchmarks.offline --device cuda --shape 8b --single
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --logprobs --set disable_cuda_graph=true
+    python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --samples 16 --uniform 256 1024 1024
 
 Random weights in the shape of a Qwen3, `benchmarks/workload.py`'s requests. As the peers were measured: prefix cache
 off, no log-probabilities (but with `tiny`, whose peer returned them); both have a switch. Each run is reported, and
@@ -60,13 +61,15 @@ def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace,
         report(f"{name}_run", rates[-1], "tokens/s", run=run, seconds=round(seconds, 4), **modes)
     least = least_seconds(SHAPES[args.shape], work, ceilings, itemsize=2 if args.device == "cuda" else 4)
     limit = round(work.output_tokens / least, 1)
-    peer = peer_of(args.device, args.shape, name) if args.requests is None and args.uniform is None else {}
+    as_measured = args.requests is None and args.uniform is None and args.samples == 1
+    peer = peer_of(args.device, args.shape, name) if as_measured else {}
     report(name, rates[-1], "tokens/s", **modes, **peer, limit=limit)
     return rates[-1]
 
 
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = uniform_workload(*args.uniform) if args.uniform else make_workload(args.shape).first(args.requests)
+    work = work.in_groups(args.samples)
     ceilings = measure_ceilings(args.device, dict(args.settings).get("cpu_threads"))
     report("gemm_ceiling", ceilings.flop_per_s / 1e9, "GFLOP/s")
     report("copy_ceiling", ceilings.bytes_per_s / 1e9, "GB/s")
@@ -88,10 +91,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--uniform", type=int, nargs=3, metavar=("COUNT", "PROMPT", "OUTPUT"), help="requests of one length instead"
     )
+    parser.add_argument("--samples", type=int, default=1, help="requests in a row that share a prompt, as in GRPO (1)")
     parser.add_argument("--prefix-cache", action=switch, default=False, help="share prefixes between requests (no)")
     parser.add_argument("--logprobs", action=switch, help="return log-probabilities (no; with the tiny shape yes)")
     parser.add_argument("--single", action="store_true", help="also one sequence alone: 512 tokens (tiny: 128)")
     args = parser.parse_args(argv)
+    if args.samples < 1:
+        parser.error("--samples must be at least 1")
     if args.logprobs is None:
         args.logprobs = args.shape == "tiny"
     return args

@@ -98,6 +98,7 @@ def switches() -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "fused_kernels": False,
         "attention_backend": "torch",
+        "disable_cascade_attention": True,
         "disable_custom_all_reduce": True,
     }
     known = {field.name for field in dataclasses.fields(ServerArgs)}

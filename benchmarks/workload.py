@@ -21,6 +21,8 @@ class Workload:
     prompts: list[list[int]]
     output_lens: list[int]
     temperature: float
+    samples: int = 1
+    """So many requests after each other have one prompt."""
 
     @property
     def output_tokens(self) -> int:
@@ -36,6 +38,11 @@ class Workload:
             return self
         times = -(-count // len(self.prompts))
         return Workload((self.prompts * times)[:count], (self.output_lens * times)[:count], self.temperature)
+
+    def in_groups(self, samples: int) -> Workload:
+        """As many requests with as many output tokens, of which `samples` at a time are of one prompt."""
+        prompts = [self.prompts[i - i % samples] for i in range(len(self.prompts))]
+        return Workload(prompts, self.output_lens, self.temperature, samples)
 
 
 def make_workload(shape: str) -> Workload:
@@ -135,21 +142,25 @@ def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, ite
     """Time of the whole workload if only products and memory traffic cost time, all sequences at once.
 
     Prefill at the product's rate, then decode at the larger of arithmetic and traffic (weights once a step, keys and
-    values once a token).
+    values once a token; a group's prompt is computed once, and read once a step).
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     q_size = shape["num_attention_heads"] * shape["head_dim"]
     kv_size = shape["num_key_value_heads"] * shape["head_dim"]
     per_layer = hidden * (2 * q_size + 2 * kv_size + 3 * shape["intermediate_size"])
     body, head = layers * per_layer, hidden * shape["vocab_size"]
-    prompt_tokens = sum(map(len, work.prompts))
+    group_prompts = work.prompts[:: work.samples]
+    prompt_tokens = sum(map(len, group_prompts))
     # The first output token comes from the prefill.
     decoded = work.output_tokens - len(work.prompts)
-    context = sum(n * len(p) + n * n / 2 for p, n in zip(work.prompts, work.output_lens, strict=True))
-    pairs = sum(len(p) ** 2 / 2 for p in work.prompts)
+    own = sum(n * n / 2 for n in work.output_lens)
+    context = own + sum(n * len(p) for p, n in zip(work.prompts, work.output_lens, strict=True))
+    longest = [max(work.output_lens[i : i + work.samples]) for i in range(0, len(work.prompts), work.samples)]
+    read = own + sum(n * len(p) for p, n in zip(group_prompts, longest, strict=True))
+    pairs = sum(len(p) ** 2 / 2 for p in group_prompts)
     prefill = 2 * body * prompt_tokens + 2 * head * len(work.prompts) + 4 * q_size * layers * pairs
     arithmetic = 2 * (body + head) * decoded + 4 * q_size * layers * context
     steps = max(work.output_lens) - 1
-    traffic = itemsize * (steps * (body + head) + 2 * kv_size * layers * context)
+    traffic = itemsize * (steps * (body + head) + 2 * kv_size * layers * read)
     decode = max(arithmetic / ceilings.flop_per_s, traffic / ceilings.bytes_per_s)
     return float(prefill / ceilings.flop_per_s + decode)
