@@ -11,14 +11,25 @@ from verl_server.models.ops import TORCH_OPS, linear
 
 @pytest.mark.parametrize("intel", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_both_libraries_multiply(monkeypatch: pytest.MonkeyPatch, intel: bool, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "out", "inner"),
+    [(3, 24, 40), (5, 1032, 1024), (9, 1032, 1024), (16, 1088, 1024), (64, 1032, 1024), (65, 1032, 1024)],
+    ids=["small", "few", "padded", "tile", "odd", "many"],
+)
+def test_every_way_to_multiply(
+    monkeypatch: pytest.MonkeyPatch, intel: bool, bias: bool, rows: int, out: int, inner: int
+) -> None:
+    """The libraries, operands swapped or not, and panels of which the last one is neither full nor even."""
     monkeypatch.setattr(ops, "_INTEL", intel)
+    monkeypatch.setattr(ops, "_PANEL", 544)
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(3, 40, generator=generator), torch.randn(24, 40, generator=generator)
-    offset = torch.randn(24, generator=generator) if bias else None
+    x, weight = torch.randn(rows, inner, generator=generator), torch.randn(out, inner, generator=generator)
+    offset = torch.randn(out, generator=generator) if bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
     with torch.inference_mode():
-        assert torch.allclose(linear(x, weight, offset).double(), expected, atol=1e-4)
+        got = linear(x, weight, offset)
+    assert got.shape == (rows, out) and got.is_contiguous()
+    torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
