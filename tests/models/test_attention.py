@@ -20,13 +20,13 @@ def values(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("cached_bytes", [1, 3000, 2**30])
+@pytest.mark.parametrize("gathered_bytes", [1, 3000, 2**30])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (6, 1)])
 def test_pages_give_what_whole_sequences_give(
-    monkeypatch: pytest.MonkeyPatch, cached_bytes: int, heads: int, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch, gathered_bytes: int, heads: int, kv_heads: int
 ) -> None:
     """However many entries are gathered at once; what is beyond an entry's length does not count."""
-    monkeypatch.setattr(attention, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(attention, "_GATHERED_BYTES", gathered_bytes)
     lens, tokens = CACHED + EXTEND, int(EXTEND.sum())
     q, kv = values(tokens, heads, HEAD_DIM, seed=1), values(tokens, 2, kv_heads, HEAD_DIM, seed=2)
     history = values(len(lens), int(lens.max()), 2, kv_heads, HEAD_DIM, seed=3)
