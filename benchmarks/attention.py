@@ -128,8 +128,8 @@ class Case:
         """Microseconds of one layer; with `cascade`, keys that entries share are read for all of them together."""
         lens, own, shared = _device_ints(self.lens), self.lens, None
         if cascade:
-            pages = self.table[: len(self.lens)].long().cpu().numpy()
-            keys = attention.shared_keys(find_runs(pages, self.lens, self.page_size, least=64))
+            table, rows = self.table.long().cpu().numpy(), np.arange(len(self.lens))
+            keys = attention.shared_keys(find_runs(table, rows, self.lens, self.page_size, least=64))
             own, shared = self.lens - keys.starts, SharedKeys(*(_device_ints(part) for part in keys))
         meta = torch.from_numpy(attention.host_metadata(own)).cuda()
 

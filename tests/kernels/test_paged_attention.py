@@ -14,7 +14,7 @@ from tests.kernels.attention_reference import paged_attention
 pytest.importorskip("triton")
 
 from verl_server.kernels.paged_attention import DecodeConfig, PagedAttention, SharedConfig, SharedKeys
-from verl_server.kernels.shared_keys import find_runs
+from verl_server.kernels.shared_keys import ITEM, find_runs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -88,11 +88,15 @@ class Problem:
         meta = torch.from_numpy(self.attention.host_metadata(lens)).to(DEVICE)
         return self.attention.decode(self.q, self.pool, self.table, _ints(self.rows), _ints(lens.tolist()), meta)
 
-    def decode_shared(self) -> Tensor:
-        lens = np.array(self.cached) + 1
-        runs = find_runs(self.table[self.rows].long().cpu().numpy(), lens, self.page_size, least=self.page_size)
+    def shared_keys(self, cached: list[int] | None = None) -> SharedKeys:
+        """All that may be shared, when so much is cached (as given)."""
+        table, lens = self.table.long().cpu().numpy(), np.array(cached or self.cached) + 1
+        runs = find_runs(table, np.array(self.rows), lens, self.page_size, least=self.page_size)
         assert runs.saved
-        keys = self.attention.shared_keys(runs)
+        return self.attention.shared_keys(runs)
+
+    def decode_shared(self, keys: SharedKeys | None = None) -> Tensor:
+        lens, keys = np.array(self.cached) + 1, keys or self.shared_keys()
         assert len(keys.items) <= self.attention.most_items(len(lens))
         meta = torch.from_numpy(self.attention.host_metadata(lens - keys.starts)).to(DEVICE)
         on_device = SharedKeys(*(_ints(part.tolist()) for part in keys))
@@ -144,8 +148,8 @@ def test_decode_agrees_with_plain_attention(layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "lens",
-    [[1], [2], [700], [1] * 20, [1, 700, 1], [33] * 8, [600, 3, 300, 3]],
-    ids=["one token", "two tokens", "one long", "many short", "a straggler", "equal", "mixed"],
+    [[1], [2], [1] * 20, [1, 700, 1], [600, 3, 300, 3]],
+    ids=["one token", "two tokens", "many short", "a straggler", "mixed"],
 )
 def test_decode_balances_any_lengths(lens: list[int]) -> None:
     problem = Problem([n - 1 for n in lens], [1] * len(lens))
@@ -154,31 +158,63 @@ def test_decode_balances_any_lengths(lens: list[int]) -> None:
     assert_agrees(problem.decode(), expected, torch.float32)  # the workspaces are ready for the next layer
 
 
+SMALL_SHARED = SharedConfig(rows=16, keys=16, warps=4, stages=3, programs_per_sm=2)
+"""Tiles of eight entries and short blocks."""
 SHARED: dict[str, tuple[list[int], tuple[tuple[int, int, int], ...]]] = {
-    "one group": ([100, 100, 97, 130], ((0, 4, 6),)),
     "groups and others": ([40, 33, 90, 70, 200, 160, 5], ((0, 2, 2), (4, 2, 9))),
     "two levels": ([90, 100, 130, 129, 140, 20], ((0, 5, 3), (0, 2, 5), (2, 3, 8))),
-    "three levels": ([200, 210, 220, 230], ((0, 4, 2), (0, 3, 4), (1, 2, 9))),
-    "more than a tile": ([70] * 37, ((0, 37, 4),)),
-    "long": ([900, 905, 700], ((0, 3, 43), (0, 2, 56))),
+    "more than a tile": ([70] * 9, ((0, 9, 4),)),
+    "long": ([330, 335, 250], ((0, 3, 13), (0, 2, 19))),
     "nothing of its own but the newest": ([64, 64, 65], ((0, 3, 4),)),
 }
 
 
 @pytest.mark.parametrize(("cached", "shared"), SHARED.values(), ids=SHARED)
 def test_decode_of_shared_keys_agrees(cached: list[int], shared: tuple[tuple[int, int, int], ...]) -> None:
-    problem = Problem(cached, [1] * len(cached), shared=shared)
-    expected = problem.expected()
-    assert_agrees(problem.decode_shared(), expected, torch.float32)
-    assert_agrees(problem.decode_shared(), expected, torch.float32)  # the workspaces are ready for the next layer
-    assert_agrees(problem.decode(), expected, torch.float32)
+    problem = Problem(cached, [1] * len(cached), shared=shared, shared_config=SMALL_SHARED)
+    assert_agrees(problem.decode_shared(), problem.expected(), torch.float32)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_decode_of_shared_keys_in_any_layout(layout: dict[str, Any]) -> None:
+def test_workspaces_of_shared_keys_are_ready_for_the_next_layer() -> None:
+    cached, shared = SHARED["long"]
+    problem = Problem(cached, [1] * len(cached), shared=shared, shared_config=SMALL_SHARED)
+    keys = problem.shared_keys()
+    items = keys.items[2:].reshape(-1, ITEM)
+    assert (items[:, 5] > 1).any(), "no tile is cut into chunks"
+    first = problem.decode_shared(keys)
+    assert torch.equal(problem.decode_shared(keys), first)
+
+
+SAME_PATH = {"pairs", "tokens first", "fp16"}
+"""Layouts in which the shared keys' kernel does nothing that it does not in others."""
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in SAME_PATH])
+def test_decode_of_shared_keys_in_any_layout(name: str) -> None:
+    layout = LAYOUTS[name]
     pages = 128 // layout.get("page_size", 16)
-    problem = Problem([150, 131, 190, 12], [1] * 4, shared=((0, 3, pages), (1, 2, pages)), **layout)
+    problem = Problem([150, 131, 190, 12], [1] * 4, shared=((0, 3, pages // 2), (1, 2, pages)), **layout)
+    assert problem.shared_keys().levels.tolist() == [1, 2, 2, 0]
     assert_agrees(problem.decode_shared(), problem.expected(), problem.q.dtype)
+
+
+def test_shared_keys_of_more_entries_than_there_is_memory_for() -> None:
+    problem = Problem([70] * 3, [1] * 3, shared=((0, 3, 4),))
+    runs = find_runs(np.tile(np.arange(1, 6), (4, 1)), np.arange(4), np.full(4, 70), 16, 16)
+    with pytest.raises(ValueError, match="4 entries"):
+        problem.attention.shared_keys(runs)
+
+
+def test_wide_groups_have_room_for_their_items() -> None:
+    """A tile of two entries, and runs of three on both levels: more than one item for each entry."""
+    entries = np.arange(300)
+    attention = PagedAttention(
+        num_heads=64, kv_heads=2, head_dim=32, page_size=16, dtype=HALF, device=DEVICE, most_shared=len(entries)
+    )
+    table = np.stack([np.ones_like(entries), 2 + entries // 3, 200 + entries], axis=1)
+    keys = attention.shared_keys(find_runs(table, entries, np.full(len(entries), 40), 16, 16))
+    assert set(keys.levels) == {2} and len(keys.items) > 2 + ITEM * len(entries)
+    assert len(keys.items) <= attention.most_items(len(entries))
 
 
 def test_entries_that_share_do_not_spoil_each_other() -> None:
@@ -273,6 +309,44 @@ def test_decode_replays_in_a_graph_with_other_lengths() -> None:
         graph.replay()
         before = (wanted - 1).tolist()
         expected = paged_attention(problem.q, problem.pool, problem.table, problem.rows, before, [1] * 4)
+        assert_agrees(out, expected, torch.bfloat16)
+
+
+@pytest.mark.cuda
+def test_decode_of_shared_keys_replays_in_a_graph_with_others() -> None:
+    """Plans of other runs, items and chunks; none at all at last."""
+    cached = [4000, 4100, 3900, 700, 650, 5, 90, 4050]
+    shared = ((0, 3, 200), (3, 2, 40), (6, 2, 4))
+    problem = Problem(cached, [1] * 8, shared=shared, num_heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    attention, rows = problem.attention, _ints(problem.rows)
+    lens, meta = torch.empty_like(rows), _ints([0] * len(attention.host_metadata(np.ones(1))))
+    room = attention.most_items(len(cached))
+    keys = SharedKeys(*(_ints([0] * n) for n in (8, 8, 8, room)))
+
+    def write(before: list[int], plan: SharedKeys) -> None:
+        wanted = np.array(before) + 1
+        lens.copy_(_ints(wanted.tolist()))
+        meta.copy_(torch.from_numpy(attention.host_metadata(wanted - plan.starts)))
+        for there, part in zip(keys, plan, strict=True):
+            there[: len(part)] = _ints(part.tolist())
+
+    nothing = np.zeros(8, dtype=np.int64)
+    write(cached, SharedKeys(nothing, nothing, nothing, np.zeros(2, dtype=np.int64)))
+    attention.decode(problem.q, problem.pool, problem.table, rows, lens, meta, shared=keys)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.decode(problem.q, problem.pool, problem.table, rows, lens, meta, shared=keys)
+    shorter = [3000, 40, 3100, 690, 641, 0, 90, 70]
+    for before, plan in (
+        (cached, problem.shared_keys()),
+        (shorter, problem.shared_keys(shorter)),
+        (cached, problem.shared_keys()),
+        (cached, SharedKeys(nothing, nothing, nothing, np.zeros(2, dtype=np.int64))),
+    ):
+        write(before, plan)
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = paged_attention(problem.q, problem.pool, problem.table, problem.rows, before, [1] * 8)
         assert_agrees(out, expected, torch.bfloat16)
 
 

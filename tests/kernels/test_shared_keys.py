@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from verl_server.kernels.shared_keys import Runs, deal_out, find_runs
+from verl_server.kernels import shared_keys
+from verl_server.kernels.shared_keys import LEVELS, Runs, deal_out, find_runs
 
 PAGE = 4
 
@@ -26,7 +25,24 @@ def found(runs: Runs) -> set[tuple[frozenset[int], int, int, int]]:
 
 def runs_of(*rows: str, least: int = PAGE, spare: int = 1) -> Runs:
     """All pages but the last of each row are full; `spare` tokens are in that."""
-    return find_runs(table(*rows), np.array([PAGE * (len(row) - 1) + spare for row in rows]), PAGE, least)
+    lens = np.array([PAGE * (len(row) - 1) + spare for row in rows])
+    return find_runs(table(*rows), np.arange(len(rows)), lens, PAGE, least)
+
+
+def most_saved(pages: np.ndarray, whole: np.ndarray, entries: list[int], agreed: int, begin: int, levels: int) -> int:
+    """Pages that these entries, alike in their first `agreed`, need not read again in at most so many more runs."""
+    if len(entries) < 2 or not levels:
+        return 0
+    longer = [entry for entry in entries if whole[entry] > agreed]
+    groups = [
+        [entry for entry in longer if pages[entry, agreed] == page] for page in {pages[e, agreed] for e in longer}
+    ]
+    further = sum(most_saved(pages, whole, group, agreed + 1, begin, levels) for group in groups)
+    if agreed == begin:
+        return further
+    return max(
+        further, (len(entries) - 1) * (agreed - begin) + most_saved(pages, whole, entries, agreed, agreed, levels - 1)
+    )
 
 
 def test_entries_that_share_nothing_have_no_runs() -> None:
@@ -60,9 +76,28 @@ def test_a_short_common_prefix_is_read_with_the_groups() -> None:
     assert found(runs) == {(frozenset({0, 1}), 0, 12, 0), (frozenset({2, 3}), 0, 12, 0)}
 
 
-def test_no_more_than_two_levels() -> None:
-    runs = runs_of("abcdx", "abcdy", "abcz", "abw", "av")
+def test_of_more_than_two_levels_those_that_save_most_are_read() -> None:
+    """A short system prompt, a task's that is shorter, and long questions: the task's is read with the questions."""
+    task = [f"sst{question * 9}{sample}" for question in "ab" for sample in "123"]
+    other = [f"ssu{question * 9}{sample}" for question in "cd" for sample in "123"]
+    assert found(runs_of(*task, *other)) == {
+        (frozenset(range(12)), 0, 8, 0),
+        *((frozenset(range(first, first + 3)), 8, 48, 1) for first in range(0, 12, 3)),
+    }
+
+
+def test_a_prefix_that_saves_little_is_read_with_what_follows() -> None:
+    assert found(runs_of("abbbbcccc1", "abbbbcccc2", "abbbbdddd3", "abbbbdddd4", "ae5")) == {
+        (frozenset({0, 1, 2, 3}), 0, 20, 0),
+        (frozenset({0, 1}), 20, 36, 1),
+        (frozenset({2, 3}), 20, 36, 1),
+    }
+
+
+def test_a_chain_is_cut_where_it_saves_most() -> None:
+    runs = runs_of("abcdefx", "abcdefy", "abcdew", "abcdv", "abcu", "abt", "as")
     assert {level for *_, level in found(runs)} == {0, 1}
+    assert runs.saved == PAGE * (5 * 2 + 3 * 2), "two pages of six entries, then two of four"
 
 
 @pytest.mark.parametrize(("spare", "end"), [(1, 8), (PAGE, 8)])
@@ -72,18 +107,20 @@ def test_the_newest_token_is_never_shared(spare: int, end: int) -> None:
 
 
 def test_pages_beyond_a_length_mean_nothing() -> None:
-    runs = find_runs(table("abcd", "abcd"), np.array([6, 14]), PAGE, PAGE)
+    runs = find_runs(table("abcd", "abcd"), np.arange(2), np.array([6, 14]), PAGE, PAGE)
     assert found(runs) == {(frozenset({0, 1}), 0, 4, 0)}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_found_is_shared(seed: int) -> None:
-    """Against a plain reading of random trees: every run's entries have its pages in common, and runs follow on."""
+def test_what_is_found_is_shared(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a plain reading of random trees: every run's entries have its pages in common, runs follow on, and no
+    others would save more."""
+    monkeypatch.setattr(shared_keys, "_DEEPEST", 6)
     rng = np.random.default_rng(seed)
     rows = [list(rng.integers(1, 3, 6)) for _ in range(12)]
     pages = np.array([[int("".join(map(str, row[: i + 1]))) for i in range(6)] for row in rows], dtype=np.int64)
     lens = rng.integers(1, 6 * PAGE + 1, len(rows))
-    runs = find_runs(pages, lens, PAGE, PAGE)
+    runs = find_runs(np.concatenate([np.zeros_like(pages), pages]), len(rows) + np.arange(len(rows)), lens, PAGE, PAGE)
     reached = np.zeros(len(rows), dtype=np.int64)
     for entries, begin, end, _ in sorted(found(runs), key=lambda run: run[3]):
         assert len(entries) >= 2 and begin < end and begin % PAGE == end % PAGE == 0
@@ -92,10 +129,7 @@ def test_what_is_found_is_shared(seed: int) -> None:
             reached[entry] = end
         assert len(np.unique(pages[list(entries), : end // PAGE], axis=0)) == 1
     assert runs.per_entry()[0].tolist() == reached.tolist()
-    for a, b in itertools.combinations(range(len(rows)), 2):
-        common = int((pages[a] != pages[b]).argmax()) if (pages[a] != pages[b]).any() else 6
-        if min(common, (lens[a] - 1) // PAGE, (lens[b] - 1) // PAGE) > 0:
-            assert reached[a] and reached[b], "keys that two entries share are read twice"
+    assert runs.saved == PAGE * most_saved(pages, (lens - 1) // PAGE, list(range(len(rows))), 0, 0, LEVELS)
 
 
 @pytest.mark.parametrize("slots", [0, 7, 1000])

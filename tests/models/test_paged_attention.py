@@ -22,10 +22,16 @@ def make_backend(*, cascade: bool = True) -> PagedBackend:
     prompts = np.arange(2 * PROMPT // PAGE).reshape(2, -1)
     table = np.concatenate([np.tile(prompts, (GROUP, 1)), own], axis=1)
     kernels = PagedAttention(
-        num_heads=16, kv_heads=8, head_dim=128, page_size=PAGE, dtype=torch.bfloat16, device=CPU, most_shared=64
+        num_heads=16,
+        kv_heads=8,
+        head_dim=128,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        device=CPU,
+        most_shared=2 * GROUP if cascade else 0,
     )
     rotary = RotaryEmbedding(128, 64, {"rope_type": "default", "rope_theta": 1e4}, CPU)
-    return PagedBackend(kernels, rotary, torch.from_numpy(table), table, PAGE, fused=False, cascade=cascade)
+    return PagedBackend(kernels, rotary, torch.from_numpy(table), table, PAGE, fused=False)
 
 
 def test_a_group_reads_its_prompt_together() -> None:

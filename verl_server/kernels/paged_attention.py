@@ -82,7 +82,8 @@ class SharedConfig:
     def of(cls, head_dim: int, itemsize: int, group: int) -> SharedConfig:
         row = triton.next_power_of_2(head_dim) * itemsize
         keys = max(16, min(64, 16384 // row))
-        return cls(rows=max(64, 2 * triton.next_power_of_2(group)), keys=keys, warps=4, stages=3, programs_per_sm=2)
+        stages = 3 if row <= 256 else 2  # or a program takes more shared memory than GPUs before Hopper have
+        return cls(max(64, 2 * triton.next_power_of_2(group)), keys, warps=4, stages=stages, programs_per_sm=2)
 
 
 class SharedKeys(NamedTuple):
@@ -102,7 +103,7 @@ class PagedAttention:
     """Paged attention for one model's head layout, for all of its layers.
 
     `decode_config` overrides the measured choice. On a machine without a GPU the kernels run in Triton's
-    interpreter, which is for tests. With `most_shared`, that many entries of a step may share keys.
+    interpreter, which is for tests. With `most_shared`, steps of up to so many entries may have shared keys.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PagedAttention:
         most_shared: int = 0,
     ) -> None:
         self._kv_heads, self._group, self._head_dim = kv_heads, num_heads // kv_heads, head_dim
-        self._page_size, self._dtype = page_size, dtype
+        self._page_size, self._dtype, self.most_shared = page_size, dtype, most_shared
         self.token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
         """Of a token's keys and values in one layer."""
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
@@ -164,10 +165,13 @@ class PagedAttention:
 
     def most_items(self, entries: int) -> int:
         """Length of `SharedKeys.items` that is enough for any step of so many entries."""
-        return 2 + ITEM * (entries + self._slots)
+        # A tile has two entries at least but for a run's last; without chunks a level has less than one for each entry.
+        return 2 + ITEM * (LEVELS * entries + self._slots)
 
     def shared_keys(self, runs: Runs) -> SharedKeys:
         """For a step whose entries share `runs`; `host_metadata` then takes the lengths less its `starts`."""
+        if len(runs.order) > self.most_shared:
+            raise ValueError(f"{len(runs.order)} entries, but memory for the shared keys of {self.most_shared}.")
         items = deal_out(
             runs,
             tile=self.shared_config.rows // self._group,

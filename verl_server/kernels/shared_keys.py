@@ -17,6 +17,9 @@ Ints = npt.NDArray[np.int64]
 LEVELS = 2
 """Runs that may follow each other in one entry: a system prompt, and a task's that a group of samples has in common."""
 
+_DEEPEST = 4
+"""Levels among which these are chosen; what is shared below is each entry's own."""
+
 ITEM = 8
 """Integers of an item: first place, entries, first key, end, level; its tile's chunks and first slot, its chunk."""
 
@@ -52,38 +55,90 @@ class Runs:
         return starts, levels
 
 
-def find_runs(pages: Ints, lens: Ints, page_size: int, least: int) -> Runs:
+@dataclass
+class _Node:
+    """A stretch of pages that entries at neighbouring places have in common, and what some of them share below it."""
+
+    first: int
+    count: int
+    end: int
+    """First key after it; it begins where the one above ends."""
+    below: list[_Node]
+
+
+def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, least: int) -> Runs:
     """Runs of at least `least` keys, of whole pages, which no entry's newest token is in.
 
-    `pages` [entries, columns], neither 0, is each entry's row of the page table, with columns enough for all entries
-    but the longest; what lies beyond its `lens` may be anything.
+    Entry i has the pages `table[rows[i]]`, none of them 0, of which those beyond `lens[i]` keys may be anything.
     """
-    none, entry = np.zeros(0, dtype=np.int64), np.arange(len(pages))
-    whole = (lens - 1) // page_size
-    pages = np.where(np.arange(pages.shape[1]) < whole[:, None], pages, -1 - entry[:, None])
-    if len(np.unique(pages[:, 0])) == len(pages):
-        return Runs(entry, *[none] * 5)
+    entry, whole = np.arange(len(rows)), (lens - 1) // page_size
+    _, prefix, sharers = np.unique(
+        np.where(whole > 0, table[rows, 0], -1 - entry), return_inverse=True, return_counts=True
+    )
+    together, alone = np.flatnonzero(sharers[prefix] > 1), np.flatnonzero(sharers[prefix] == 1)
+    if not len(together):
+        return _runs(entry, [])
+    # Nobody shares what only the longest has; one column more, in which all differ.
+    columns = int(np.partition(whole[together], -2)[-2]) + 1
+    valid = np.arange(columns) < np.minimum(whole[together], columns - 1)[:, None]
+    pages = np.where(valid, table[rows[together], :columns], -1 - together[:, None])
     # As bytes: which order it is does not matter, if only equal beginnings come together.
-    order = np.argsort(pages.view(f"V{pages.itemsize * pages.shape[1]}").ravel(), kind="stable")
-    ordered = pages[order]
+    order = np.argsort(pages.view(f"V{pages.itemsize * columns}").ravel(), kind="stable")
+    pages = pages[order]
     # depth[i]: keys that the entries at places i and i + 1 share; sorted, those between two places share the least.
-    depth = (ordered[1:] != ordered[:-1]).argmax(1) * page_size
+    depth = (pages[1:] != pages[:-1]).argmax(1) * page_size
+    _, chosen = _most_saving(_tree(depth, least), 0, LEVELS)
+    return _runs(np.concatenate([together[order], alone]), chosen)
+
+
+def _tree(depth: Ints, least: int) -> list[_Node]:
+    """The stretches of at least `least` keys that neighbours share, `depth[i]` those at places i and i + 1."""
+    roots: list[_Node] = []
+    above: list[_Node] = []
     covered = np.zeros_like(depth)
-    """By runs of the levels above."""
-    found = []
-    for level in range(LEVELS):
+    """By the levels above."""
+    for _ in range(_DEEPEST):
         joined = depth - covered >= least
         edge = np.diff(np.concatenate(([False], joined, [False])).astype(np.int8))
-        first, last = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
-        if not len(first):
+        firsts, lasts = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
+        if not len(firsts):
             break
-        end = np.array([depth[a:b].min() for a, b in zip(first, last, strict=True)])
-        found.append((first, last - first + 1, covered[first], end, np.full_like(first, level)))
-        covered[~joined] = np.iinfo(np.int64).max // 2  # between runs nothing is shared below either
-        covered[_spread(first, last - first)] = np.repeat(end, last - first)
-    if not found:
-        return Runs(order, *[none] * 5)
-    return Runs(order, *(np.concatenate(part) for part in zip(*found, strict=True)))
+        ends = np.minimum.reduceat(np.append(depth, 0), np.stack([firsts, lasts], axis=1).ravel())[::2]
+        nodes = [
+            _Node(first, last - first + 1, end, [])
+            for first, last, end in zip(firsts.tolist(), lasts.tolist(), ends.tolist(), strict=True)
+        ]
+        parents = np.searchsorted([node.first for node in above], firsts, side="right") - 1
+        for node, parent in zip(nodes, parents.tolist(), strict=True):
+            (above[parent].below if above else roots).append(node)
+        covered[~joined] = np.iinfo(np.int64).max // 2  # between stretches nothing is shared below either
+        covered[_spread(firsts, lasts - firsts)] = np.repeat(ends, lasts - firsts)
+        above = nodes
+    return roots
+
+
+def _most_saving(nodes: list[_Node], begin: int, levels: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Which of `nodes` and those below become runs, at most `levels` after each other, so that most keys are saved.
+
+    What is left out goes to the runs below it, which begin where the last chosen one above ends. Returns the keys
+    saved and (first, count, begin, end, level) of each.
+    """
+    saved = 0
+    chosen: list[tuple[int, ...]] = []
+    for node in nodes if levels else []:
+        inside = (node.count - 1) * (node.end - begin)
+        below, runs = _most_saving(node.below, node.end, levels - 1)
+        best, best_runs = inside + below, [(node.first, node.count, begin, node.end, LEVELS - levels), *runs]
+        if node.below:
+            below, runs = _most_saving(node.below, begin, levels)
+            if below > best:
+                best, best_runs = below, runs
+        saved, chosen = saved + best, chosen + best_runs
+    return saved, chosen
+
+
+def _runs(order: Ints, chosen: list[tuple[int, ...]]) -> Runs:
+    return Runs(order, *np.array(chosen, dtype=np.int64).reshape(-1, 5).T)
 
 
 def deal_out(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, slots: int) -> Ints:

@@ -1,6 +1,6 @@
 """Attention over the paged KV pool in plain PyTorch: planned once a step, then run by every layer.
 
-`StepRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls its
+`ModelRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls its
 `attend`. Entries of similar size are packed into padded groups. Prompts without cached prefix attend to
 their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is what runs on
 the CPU, and the fallback on CUDA (`paged_attention` has kernels for it, and the same interface).

@@ -100,17 +100,21 @@ class PagedBackend:
         page_size: int,
         *,
         fused: bool,
-        cascade: bool,
     ) -> None:
         self.kernels, self.page_table = kernels, page_table
         self._rotary, self._host_table, self._page_size = rotary, host_table, page_size
-        self._fused, self.cascade = fused, cascade
+        self._fused = fused
+        self.cascade = kernels.most_shared > 0
+        """Whether keys that entries share may be read once for all of them."""
 
-    def deal_out(self, rows: Ints, kv_lens: Ints) -> DecodeWork:
-        """The work of entries that decode, maybe none; `work` is always of the same length."""
+    def deal_out(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
+        """The work of entries that decode, maybe none; `work` is always of the same length.
+
+        With `cascade`, if there is any, keys that they share are apart where it pays.
+        """
         if not len(rows):
             return self.no_work()
-        shared = self._shared_keys(rows, kv_lens) if self.cascade and len(rows) > 1 else None
+        shared = self._shared_keys(rows, kv_lens) if cascade and self.cascade and len(rows) > 1 else None
         own = kv_lens if shared is None else kv_lens - shared.starts
         return DecodeWork(self.kernels.host_metadata(own), shared)
 
@@ -127,8 +131,7 @@ class PagedBackend:
 
     def _shared_keys(self, rows: Ints, kv_lens: Ints) -> SharedKeys | None:
         """None if too little is shared to pay for a second kernel. All ranks find the same."""
-        columns = -(-int(np.partition(kv_lens, -2)[-2]) // self._page_size)  # the longest alone shares no more
-        runs = find_runs(self._host_table[rows, :columns], kv_lens, self._page_size, _LEAST_KEYS)
+        runs = find_runs(self._host_table, rows, kv_lens, self._page_size, _LEAST_KEYS)
         return self.kernels.shared_keys(runs) if runs.saved * self.kernels.token_bytes >= _LEAST_SAVED else None
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

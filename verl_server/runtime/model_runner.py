@@ -322,7 +322,6 @@ class ModelRunner:
             self.kv.page_table,
             self.page_size,
             fused=self._fused,
-            cascade=cascade,
         )
 
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
