@@ -46,6 +46,17 @@ class OnceOnly(StepGraphs):
         self.steps = [*getattr(self, "steps", []), tuple(key)]
         return super()._at_hand(key, *arrays)
 
+    def _run_once(self, *_: Any) -> None:
+        """It is computed at its capture."""
+
+
+class FullBeforeShared(OnceOnly):
+    """Holds no graph with shared keys, and has no memory for one."""
+
+    def _at_hand(self, key: Any, *arrays: Any) -> Any:
+        self._is_full = key.shared
+        return super()._at_hand(key, *arrays)
+
 
 def run(driver: Driver) -> list[Sequence]:
     """Chunks beside decodes, a prefix hit, steps of decodes only, and a step that samples nothing."""
@@ -99,7 +110,7 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
     runner.kv.pool.fill_(torch.nan)
     dealt = []
     deal_out = PagedBackend.deal_out
-    monkeypatch.setattr(PagedBackend, "deal_out", lambda *given: dealt.append(deal_out(*given)) or dealt[-1])
+    monkeypatch.setattr(PagedBackend, "deal_out", lambda *a, **k: dealt.append(deal_out(*a, **k)) or dealt[-1])
     got = run_groups(Driver(runner))
     for a, b in zip(expected, got, strict=True):
         assert a.spec.output_ids == b.spec.output_ids
@@ -109,6 +120,28 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
     if graphs:
         assert isinstance(runner._graphs, OnceOnly)
         assert {("decode", 16, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
+
+
+def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(step_graphs, "StepGraphs", FullBeforeShared)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(paged_attention, "_LEAST_KEYS", 4)
+    monkeypatch.setattr(paged_attention, "_LEAST_SAVED", 1)
+    runner = make_runner(tiny_llama, page_size=4)
+    driver = Driver(runner)
+    first = driver.add(random_prompt(5, seed=1))
+    driver.finish([first], 1)
+    other = driver.add(first.spec.prompt_ids + random_prompt(1, seed=2), shared=first)
+    driver.finish([other], 1)
+    driver.finish([first, other], 2)
+    graphs = runner._graphs
+    assert isinstance(graphs, FullBeforeShared)
+    assert graphs.steps[-2:] == [("decode", 2, True), ("decode", 2, False)]
+    assert len(graphs._captured) == 1, "it ran as a graph"
 
 
 def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +163,14 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
         captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
     # Decodes of 1, 2 and 3; 16 and 32 tokens; all but the first with shared keys too.
     assert captured == [(held, 9 - held) for held in range(1, 10)]
+    assert runner._graphs is not None
+    first = [tuple(key) for key in runner._graphs._captured][:3]
+    assert first == [("decode", 3, False), ("decode", 3, True), ("decode", 2, False)]
     runner.warm_up()
 
 
 def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, True))
+    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     runner = make_runner(tiny_llama, page_size=4)

@@ -1,11 +1,12 @@
-"""`StepGraphs`: steps captured as CUDA graphs, by their size, padded up to the next.
+"""`StepGraphs`: steps captured as CUDA graphs, by their kind and size, padded up to the next.
 
 Owned by the `ModelRunner`. A step is hundreds of small kernels: launched one by one, those of a small model or a small
-batch keep the device waiting; replayed as one graph they do not. There are two kinds: steps that only decode, by their
-entries, and steps that also prefill, by their tokens. What changes from step to step lies in a buffer at a fixed
-address, written by one copy before the replay. Sizes are captured while the engine is idle, or when they are first
-needed; each takes some ten milliseconds. Where there are several ranks all capture the same sizes in the same order,
-and hold a graph only if all of them do: the collectives in it must meet.
+batch keep the device waiting; replayed as one graph they do not. There are steps that only decode, by their entries,
+and steps that also prefill, by their tokens; both also with keys that decodes share (cascade attention), which one more
+kernel reads. What changes from step to step lies in a buffer at a fixed address, written by one copy before the replay.
+Sizes are captured while the engine is idle, or when they are first needed; each takes some ten milliseconds. Where
+there are several ranks all capture the same sizes in the same order, and hold a graph only if all of them do: the
+collectives in it must meet.
 """
 
 from __future__ import annotations
@@ -73,11 +74,7 @@ class StepGraphs:
         self._max_bs = min(max_bs, kv.max_rows)
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
-        # The largest first: the memory that it takes is enough for the others.
-        plain = [_Key("decode", size, False) for size in reversed(self._decode_sizes)]
-        plain += [_Key("mixed", size, False) for size in reversed(self._mixed_sizes)]
-        shared = [key._replace(shared=True) for key in plain if key.size > 1] if backend.cascade else []
-        self._all = plain + shared
+        self._all = self._in_order()
         self._captured: dict[_Key, _Captured] = {}
         self._pool: Any = None
         """The memory that all graphs share, once there is one."""
@@ -85,21 +82,32 @@ class StepGraphs:
         self._is_full = False
         """The device had no memory for one more graph."""
 
+    def _in_order(self) -> list[_Key]:
+        """All sizes: of each kind the largest first, for the memory that it takes is enough for the others."""
+        decode = [_Key("decode", size, False) for size in reversed(self._decode_sizes)]
+        mixed = [_Key("mixed", size, False) for size in reversed(self._mixed_sizes)]
+        if not self._backend.cascade:
+            return decode + mixed
+        shared = [key._replace(shared=True) for key in decode + mixed if key.size > 1]
+        # One with shared keys at once: its kernels take seconds to compile on a machine that never did.
+        return decode[:1] + shared[:1] + decode[1:] + mixed + shared[1:]
+
     def run(self, placement: Placement, sample: list[int]) -> Tensor | None:
         """Logits [len(sample), vocab_size] of a step, good until the next one; None if there is no graph for it."""
         n, tokens = len(placement.rows), len(placement.ids)
         decodes = placement.num_decodes == n
         if not self._present or tokens > (self._max_bs if decodes else _MOST_TOKENS):
             return None
-        num_decodes = placement.num_decodes
-        work = self._backend.deal_out(placement.rows[:num_decodes], placement.cached[:num_decodes] + 1)
-        if decodes and len(sample) == n:
-            size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, n)]
-            captured = self._at_hand(_Key("decode", size, work.shared is not None), placement, work)
-        else:
-            size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, tokens)]
-            key = _Key("mixed", size, work.shared is not None)
-            captured = self._at_hand(key, placement, work, placement.last[sample])
+        all_sampled = decodes and len(sample) == n
+        kind, sizes = ("decode", self._decode_sizes) if all_sampled else ("mixed", self._mixed_sizes)
+        last = None if all_sampled else placement.last[sample]
+        size = sizes[bisect.bisect_left(sizes, tokens)]
+        rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
+        for cascade in (True, False):  # without memory for the one graph there may be the other
+            work = self._backend.deal_out(rows, lens, cascade=cascade)
+            captured = self._at_hand(_Key(kind, size, work.shared is not None), placement, work, last)
+            if captured is not None or work.shared is None:
+                break
         if captured is None:
             return None
         captured.graph.replay()
@@ -200,7 +208,7 @@ class StepGraphs:
 
     def _capacities(self, key: _Key) -> list[int]:
         """Of ids, positions, slots; for mixed steps then the rows, cached lengths and starts of chunks, and the sampled
-        tokens; and then decoding rows, their lengths, and shares of work."""
+        tokens; and then decoding rows, their lengths, shares of work, and what they share."""
         size, entries = key.size, min(key.size, self._kv.max_rows)
         decodes = [entries, entries, *self._backend.capacities(entries, shared=key.shared)]
         chunks = [] if key.kind == "decode" else [entries, entries, entries + 1, entries]
