@@ -1,6 +1,6 @@
 """How near the attention kernels come to the GPU's limits: share of memory bandwidth for decode, TFLOP/s for prefill.
 
-    python -m benchmarks.attention [--shape 0.6b 8b] [--page-size 16]
+    python -m benchmarks.attention [--shape 0.6b 8b] [--tp 2] [--only groups]
 
 Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed as it runs, in replays of a CUDA graph
 over several layers whose keys exceed the L2 cache; its limit is a kernel that only reads as many bytes. Groups share
@@ -42,6 +42,10 @@ class Args:
     """Head layouts to measure."""
     page_size: int = 16
     """Tokens in a KV page."""
+    tp: int = 1
+    """Tensor-parallel ranks, of which this is one: it has so many times fewer heads."""
+    only: tuple[Literal["decode", "groups", "extend"], ...] = ("decode", "groups", "extend")
+    """What to measure."""
 
 
 DECODE: dict[str, list[int]] = {
@@ -81,11 +85,11 @@ EXTEND: dict[str, tuple[list[int], list[int]]] = {
 class Case:
     """Random queries and layers of KV for entries of these lengths, pages in random order."""
 
-    def __init__(self, shape: dict[str, Any], cached: list[int], extend: list[int], page_size: int) -> None:
+    def __init__(self, heads: dict[str, Any], cached: list[int], extend: list[int], page_size: int) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
-        self.heads: int = shape["num_attention_heads"]
-        self.kv_heads: int = shape["num_key_value_heads"]
-        self.head_dim: int = shape["head_dim"]
+        self.heads: int = heads["num_attention_heads"]
+        self.kv_heads: int = heads["num_key_value_heads"]
+        self.head_dim: int = heads["head_dim"]
         self.page_size = page_size
         self.cached, self.extend = np.array(cached, dtype=np.int64), np.array(extend, dtype=np.int64)
         self.lens = self.cached + self.extend
@@ -209,33 +213,33 @@ def report(name: str, value: float, unit: str, limit: float | None = None, **mor
     print(json.dumps(line | {key: round(figure, 3) for key, figure in more.items()}), flush=True)
 
 
-def measure_decode(shape_name: str, page_size: int, limit: float) -> None:
+def measure_decode(label: str, heads: dict[str, Any], page_size: int, limit: float) -> None:
     for name, lens in DECODE.items():
-        case = Case(SHAPES[shape_name], [n - 1 for n in lens], [1] * len(lens), page_size)
+        case = Case(heads, [n - 1 for n in lens], [1] * len(lens), page_size)
         us = case.decode_us(case.attention())
         rate = case.decode_bytes / us / 1e6
-        report(f"decode_{shape_name}_{name}", us, "us", case.decode_bytes / limit * 1e6, tb_per_s=rate)
+        report(f"decode_{label}_{name}", us, "us", case.decode_bytes / limit * 1e6, tb_per_s=rate)
 
 
-def measure_groups(shape_name: str, page_size: int, limit: float) -> None:
+def measure_groups(label: str, heads: dict[str, Any], page_size: int, limit: float) -> None:
     for name, (groups, samples, shared, own) in GROUPS.items():
         entries = groups * samples
-        case = Case(SHAPES[shape_name], [shared + own - 1] * entries, [1] * entries, page_size)
+        case = Case(heads, [shared + own - 1] * entries, [1] * entries, page_size)
         case.share(samples, shared)
         once = (groups * shared + entries * own) * case.token_bytes
         attention = case.attention()
         alone, us = case.decode_us(attention), case.decode_us(attention, cascade=True)
-        report(f"groups_{shape_name}_{name}", us, "us", once / limit * 1e6, alone=alone)
+        report(f"groups_{label}_{name}", us, "us", once / limit * 1e6, alone=alone)
 
 
-def measure_extend(shape_name: str, page_size: int) -> None:
+def measure_extend(label: str, heads: dict[str, Any], page_size: int) -> None:
     for name, (cached, extend) in EXTEND.items():
-        case = Case(SHAPES[shape_name], cached, extend, page_size)
+        case = Case(heads, cached, extend, page_size)
         us = case.extend_us(case.attention())
-        report(f"extend_{shape_name}_{name}", us, "us", tflops=case.extend_flops / us / 1e6)
+        report(f"extend_{label}_{name}", us, "us", tflops=case.extend_flops / us / 1e6)
         if not any(cached) and len(set(extend)) == 1:
             peer = torch_prefill_us(case, len(extend), extend[0])
-            report(f"torch_sdpa_{shape_name}_{name}", peer, "us", tflops=case.extend_flops / peer / 1e6)
+            report(f"torch_sdpa_{label}_{name}", peer, "us", tflops=case.extend_flops / peer / 1e6)
 
 
 def torch_prefill_us(case: Case, entries: int, length: int) -> float:
@@ -253,10 +257,17 @@ def main() -> None:
     print(json.dumps({"torch": torch.__version__, "triton": triton.__version__, "device": device, "argv": sys.argv}))
     limit = read_limit()
     report("read_limit", limit / 1e12, "TB/s")
-    for shape_name in args.shape:
-        measure_decode(shape_name, args.page_size, limit)
-        measure_groups(shape_name, args.page_size, limit)
-        measure_extend(shape_name, args.page_size)
+    for shape in args.shape:
+        label = shape if args.tp == 1 else f"{shape}_tp{args.tp}"
+        heads = SHAPES[shape] | {
+            name: SHAPES[shape][name] // args.tp for name in ("num_attention_heads", "num_key_value_heads")
+        }
+        if "decode" in args.only:
+            measure_decode(label, heads, args.page_size, limit)
+        if "groups" in args.only:
+            measure_groups(label, heads, args.page_size, limit)
+        if "extend" in args.only:
+            measure_extend(label, heads, args.page_size)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ class _Rank:
         """The server takes their memory, and some ten milliseconds for each, in its first idle seconds."""
         deadline = time.monotonic() + _GRAPH_SECONDS
         while time.monotonic() < deadline:
-            if not engine.get_server_info()["internal_states"][0]["memory"].get("cuda_graphs_to_capture"):
+            state = engine.get_server_info()["internal_states"][0]  # empty while one takes long
+            if state and not state["memory"].get("cuda_graphs_to_capture"):
                 return
             time.sleep(0.5)
         raise TimeoutError(f"The server captured CUDA graphs for more than {_GRAPH_SECONDS:.0f} s.")
