@@ -117,7 +117,7 @@ GATES: dict[str, list[Gate]] = {
     "cuda_tp2": [Gate("8B on two GPUs, tokens/s", _figure("offline_8b_tp2", "output_tokens_per_s"), least=1)],
     "cpu": [
         Gate("4M parameters, tokens/s", _figure("offline_tiny", "output_tokens_per_s"), least=7_620),
-        # vLLM CPU 0.32.0 on both of the cores that docs/performance.md speaks of.
+        # vLLM CPU 0.32.0 on both of the cores that docs/performance.md speaks of; run it beside, timings swing.
         Gate("0.6B, 16 x (64 + 64), tokens/s", _figure("offline_0.6b", "output_tokens_per_s"), least=56.4),
     ],
 }
