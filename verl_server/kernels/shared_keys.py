@@ -69,7 +69,8 @@ class _Node:
 def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, least: int) -> Runs:
     """Runs of at least `least` keys, of whole pages, which no entry's newest token is in.
 
-    Entry i has the pages `table[rows[i]]`, none of them 0, of which those beyond `lens[i]` keys may be anything.
+    Entry i, of one or more, has the pages `table[rows[i]]`, of which those beyond its `lens[i]` keys (one at least) may
+    be anything.
     """
     entry, whole = np.arange(len(rows)), (lens - 1) // page_size
     _, prefix, sharers = np.unique(
