@@ -13,6 +13,8 @@ import torch
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must be chosen before one is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from verl_server.kernels.cpu.kernels import CpuKernels
+from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.tiny import make_model_folder
 
 
@@ -22,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> CpuKernels:
+    try:
+        return CpuKernels()
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -74,12 +74,14 @@ class ServerArgs:
     """Tokens in a KV page, the grain of prefix sharing."""
     disable_radix_cache: bool = False
     """Turn the prefix cache off."""
-    attention_backend: Literal["auto", "triton", "torch"] = "auto"
-    """Paged attention; `auto` takes the Triton kernels on CUDA, plain PyTorch on CPU and where Triton is missing."""
+    attention_backend: Literal["auto", "triton", "cpp", "torch"] = "auto"
+    """Paged attention; `auto` takes the Triton kernels on CUDA, the C++ ones on the CPU, plain PyTorch where Triton or
+    a C++ compiler is missing."""
     disable_cascade_attention: bool = False
     """Let every request read all of its keys by itself, those of a prompt that several requests share too."""
     fused_kernels: bool = True
-    """Run norms, rotary embedding, activation and sampling as fused Triton kernels on CUDA; off: plain PyTorch."""
+    """Run norms, rotary embedding, activation, sampling and products of few rows as kernels of our own: Triton on CUDA,
+    C++ on the CPU; off: plain PyTorch."""
     disable_cuda_graph: bool = False
     """Launch every operator of a step by itself instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int = 256

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_server.models import attention
-from verl_server.models.attention import attend, plan_attention, token_positions
+from verl_server.models.attention import attend_groups, plan_attention, token_positions
 
 PAGE, HEAD_DIM = 4, 8
 CACHED, EXTEND = np.array([9, 0, 6, 3, 0, 4, 8]), np.array([1, 1, 1, 5, 6, 2, 1])
@@ -41,7 +41,8 @@ def test_pages_give_what_whole_sequences_give(
 
     nowhere = torch.empty(0)
     plan = plan_attention(CACHED, EXTEND, slots, table, heads, pool, (nowhere, nowhere))
-    out = attend(q, kv, pool, plan)
+    pool.index_put_(plan.slots, kv)
+    out = attend_groups(q, kv, pool, plan.groups)
 
     start = 0
     for entry, (cached, extend) in enumerate(zip(CACHED.tolist(), EXTEND.tolist(), strict=True)):

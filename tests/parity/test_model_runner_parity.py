@@ -41,9 +41,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(make_model_folder(tmp_path_factory.mktemp(request.param), arch, **shape))
 
 
-@pytest.fixture
-def driver(model: Model) -> Driver:
-    return Driver(make_runner(model.folder))
+@pytest.fixture(params=["kernels", "torch"])
+def driver(request: pytest.FixtureRequest, model: Model) -> Driver:
+    """With the CPU's compiled kernels, where there is a compiler, and in plain PyTorch."""
+    plain = {"attention_backend": "torch", "fused_kernels": False} if request.param == "torch" else {}
+    return Driver(make_runner(model.folder, **plain))
 
 
 def test_alone(model: Model, driver: Driver) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from verl_server.runtime import draw
 from verl_server.runtime.candidates import PromptCandidates
 from verl_server.runtime.filters import Filters
 from verl_server.runtime.forward_batch import ForwardOutput, SampleSpec
@@ -40,9 +41,10 @@ def spec(
     )
 
 
-@pytest.fixture
-def sampler() -> Sampler:
-    return Sampler(VOCAB, torch.device("cpu"), fused=False)
+@pytest.fixture(params=["torch", "cpp"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    choose = draw.choose if request.param == "torch" else request.getfixturevalue("cpu_kernels").choose
+    return Sampler(VOCAB, torch.device("cpu"), choose)
 
 
 def sample(sampler: Sampler, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
@@ -135,7 +137,7 @@ def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler
         together = sample(sampler, logits, around)
         assert together.next_ids[2] == alone.next_ids[0]
         assert together.logprobs[2] == pytest.approx(alone.logprobs[0], abs=1e-6)
-        again = Sampler(VOCAB, torch.device("cpu"), fused=False)
+        again = Sampler(VOCAB, torch.device("cpu"))
         assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
 
 
@@ -337,7 +339,10 @@ def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, f
         {"ids": []},
     ]
     batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
-    on_cuda = Sampler(VOCAB, torch.device("cuda"), fused=fused)
+    choose = draw.choose
+    if fused:
+        from verl_server.kernels.sampling import choose
+    on_cuda = Sampler(VOCAB, torch.device("cuda"), choose)
     for step, batch in enumerate(batches * 2):
         specs = [spec(seed=s, output=(step,) * step, **params) for s, params in enumerate(batch * 5)]
         positions = np.arange(len(specs)) + 3 + step

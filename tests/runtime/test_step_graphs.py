@@ -17,6 +17,7 @@ from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
 from verl_server.models import paged_attention
 from verl_server.models.paged_attention import PagedBackend
 from verl_server.runtime import model_runner, step_graphs
+from verl_server.runtime.kernel_choice import KernelChoice
 from verl_server.runtime.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, graphs are real: tests/parity/test_cuda.py")
@@ -69,7 +70,7 @@ def run(driver: Driver) -> list[Sequence]:
 
 def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(Driver(make_runner(tiny_llama, page_size=4)))
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -100,7 +101,7 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
         return sequences
 
     expected = run_groups(Driver(make_runner(tiny_llama, page_size=4)))
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -125,7 +126,7 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
 def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(step_graphs, "StepGraphs", FullBeforeShared)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -145,7 +146,7 @@ def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
 
 
 def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(step_graphs, "_MOST_TOKENS", 32)
@@ -170,7 +171,7 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
 
 
 def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     runner = make_runner(tiny_llama, page_size=4)
@@ -185,7 +186,7 @@ def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.Mon
 
 
 def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
 
     def no_memory(*_: object, **__: object) -> None:
@@ -227,7 +228,7 @@ class OtherRank:
 def test_a_graph_is_held_if_all_ranks_hold_it(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, free: int, other_can: list[bool], holds: bool
 ) -> None:
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: free)
@@ -243,7 +244,7 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
 
 def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in the step's sums and will not come to the vote: the engine ends, and says why."""
-    monkeypatch.setattr(model_runner, "_kernels", lambda *_: (True, False))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: 2**31)
     runner = make_runner(tiny_llama, page_size=4)
     assert runner._graphs is not None

@@ -2,8 +2,8 @@
 
 `ModelRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls its
 `attend`. Entries of similar size are packed into padded groups. Prompts without cached prefix attend to
-their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is what runs on
-the CPU, and the fallback on CUDA (`paged_attention` has kernels for it, and the same interface).
+their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is the fallback on
+every device (`paged_attention` and `cpu_attention` have kernels, and the same interface; the latter uses its groups).
 
 A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim], in memory [pages, 2, kv_heads, page_size, head_dim]:
 a page is gathered by slices, each one head's keys or values. The last page is never written: page lists are padded
@@ -91,8 +91,15 @@ class AttentionPlan:
 
     def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
         states = norm_and_rotate(qkv, heads, self.cos, self.sin)
-        kv = states[:, heads.num_heads :].view(qkv.shape[0], 2, heads.num_kv_heads, heads.head_dim)
-        return attend(states[:, : heads.num_heads], kv, kv_layer, self)
+        q, kv = split_heads(states, heads)
+        kv_layer.index_put_(self.slots, kv)
+        return attend_groups(q, kv, kv_layer, self.groups)
+
+
+def split_heads(states: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Views of states [tokens, heads + 2 * kv_heads, d]: q [tokens, heads, d] and kv [tokens, 2, kv_heads, d]."""
+    kv = states[:, heads.num_heads :].view(states.shape[0], 2, heads.num_kv_heads, heads.head_dim)
+    return states[:, : heads.num_heads], kv
 
 
 def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,7 +128,13 @@ def plan_attention(
 
     `table` is [entries, pages], padded with the padding page; `kv_layer` any layer of the pool, for its shape alone.
     """
-    device, page_size = kv_layer.device, kv_layer.shape[1]
+    pages, offsets = to_device(np.stack(np.divmod(slots, kv_layer.shape[1])), kv_layer.device)
+    return AttentionPlan((pages, offsets), plan_groups(cached, extend, table, num_heads, kv_layer), *rotary)
+
+
+def plan_groups(cached: Ints, extend: Ints, table: Ints, num_heads: int, kv_layer: Tensor) -> list[AttentionGroup]:
+    """The entries of a plan, see `plan_attention`, by what is attended to at once."""
+    device = kv_layer.device
     starts = np.concatenate(([0], np.cumsum(extend)))
     fresh = (cached == 0) & (extend > 1)
     groups = []
@@ -134,18 +147,16 @@ def plan_attention(
                 rows = num_heads // kv_layer.shape[3] if group.folded else 1
                 group.gathers = _gathers(cached[members], extend[members], table[members], rows, kv_layer)
             groups.append(group)
-    pages, offsets = to_device(np.stack(np.divmod(slots, page_size)), device)
-    return AttentionPlan((pages, offsets), groups, *rotary)
+    return groups
 
 
-def attend(q: Tensor, kv: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-    """Store kv [tokens, 2, kv_heads, d] into the pool; return q [tokens, heads, d] attended, [tokens, heads * d]."""
+def attend_groups(q: Tensor, kv: Tensor, kv_layer: Tensor, groups: list[AttentionGroup]) -> Tensor:
+    """q [tokens, heads, d] attended, [tokens, heads * d]; kv [tokens, 2, kv_heads, d] is in the pool already."""
     tokens, heads, head_dim = q.shape
-    kv_layer.index_put_(plan.slots, kv)
-    if len(plan.groups) == 1 and isinstance(plan.groups[0].tokens, slice):
-        return _attend_group(q, kv, kv_layer, plan.groups[0]).reshape(tokens, heads * head_dim)
-    out = torch.empty_like(q)
-    for group in plan.groups:
+    if len(groups) == 1 and isinstance(groups[0].tokens, slice):
+        return _attend_group(q, kv, kv_layer, groups[0]).reshape(tokens, heads * head_dim)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in groups:
         part = _attend_group(q, kv, kv_layer, group).reshape(-1, heads, head_dim)
         if isinstance(group.tokens, slice):
             out[group.tokens] = part

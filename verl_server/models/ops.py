@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl_server.kernels.cpu.kernels import CpuKernels
+
 _ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _CPU = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 _INTEL = "Intel" in str(_CPU.get("cpu_name"))
 
-_ROW_TILE, _PANEL, _LINE = 16, 8192, 32
-"""Of `swapped_linear`: rows of x are padded to the first, rows of weights taken by the second, copied by the third."""
+_MOST_ROWS = 64
+"""That `kernels.cpu` multiplies: with more, arithmetic is the bound, and the libraries are as fast or faster."""
 
 
 @dataclass(frozen=True)
@@ -53,54 +55,32 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """On the CPU in fp32 by the fastest of three ways, on the same plain weights; torch itself always calls MKL.
+    """On the CPU in fp32 by the faster of two libraries, on the same plain weights; torch itself always calls MKL.
 
     MKL leaves AVX-512 unused on AMD, where oneDNN takes less than half the time. On Intel it is as fast for small
     weights and ahead below 4 and above 256 rows; from 4 to 16 rows oneDNN takes down to half its time.
     """
     if not _ONEDNN or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    rows = x.shape[0]
-    if _INTEL and (not 4 <= rows <= 256 or weight.numel() <= 2**20):
+    if _INTEL and (not 4 <= x.shape[0] <= 256 or weight.numel() <= 2**20):
         return F.linear(x, weight, bias)
-    return swapped_linear(x, weight, bias) if _INTEL and 8 < rows <= 64 else _onednn(x, weight, bias)
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
-
-
-def swapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T for few rows, as (weight @ x.T).T by oneDNN, for fp32 on the CPU.
-
-    oneDNN first copies its second operand into tiles, so that should be the small one: with the weights there,
-    each of them is read, written and read again. It is at its best with a multiple of 16 rows.
-    """
-    rows, n = x.shape[0], weight.shape[0]
-    if rows % _ROW_TILE:
-        x = F.pad(x, (0, 0, 0, -rows % _ROW_TILE))
-    out = x.new_empty(rows, n)
-    # A panel's product is still in the cache when it is transposed.
-    for part, panel in zip(torch.split(out, _PANEL, 1), torch.split(weight, _PANEL), strict=True):
-        _copy_transposed(part, _onednn(panel, x, None))
-    return out if bias is None else out.add_(bias)
-
-
-def _copy_transposed(out: Tensor, y: Tensor) -> None:
-    """y [n, at least rows] into out [rows, n], of which whole cache lines are written where n allows."""
-    rows, n = out.shape
-    if n % _LINE:
-        out.copy_(y.t()[:rows])
-    else:
-        lines = y.view(n // _LINE, _LINE, -1).permute(2, 0, 1)[:rows]
-        out.view(rows, n // _LINE, _LINE).copy_(lines)
 
 
 TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul, linear)
 
 
-def fused_ops(device: torch.device) -> Ops:
+def cpu_ops(kernels: CpuKernels) -> Ops:
+    """The compiled operators of the CPU, for fp32. One row is a matrix-vector product, where MKL reads fastest."""
+
+    def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return kernels.linear(x, weight, bias) if 1 < x.shape[0] <= _MOST_ROWS else linear(x, weight, bias)
+
+    return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, fastest_linear)
+
+
+def cuda_ops(device: torch.device) -> Ops:
     """The Triton kernels for one GPU; ImportError where Triton is missing."""
     from verl_server.kernels.activation import silu_mul
     from verl_server.kernels.gemv import gemv

@@ -8,7 +8,8 @@ normalizer that log-probabilities need anyway.
 
 Noise comes from a hash of (row key, counter): SplitMix64 (Steele et al., 2014), of which a row's key is the seed;
 counter t + 1 is token t's, counter -1 - b is block b's. It is fp64, so that CPU and GPU agree on it, and has a
-uniform's 52 bits. Here is the definition in PyTorch, for any device; `kernels.sampling` does the same on CUDA.
+uniform's 52 bits. Here is the definition in PyTorch, for any device; `kernels.sampling` does the same on CUDA,
+and `kernels.cpu` on the CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _CACHED_ELEMENTS = 2**18
 
 Words = npt.NDArray[np.int64]
 W = TypeVar("W", Words, Tensor)
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`choose`, or a kernel of the same meaning."""
 
 
 def mix(words: W) -> W:

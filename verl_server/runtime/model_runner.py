@@ -9,7 +9,6 @@ comes back through pinned memory, and `Step.result` waits for it.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -21,12 +20,14 @@ from torch import Tensor, nn
 from verl_server.errors import BadRequestError
 from verl_server.models.attention import AttentionStep, plan_attention, to_device
 from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
+from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.loader import fill_dummy, load_checkpoint
-from verl_server.models.ops import TORCH_OPS, Ops, fused_ops
+from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
 from verl_server.runtime.candidates import PromptCandidates
 from verl_server.runtime.device_arrays import upload
 from verl_server.runtime.forward_batch import ForwardBatch, SampleSpec
+from verl_server.runtime.kernel_choice import choose_kernels
 from verl_server.runtime.kv_cache import KVCache, Placement
 from verl_server.runtime.memory_arena import MemoryArena, aligned
 from verl_server.runtime.running_step import RunningStep
@@ -55,8 +56,10 @@ class ModelRunner:
         self.vocab_size = self.config.vocab_size
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
-        paged, self._fused = _kernels(server_args, device)
-        self.model = self._build(fused_ops(self.device) if self._fused else TORCH_OPS)
+        choice = choose_kernels(server_args, device, self.dtype, self.config.head_dim)
+        paged = choice.attention == "triton"
+        self._triton_ops = choice.fused and device.type == "cuda"
+        self.model = self._build(choice.ops(device))
         self.weight_map = self.model.weight_map()
         if dummy:
             fill_dummy(self.weight_map, server_args.random_seed, device)
@@ -64,11 +67,14 @@ class ModelRunner:
             load_checkpoint(self.weight_map, folder)
         self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
-        self.sampler = Sampler(self.vocab_size, device, fused=self._fused)
+        self.sampler = Sampler(self.vocab_size, device, choice.choose)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
         self._paged = self._paged_backend() if paged else None
+        self._cpu_attention = None
+        if choice.cpu is not None and choice.attention == "cpp":
+            self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
         self._graphs = None
         if self._paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._paged)
@@ -114,7 +120,10 @@ class ModelRunner:
         return hidden
 
     def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The PyTorch attention of a step, its ids and its rows, on the device."""
+        """The attention of a step without Triton's kernels, its ids and its rows, on the device."""
+        ids, rows = to_device(placement.ids, self.device), to_device(placement.rows, self.device)
+        if self._cpu_attention is not None:
+            return self._cpu_attention.plan(placement), ids, rows
         lens = placement.cached + placement.extend
         plan = plan_attention(
             placement.cached,
@@ -125,7 +134,7 @@ class ModelRunner:
             self.kv.layers[0],
             self.model.rotary.at(to_device(placement.positions, self.device)),
         )
-        return plan, to_device(placement.ids, self.device), to_device(placement.rows, self.device)
+        return plan, ids, rows
 
     def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
         """The paged attention of a step, its ids and the rows of those that decode, on the device."""
@@ -321,7 +330,7 @@ class ModelRunner:
             self.kv.device_page_table,
             self.kv.page_table,
             self.page_size,
-            fused=self._fused,
+            fused=self._triton_ops,
         )
 
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
@@ -351,21 +360,6 @@ def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
     if ordinal >= count:
         raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
     return torch.device("cuda", ordinal)
-
-
-def _kernels(server_args: ServerArgs, device: torch.device) -> tuple[bool, bool]:
-    """Whether this rank runs the paged attention kernels, and the fused ones."""
-    wanted = server_args.attention_backend
-    if device.type == "cpu":
-        if wanted == "triton":
-            raise BadRequestError("attention_backend='triton' needs a CUDA device. Use 'auto' or 'torch' on the CPU.")
-        return False, False
-    if importlib.util.find_spec("triton") is None:
-        if wanted == "triton":
-            raise BadRequestError("attention_backend='triton' needs Triton: pip install triton, or use 'torch'.")
-        logger.warning("Triton is not installed: steps run on plain PyTorch, several times slower. pip install triton.")
-        return False, False
-    return wanted != "torch", server_args.fused_kernels
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:

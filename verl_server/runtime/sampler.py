@@ -95,14 +95,9 @@ class _Special:
 class Sampler:
     """Holds the parameter tensors of the last batch while its composition does not change."""
 
-    def __init__(self, vocab_size: int, device: torch.device, *, fused: bool) -> None:
-        """`fused`: draw with Triton kernels, which need CUDA."""
-        self._vocab_size, self._device = vocab_size, device
-        self._choose = draw.choose
-        if fused:
-            from verl_server.kernels import sampling
-
-            self._choose = sampling.choose
+    def __init__(self, vocab_size: int, device: torch.device, choose: draw.Choose = draw.choose) -> None:
+        """`choose`: `draw.choose`, or a kernel that does the same."""
+        self._vocab_size, self._device, self._choose = vocab_size, device, choose
         self._penalties = Penalties(vocab_size, device)
         self._batch: _Batch | None = None
 

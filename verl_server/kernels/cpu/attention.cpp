@@ -1,0 +1,184 @@
+// Attention of a step: norms and rotates queries and keys, stores keys and values in the pool, and for tokens that are
+// decoded attends to their pages where they lie. (Prompts' tokens are attended to by their caller, many at a time.)
+//
+// A layer of the pool is [pages][2 (k, v)][kv_heads][page_size][head_dim]. One thread takes one KV head of one token:
+// nobody else writes the key and value that it stores, nobody else needs them in this step.
+
+#include <omp.h>
+
+#include <cmath>
+#include <vector>
+
+#include "lanes.h"
+
+extern "C" struct Attention {
+    float *qkv;               // [tokens][heads + 2 * kv_heads][head_dim]; normed and rotated in place
+    const float *q_weight;    // [head_dim], or none: heads are not normed
+    const float *k_weight;
+    float *pool;              // one layer
+    float *out;               // [decodes][heads][head_dim]
+    const float *cosines;     // [positions][head_dim]
+    const float *sines;       // the first half of each row negated
+    const int64_t *positions; // [tokens]
+    const int64_t *slots;     // [tokens] page * page_size + offset
+    const int64_t *rows;      // [decodes] of the table
+    const int64_t *table;     // [rows][columns] pages
+    int64_t columns, tokens, decodes;  // the first `decodes` tokens are decoded
+    int64_t heads, kv_heads, head_dim, page_size, threads;
+    float eps;
+};
+
+namespace {
+
+void norm_and_rotate(const Attention &a, float *head, const float *weight, long position) {
+    const long size = a.head_dim, half = size / 2;
+    const float *cosines = a.cosines + position * size, *sines = a.sines + position * size;
+    float normed[512];
+    if (weight) {
+        Lanes squares = {};
+        for (long i = 0; i < size; i += kLanes) squares += load(head + i) * load(head + i);
+        const float scale = 1 / std::sqrt(sum(squares) / size + a.eps);
+        for (long i = 0; i < size; i++) normed[i] = head[i] * scale * weight[i];
+    } else {
+        std::memcpy(normed, head, size * sizeof(float));
+    }
+    for (long i = 0; i < half; i++) {
+        head[i] = normed[i] * cosines[i] + normed[half + i] * sines[i];
+        head[half + i] = normed[half + i] * cosines[half + i] + normed[i] * sines[half + i];
+    }
+}
+
+// Products of G queries with keys of one page: scores [G][stride].
+template <int V, int G>
+void score(const float *queries, const float *keys, long count, float *scores, long stride) {
+    Lanes query[G][V];
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < V; v++) query[g][v] = load(queries + (g * V + v) * kLanes);
+    for (long first = 0; first < count; first += kLanes) {
+        Lanes parts[G][kLanes] = {};
+        for (long i = 0; i < std::min(kLanes, count - first); i++) {
+            const float *key = keys + (first + i) * V * kLanes;
+            Lanes part[G] = {};
+            for (int v = 0; v < V; v++) {
+                const Lanes lanes = load(key + v * kLanes);
+                for (int g = 0; g < G; g++) part[g] += query[g][v] * lanes;
+            }
+            for (int g = 0; g < G; g++) parts[g][i] = part[g];
+        }
+        // Writes up to 15 beyond `count`: what comes there is written later, or is room that the caller has.
+        for (int g = 0; g < G; g++) store(scores + g * stride + first, sums(parts[g]));
+    }
+}
+
+// Adds to G rows of `out` the values of one page, weighted by probabilities [G][stride].
+template <int V, int G>
+void weigh(const float *probabilities, long stride, const float *values, long count, float *out) {
+    Lanes total[G][V];
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < V; v++) total[g][v] = load(out + (g * V + v) * kLanes);
+    for (long i = 0; i < count; i++)
+        for (int v = 0; v < V; v++) {
+            const Lanes value = load(values + (i * V + v) * kLanes);
+            for (int g = 0; g < G; g++) total[g][v] += probabilities[g * stride + i] * value;
+        }
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < V; v++) store(out + (g * V + v) * kLanes, total[g][v]);
+}
+
+// Turns scores [0..count] into e^(scale * (score - highest)) and returns their sum. May write 15 beyond `count`.
+float exponentiate(float *scores, long count, float scale) {
+    for (long i = count; i % kLanes; i++) scores[i] = -INFINITY;
+    Lanes highest = Lanes{} - INFINITY;
+    for (long i = 0; i < count; i += kLanes) {
+        const Lanes lanes = load(scores + i);
+        highest = lanes > highest ? lanes : highest;
+    }
+    const float most = largest(highest);
+    Lanes total = {};
+    for (long i = 0; i < count; i += kLanes) {
+        const Lanes lanes = exponential((load(scores + i) - most) * scale);
+        store(scores + i, lanes);
+        total += lanes;
+    }
+    return sum(total);
+}
+
+// One KV head of one decoded token: all queries of its group.
+template <int V>
+void attend_head(const Attention &a, long token, long kv_head, float *scores, long stride) {
+    constexpr int size = V * kLanes;
+    const long group = a.heads / a.kv_heads, count = a.positions[token] + 1;
+    const int64_t *pages = a.table + a.rows[token] * a.columns;
+    const float *queries = a.qkv + (token * (a.heads + 2 * a.kv_heads) + kv_head * group) * size;
+    float *out = a.out + (token * a.heads + kv_head * group) * size;
+    auto head_of_page = [&](long first, long kind) {
+        return a.pool + ((pages[first / a.page_size] * 2 + kind) * a.kv_heads + kv_head) * a.page_size * size;
+    };
+    // A page's keys are too few for the processor to see that they are read in order: it is told, a page ahead.
+    auto fetch = [&](const float *page) {
+        for (long i = 0; i < a.page_size * size; i += kLanes) __builtin_prefetch(page + i);
+    };
+    for (long first = 0; first < count; first += a.page_size) {
+        const float *keys = head_of_page(first, 0);
+        fetch(first + a.page_size < count ? head_of_page(first + a.page_size, 0) : head_of_page(0, 1));
+        const long here = std::min<long>(a.page_size, count - first);
+        long g = 0;
+        for (; g + 2 <= group; g += 2) score<V, 2>(queries + g * size, keys, here, scores + g * stride + first, stride);
+        if (g < group) score<V, 1>(queries + g * size, keys, here, scores + g * stride + first, stride);
+    }
+    float totals[group];
+    for (long g = 0; g < group; g++) totals[g] = exponentiate(scores + g * stride, count, 1 / std::sqrt((float)size));
+    std::memset(out, 0, group * size * sizeof(float));
+    for (long first = 0; first < count; first += a.page_size) {
+        const float *values = head_of_page(first, 1);
+        if (first + a.page_size < count) fetch(head_of_page(first + a.page_size, 1));
+        const long here = std::min<long>(a.page_size, count - first);
+        long g = 0;
+        for (; g + 2 <= group; g += 2) weigh<V, 2>(scores + g * stride + first, stride, values, here, out + g * size);
+        if (g < group) weigh<V, 1>(scores + g * stride + first, stride, values, here, out + g * size);
+    }
+    for (long g = 0; g < group; g++)
+        for (long i = 0; i < size; i++) out[g * size + i] /= totals[g];
+}
+
+template <int V>
+void run(const Attention &a) {
+    const long group = a.heads / a.kv_heads, tasks = a.tokens * a.kv_heads, size = V * kLanes;
+    long longest = 0;
+    for (long token = 0; token < a.decodes; token++) longest = std::max<long>(longest, a.positions[token] + 1);
+    const long stride = (longest + 2 * kLanes - 1) / kLanes * kLanes;
+    const long at_once = std::max<long>(1, tasks / (16 * a.threads));
+#pragma omp parallel num_threads(a.threads)
+    {
+        std::vector<float> scores(group * stride);
+#pragma omp for schedule(dynamic, at_once)
+        for (long task = 0; task < tasks; task++) {
+            const long token = task / a.kv_heads, kv_head = task % a.kv_heads, position = a.positions[token];
+            float *states = a.qkv + token * (a.heads + 2 * a.kv_heads) * size;
+            float *key = states + (a.heads + kv_head) * size, *value = key + a.kv_heads * size;
+            for (long g = 0; g < group; g++)
+                norm_and_rotate(a, states + (kv_head * group + g) * size, a.q_weight, position);
+            norm_and_rotate(a, key, a.k_weight, position);
+            const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
+            float *to = a.pool + ((page * 2 * a.kv_heads + kv_head) * a.page_size + offset) * size;
+            std::memcpy(to, key, size * sizeof(float));
+            std::memcpy(to + a.kv_heads * a.page_size * size, value, size * sizeof(float));
+            if (token < a.decodes) attend_head<V>(a, token, kv_head, scores.data(), stride);
+        }
+    }
+}
+
+}  // namespace
+
+// False for a head_dim that is not compiled.
+extern "C" bool attend(const Attention *a) {
+    switch (a->head_dim) {
+        case 16: run<1>(*a); return true;
+        case 32: run<2>(*a); return true;
+        case 64: run<4>(*a); return true;
+        case 96: run<6>(*a); return true;
+        case 128: run<8>(*a); return true;
+        case 256: run<16>(*a); return true;
+        default: return false;
+    }
+}

@@ -1,0 +1,104 @@
+// Sixteen floats that are worked on at once, in the compiler's own vector types: AVX-512, or two of AVX2, or four of NEON.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+constexpr long kLanes = 16;
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+
+static inline Lanes load(const float *from) {
+    Lanes lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
+
+static inline void store(float *to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// The same of `count` lanes, where a row ends; when loaded, the others are zero.
+static inline Lanes load(const float *from, long count) {
+    if (count >= kLanes) return load(from);
+    Lanes lanes = {};
+    std::memcpy(&lanes, from, count * sizeof(float));
+    return lanes;
+}
+
+static inline void store(float *to, Lanes lanes, long count) {
+    if (count >= kLanes) return store(to, lanes);
+    std::memcpy(to, &lanes, count * sizeof(float));
+}
+
+static inline float sum(Lanes lanes) {
+    float total = 0;
+    for (long i = 0; i < kLanes; i++) total += lanes[i];
+    return total;
+}
+
+// A vector of lanes of a (0 to 15) and b (16 to 31).
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, IntLanes{__VA_ARGS__})
+#endif
+
+static inline float largest(Lanes lanes) {
+    float most = lanes[0];
+    for (long i = 1; i < kLanes; i++) most = std::max(most, lanes[i]);
+    return most;
+}
+
+// Sums of neighbouring lanes: those of a, then those of b.
+static inline Lanes add_pairs(Lanes a, Lanes b) {
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// The sums of sixteen vectors, one a lane. Overwrites them.
+static inline Lanes sums(Lanes *vectors) {
+    for (long left = kLanes / 2; left; left /= 2)
+        for (long i = 0; i < left; i++) vectors[i] = add_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    return vectors[0];
+}
+
+// Transposes N vectors, a power of two: their floats [N][16] become [16][N], in the same N vectors.
+template <int N>
+static inline void transpose(Lanes (&vectors)[N]) {
+    for (int stage = 1; stage < N; stage *= 2) {
+        // Each stage moves the highest bit of the vector's number below the lane's.
+        Lanes next[N];
+        for (int i = 0; i < N / 2; i++) {
+            const Lanes a = vectors[i], b = vectors[i + N / 2];
+            next[2 * i] = PICK(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] = PICK(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < N; i++) vectors[i] = next[i];
+    }
+}
+
+// e^x to an ulp or two; zero below -87, of 88 above that.
+static inline Lanes exponential(Lanes x) {
+    const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
+    const IntLanes vanishes = x < low;
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    // e^x = 2^n e^r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer; ln 2 is taken off in two parts.
+    const Lanes magic = Lanes{} + 12582912.0f;
+    const Lanes n = (x * 1.44269504f + magic) - magic;
+    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Lanes e = Lanes{} + 1.0f / 5040;  // Taylor's series: its next term is below 6e-9
+    e = e * r + 1.0f / 720;
+    e = e * r + 1.0f / 120;
+    e = e * r + 1.0f / 24;
+    e = e * r + 1.0f / 6;
+    e = e * r + 0.5f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    IntLanes bits;
+    std::memcpy(&bits, &e, sizeof bits);
+    bits += __builtin_convertvector(n, IntLanes) << 23;
+    std::memcpy(&e, &bits, sizeof e);
+    return vanishes ? Lanes{} : e;
+}

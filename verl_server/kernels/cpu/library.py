@@ -1,0 +1,89 @@
+"""`load_library`: the C++ beside this file, compiled for this machine, once, and kept in the user's cache folder.
+
+`CpuKernels` calls it. A library is named by all it is made of (sources, command, compiler and the processor's features
+as the compiler sees them), so one home folder may serve different machines, and nothing there is ever out of date.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_COMPILE_SECONDS = 120
+
+
+class KernelsUnavailableError(Exception):
+    """There is no compiler, or it failed; says what to do about it."""
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled library. Takes some seconds when it has to be compiled, else milliseconds."""
+    compiler = _compiler()
+    sources = sorted(Path(__file__).parent.glob("*.cpp"))
+    content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
+    about = _run([compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull])  # its version, the CPU's features
+    name = hashlib.sha256(b"\0".join([content, " ".join(_FLAGS).encode(), about])).hexdigest()[:32]
+    path = _cache_folder() / f"cpu-kernels-{name}.so"
+    if not path.exists():
+        _compile([compiler, *_FLAGS, *map(str, sources)], path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{path} could not be loaded ({error}); remove it to compile it anew.") from error
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    found = shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        missing = f"CXX={wanted!r} was not found" if wanted else "no C++ compiler was found"
+        raise KernelsUnavailableError(f"{missing}; install one (apt install g++) or name it in CXX.")
+    return found
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compiles into a file of its own that then takes `path`: of several processes any may win."""
+    began = time.monotonic()
+    descriptor, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(descriptor)
+    try:
+        _run([*command, "-o", made])
+        os.replace(made, path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
+    logger.info("Compiled the CPU's kernels in %.1f s: %s", time.monotonic() - began, path)
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailableError(f"{command[0]} could not be run: {error}.") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()[:2000]
+        raise KernelsUnavailableError(f"{command[0]} failed; it needs C++17 and OpenMP. It said:\n{said}")
+    return done.stdout
+
+
+def _cache_folder() -> Path:
+    """The user's, or a fresh private one where that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-server"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="verl-server-kernels-"))

@@ -1,0 +1,109 @@
+// One token from each row of logits, and its log-probability. The definition is in runtime/draw.py; this is it, row by
+// row, so that a row is read from memory once and no tensor of its size is made.
+
+#include <omp.h>
+
+#include <cmath>
+#include <vector>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr long kBlock = 64;  // draw.BLOCK
+
+uint64_t mix(uint64_t word) {
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+    return word ^ (word >> 31);
+}
+
+double gumbel(uint64_t key, int64_t counter) {
+    const uint64_t bits = mix(key + static_cast<uint64_t>(counter) * 0x9E3779B97F4A7C15u) >> 12;
+    return -std::log(-std::log((bits + 0.5) * 0x1p-52));
+}
+
+// Calls `take(first, lanes, real)` for the row's lanes from `first` to `end`, scaled; those behind `real` are missing.
+template <typename Take>
+void each(const float *logits, float scale, long first, long end, Take take) {
+    for (; first < end; first += kLanes) take(load(logits + first, end - first) * scale, std::min(kLanes, end - first));
+}
+
+struct Row {
+    const float *logits;
+    float scale;
+    long vocab;
+    std::vector<float> &tops, &sums;  // of each block: its largest logit; the sum of e^(logit - largest of all)
+
+    long end(long block) const { return std::min(vocab, (block + 1) * kBlock); }
+
+    // The largest logit; what is NaN does not count, but is seen in `sums`.
+    float find_tops() {
+        float top = -INFINITY;
+        for (size_t block = 0; block < tops.size(); block++) {
+            Lanes most = Lanes{} - INFINITY;
+            each(logits, scale, block * kBlock, end(block), [&](Lanes lanes, long real) {
+                for (long i = real; i < kLanes; i++) lanes[i] = -INFINITY;
+                most = lanes > most ? lanes : most;
+            });
+            tops[block] = largest(most);
+            top = std::max(top, tops[block]);
+        }
+        return top;
+    }
+
+    double find_sums(float top) {
+        double total = 0;
+        for (size_t block = 0; block < sums.size(); block++) {
+            Lanes parts = {};
+            each(logits, scale, block * kBlock, end(block), [&](Lanes lanes, long real) {
+                Lanes part = exponential(lanes - top);
+                for (long i = real; i < kLanes; i++) part[i] = 0;
+                parts += part;
+            });
+            total += sums[block] = sum(parts);
+        }
+        return total;
+    }
+
+    long best_block(bool greedy, uint64_t key) const {
+        long best = 0;
+        double highest = -INFINITY;
+        for (size_t block = 0; block < tops.size(); block++) {
+            const double score = greedy ? tops[block] : gumbel(key, -1 - (int64_t)block) + std::log(sums[block]);
+            if (score > highest) highest = score, best = block;
+        }
+        return best;
+    }
+
+    long best_token(long block, bool greedy, uint64_t key) const {
+        long best = block * kBlock;
+        double highest = -INFINITY;
+        for (long token = best; token < end(block); token++) {
+            const double score = (greedy ? 0 : gumbel(key, token + 1)) + logits[token] * scale;
+            if (score > highest) highest = score, best = token;
+        }
+        return best;
+    }
+};
+
+}  // namespace
+
+// Of logits [rows, vocab], `stride` apart: `ids` [rows] and `logprobs` [rows]. `scales`, `greedy` and `keys` [rows].
+extern "C" void choose(const float *logits, const float *scales, const bool *greedy, const int64_t *keys, int64_t *ids,
+                       float *logprobs, long rows, long vocab, long stride, long threads) {
+    const long blocks = (vocab + kBlock - 1) / kBlock;
+#pragma omp parallel num_threads(threads) if (rows > 1)
+    {
+        std::vector<float> tops(blocks), sums(blocks);
+#pragma omp for schedule(dynamic)
+        for (long i = 0; i < rows; i++) {
+            Row row{logits + i * stride, scales[i], vocab, tops, sums};
+            const float top = row.find_tops();
+            const double norm = std::log(row.find_sums(top)) + top;
+            ids[i] = row.best_token(row.best_block(greedy[i], keys[i]), greedy[i], keys[i]);
+            const double logprob = row.logits[ids[i]] * row.scale - norm;
+            logprobs[i] = std::isfinite(norm) ? std::max(logprob, -3.4028234663852886e38) : NAN;
+        }
+    }
+}

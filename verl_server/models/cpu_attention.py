@@ -1,0 +1,76 @@
+"""Attention over the paged KV pool on the CPU: the compiled kernel of `kernels.cpu`, wired to a step.
+
+`ModelRunner` owns one `CpuAttention` and has it plan a `CpuStep` for each step, which every decoder layer calls. The
+kernel norms, rotates and stores all new tokens, and attends from those that are decoded to their pages, where they
+lie; tokens of prompts are attended to in PyTorch, in the groups of `attention.plan_groups`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_server.kernels.cpu.kernels import AttentionArgs, CpuKernels
+from verl_server.models.attention import AttentionGroup, Heads, attend_groups, plan_groups, split_heads
+from verl_server.models.layers import RotaryEmbedding
+from verl_server.runtime.kv_cache import KVCache, Placement
+
+
+@dataclass
+class CpuStep:
+    kernels: CpuKernels
+    args: AttentionArgs
+    """Filled but for what each layer has of its own."""
+    placement: Placement
+    """Whose arrays `args` points to."""
+    groups: list[AttentionGroup]
+    """Of the entries behind those that decode."""
+
+    def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
+        args, decodes = self.args, self.placement.num_decodes
+        out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_dim)
+        args.qkv, args.out, args.pool = qkv.data_ptr(), out.data_ptr(), kv_layer.data_ptr()
+        if heads.q_norm is not None and heads.k_norm is not None:
+            args.q_weight, args.k_weight = heads.q_norm.weight.data_ptr(), heads.k_norm.weight.data_ptr()
+            args.eps = heads.q_norm.eps
+        self.kernels.attend(args)
+        if self.groups:
+            q, kv = split_heads(qkv[decodes:].view(qkv.shape[0] - decodes, -1, heads.head_dim), heads)
+            attended = attend_groups(q, kv, kv_layer, self.groups)
+            if not decodes:
+                return attended
+            out[decodes:] = attended
+        return out
+
+
+class CpuAttention:
+    def __init__(self, kernels: CpuKernels, rotary: RotaryEmbedding, kv: KVCache, num_heads: int) -> None:
+        self._kernels, self._kv, self._num_heads = kernels, kv, num_heads
+        self._cos, self._sin = rotary.tables
+
+    def plan(self, placement: Placement) -> CpuStep:
+        kv, layer, n = self._kv, self._kv.layers[0], placement.num_decodes
+        args = AttentionArgs(
+            cosines=self._cos.data_ptr(),
+            sines=self._sin.data_ptr(),
+            positions=placement.positions.ctypes.data,
+            slots=placement.slots.ctypes.data,
+            rows=placement.rows.ctypes.data,
+            table=kv.page_table.ctypes.data,
+            columns=kv.page_table.shape[1],
+            tokens=len(placement.positions),
+            decodes=n,
+            heads=self._num_heads,
+            kv_heads=kv.kv_heads,
+            head_dim=layer.shape[-1],
+            page_size=kv.page_size,
+            threads=torch.get_num_threads(),
+        )
+        groups: list[AttentionGroup] = []
+        if n < len(placement.rows):
+            cached, extend = placement.cached[n:], placement.extend[n:]
+            table = kv.trimmed_table(placement.rows[n:], cached + extend)
+            groups = plan_groups(cached, extend, table, self._num_heads, layer)
+        return CpuStep(self._kernels, args, placement, groups)
