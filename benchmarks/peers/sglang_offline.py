@@ -25,7 +25,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         disable_radix_cache=not args.prefix_cache,
         context_length=SHAPES[args.shape]["max_position_embeddings"],
         max_running_requests=256,
-        cuda_graph_max_bs=256,
+        cuda_graph_max_bs_decode=256,
     )
 
     def generate(work: Workload) -> list[int]:
