@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from verl_server.kernels.paged_attention import PagedAttention
+from verl_server.models import paged_attention
 from verl_server.models.layers import RotaryEmbedding
 from verl_server.models.paged_attention import PagedBackend
 
@@ -71,3 +74,34 @@ def test_one_long_entry_costs_no_columns() -> None:
     lens[7] = PROMPT + 8 * PAGE
     dealt = backend.deal_out(np.arange(2 * GROUP), lens)
     assert dealt.shared is not None and dealt.shared.starts.tolist() == [PROMPT] * len(lens)
+
+
+def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, searches = make_backend(), 0
+    search = paged_attention.find_runs
+
+    def find_runs(*given: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        return search(*given)
+
+    monkeypatch.setattr(paged_attention, "find_runs", find_runs)
+    rows, lens = np.arange(2 * GROUP), np.full(2 * GROUP, PROMPT + 5)
+
+    def starts(rows: Any, lens: Any) -> list[int]:
+        shared = backend.deal_out(rows, lens).shared
+        return [] if shared is None else list(shared.starts)
+
+    for step in range(3):
+        assert starts(rows, lens + step) == [PROMPT] * len(rows)
+    assert searches == 1, "what entries append is their own"
+    assert starts(rows[:-1], lens[:-1]) == [PROMPT] * (len(rows) - 1)
+    assert searches == 2, "another batch"
+    # The rows are the same, but one of them is another request's, with pages of its own.
+    backend._host_table[3] = 10**6 + np.arange(backend._host_table.shape[1])
+    assert starts(rows[:-1], lens[:-1])[3] == 0
+    assert searches == 3
+    # Or its tokens have not come as far as what is shared.
+    lens[5] = PROMPT - PAGE
+    assert starts(rows[:-1], lens[:-1])[5] < PROMPT
+    assert searches == 4

@@ -77,6 +77,27 @@ class PagedStep:
 
 
 @dataclass
+class _Found:
+    """What entries were found to share. It holds while the same ones decode: what they append is each one's own."""
+
+    rows: Ints
+    pages: Ints
+    """[n, columns] the page table's then, as far as anything is shared."""
+    starts: Ints
+    """[n] keys of each entry that are shared."""
+    shared: SharedKeys | None
+    """None if it is too little to pay for a second kernel."""
+
+    def holds(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
+        """Looks at the pages, too: a row may have been given to another request meanwhile."""
+        return (
+            np.array_equal(rows, self.rows)
+            and bool((kv_lens > self.starts).all())
+            and np.array_equal(table[rows, : self.pages.shape[1]], self.pages)
+        )
+
+
+@dataclass
 class DecodeWork:
     """How the kernels deal out a step's decodes, on the host."""
 
@@ -106,6 +127,7 @@ class PagedBackend:
         self._fused = fused
         self.cascade = kernels.most_shared > 0
         """Whether keys that entries share may be read once for all of them."""
+        self._found: _Found | None = None
 
     def deal_out(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
         """The work of entries that decode, maybe none; `work` is always of the same length.
@@ -131,8 +153,17 @@ class PagedBackend:
 
     def _shared_keys(self, rows: Ints, kv_lens: Ints) -> SharedKeys | None:
         """None if too little is shared to pay for a second kernel. All ranks find the same."""
+        if self._found is None or not self._found.holds(self._host_table, rows, kv_lens):
+            self._found = self._find(rows, kv_lens)
+        return self._found.shared
+
+    def _find(self, rows: Ints, kv_lens: Ints) -> _Found:
         runs = find_runs(self._host_table, rows, kv_lens, self._page_size, _LEAST_KEYS)
-        return self.kernels.shared_keys(runs) if runs.saved * self.kernels.token_bytes >= _LEAST_SAVED else None
+        pays = runs.saved * self.kernels.token_bytes >= _LEAST_SAVED
+        starts, _ = runs.per_entry()
+        columns = int(starts.max()) // self._page_size
+        shared = self.kernels.shared_keys(runs) if pays else None
+        return _Found(rows.copy(), self._host_table[rows, :columns], starts, shared)
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Norm and rotate; keys and values go to the pool. Returns the queries [tokens, heads, head_dim]."""
