@@ -5,7 +5,7 @@
 
 One line per engine: `value` in tokens/s and `ratio` to the engine with everything on, prefix cache off and no
 log-probabilities. That is the first line, and the last again, which shows how much the measurement varies. `logprobs`
-and `prefix_cache`, on, show what the features of RL cost. On the CPU most switches have nothing to turn off.
+and `prefix_cache`, on, show what the features of RL cost. Switches that turn nothing off there are left out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ from verl_server.engine import Engine
 
 _BASE = "everything"
 _FEATURES: dict[str, Any] = {"logprobs": True, "prefix_cache": True}
+_ON_CPU = ("fused_kernels", "attention_backend")
 
 
 def variants() -> dict[str, dict[str, Any]]:
     """Name of a line -> what is different there from everything on."""
     return {name: {name: value} for name, value in (switches() | _FEATURES).items()}
+
+
+def usual(args: argparse.Namespace) -> list[str]:
+    """Those variants that differ on this device, and with so many ranks."""
+    if args.device == "cpu":
+        return [name for name in variants() if name in _FEATURES or name in _ON_CPU]
+    return [name for name in variants() if args.tp > 1 or name != "disable_custom_all_reduce"]
 
 
 def measure(args: argparse.Namespace, folder: Path, work: Workload, different: dict[str, Any]) -> float:
@@ -46,8 +54,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = make_workload(args.shape).first(args.requests)
     base = measure(args, folder, work, {})
     report(_BASE, base, "tokens/s", ratio=1.0)
-    alone = {"disable_custom_all_reduce"} if args.tp == 1 else set()
-    for name in args.only or [name for name in variants() if name not in alone]:
+    for name in args.only or usual(args):
         different = variants()[name]
         value = measure(args, folder, work, different)
         report(name, value, "tokens/s", set=different[name], ratio=round(value / base, 4))

@@ -70,7 +70,12 @@ def test_ablation_measures_each_switch_against_everything_on(
     monkeypatch.setattr(
         ablation, "measure", lambda args, folder, work, different: rates.get(next(iter(different), ""), 100.0)
     )
-    ablation.main([])
+    monkeypatch.setattr(ablation, "report_run", lambda *_: None)
+    ablation.main(["--device", "cpu"])
+    assert set(figures(capsys)) == {
+        *("everything", "everything_again", "fused_kernels", "attention_backend", "logprobs", "prefix_cache")
+    }
+    ablation.main(["--device", "cuda"])
     found = figures(capsys)
     assert found["disable_cuda_graph"]["ratio"] == 0.5 and found["disable_cuda_graph"]["set"] is True
     assert found["logprobs"]["ratio"] == 0.8
