@@ -92,7 +92,7 @@ def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pyte
         shared = backend.deal_out(rows, lens).shared
         return [] if shared is None else list(shared.starts)
 
-    for step in range(3):
+    for step in (0, 0, 1, 2):
         assert starts(rows, lens + step) == [PROMPT] * len(rows)
     assert searches == 1, "what entries append is their own"
     assert starts(rows[:-1], lens[:-1]) == [PROMPT] * (len(rows) - 1)
@@ -101,7 +101,16 @@ def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pyte
     backend._host_table[3] = 10**6 + np.arange(backend._host_table.shape[1])
     assert starts(rows[:-1], lens[:-1])[3] == 0
     assert searches == 3
-    # Or its tokens have not come as far as what is shared.
+    # Or one of another length.
     lens[5] = PROMPT - PAGE
     assert starts(rows[:-1], lens[:-1])[5] < PROMPT
     assert searches == 4
+
+
+def test_requests_that_share_more_are_seen_in_the_rows_of_those_that_did_not() -> None:
+    backend = make_backend()
+    rows, prompts = np.arange(2 * GROUP), backend._host_table.copy()
+    backend._host_table[:] = 10**6 + np.arange(prompts.size).reshape(prompts.shape)
+    assert backend.deal_out(rows, np.full(len(rows), PROMPT + 90)).shared is None
+    backend._host_table[:] = prompts
+    assert backend.deal_out(rows, np.full(len(rows), PROMPT + 5)).shared is not None

@@ -147,7 +147,8 @@ def test_steps_against_a_real_server(policy: Path) -> None:
             run.push()
             steps = [run.step() for _ in range(12)]
     metrics = [m for m, _ in steps]
-    assert all(0 < m.logprob_gap < 1e-4 for m in metrics)
+    assert all(m.logprob_gap < 1e-4 for m in metrics)
+    assert metrics[0].logprob_gap > 0, "later both may be sure, and agree on 0"
     assert [m.weight_version for m in metrics] == [str(i) for i in range(12)]
     for step, (_, rollout) in enumerate(steps):
         sampled = {v for t in rollout.trajectories for v in t.weight_versions if v}

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from verl_server.kernels.cpu.kernels import AttentionArgs, CpuKernels
+from verl_server.kernels.cpu.kernels import LANES, AttentionArgs, CpuKernels
 from verl_server.models.attention import AttentionGroup, Heads, attend_groups, plan_groups, split_heads
 from verl_server.models.layers import RotaryEmbedding
 from verl_server.runtime.kv_cache import KVCache, Placement
@@ -25,6 +24,8 @@ class CpuStep:
     """Filled but for what each layer has of its own."""
     placement: Placement
     """Whose arrays `args` points to."""
+    scores: Tensor
+    """Scratch, which it points to, too."""
     groups: list[AttentionGroup]
     """Of the entries behind those that decode."""
 
@@ -52,6 +53,9 @@ class CpuAttention:
 
     def plan(self, placement: Placement) -> CpuStep:
         kv, layer, n = self._kv, self._kv.layers[0], placement.num_decodes
+        longest = int(placement.positions[:n].max(initial=0)) + 1
+        stride = -(-longest // LANES) * LANES + LANES
+        scores = layer.new_empty(self._kernels.threads, self._num_heads // kv.kv_heads, stride)
         args = AttentionArgs(
             cosines=self._cos.data_ptr(),
             sines=self._sin.data_ptr(),
@@ -66,11 +70,13 @@ class CpuAttention:
             kv_heads=kv.kv_heads,
             head_dim=layer.shape[-1],
             page_size=kv.page_size,
-            threads=torch.get_num_threads(),
+            threads=self._kernels.threads,
+            scores=scores.data_ptr(),
+            stride=stride,
         )
         groups: list[AttentionGroup] = []
         if n < len(placement.rows):
             cached, extend = placement.cached[n:], placement.extend[n:]
             table = kv.trimmed_table(placement.rows[n:], cached + extend)
             groups = plan_groups(cached, extend, table, self._num_heads, layer)
-        return CpuStep(self._kernels, args, placement, groups)
+        return CpuStep(self._kernels, args, placement, scores, groups)

@@ -81,20 +81,23 @@ class _Found:
     """What entries were found to share. It holds while the same ones decode: what they append is each one's own."""
 
     rows: Ints
+    kv_lens: Ints
+    """[n] when they were last seen."""
     pages: Ints
     """[n, columns] the page table's then, as far as anything is shared."""
-    starts: Ints
-    """[n] keys of each entry that are shared."""
     shared: SharedKeys | None
     """None if it is too little to pay for a second kernel."""
 
     def holds(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
-        """Looks at the pages, too: a row may have been given to another request meanwhile."""
-        return (
+        """A row may have been given to another request meanwhile: lengths and pages are looked at, too."""
+        holds = (
             np.array_equal(rows, self.rows)
-            and bool((kv_lens > self.starts).all())
+            and bool(((kv_lens == self.kv_lens) | (kv_lens == self.kv_lens + 1)).all())
             and np.array_equal(table[rows, : self.pages.shape[1]], self.pages)
         )
+        if holds:
+            self.kv_lens = kv_lens.copy()
+        return holds
 
 
 @dataclass
@@ -160,10 +163,9 @@ class PagedBackend:
     def _find(self, rows: Ints, kv_lens: Ints) -> _Found:
         runs = find_runs(self._host_table, rows, kv_lens, self._page_size, _LEAST_KEYS)
         pays = runs.saved * self.kernels.token_bytes >= _LEAST_SAVED
-        starts, _ = runs.per_entry()
-        columns = int(starts.max()) // self._page_size
+        columns = int(runs.end.max(initial=0)) // self._page_size
         shared = self.kernels.shared_keys(runs) if pays else None
-        return _Found(rows.copy(), self._host_table[rows, :columns], starts, shared)
+        return _Found(rows.copy(), kv_lens.copy(), self._host_table[rows, :columns], shared)
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Norm and rotate; keys and values go to the pool. Returns the queries [tokens, heads, head_dim]."""

@@ -72,12 +72,12 @@ def _choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tup
     tops = _by_block(logits, torch.amax)
     top = tops.amax(-1, keepdim=True)
     sums = _by_block((logits - top).exp_(), torch.sum)
-    norm = sums.sum(-1, keepdim=True).log_().add_(top)
+    norm = sums.sum(-1, keepdim=True).log_()  # less `top`: at a low temperature their sum would lose its digits
     if logits.is_cpu and greedy.all():
         ids = logits.argmax(-1, keepdim=True)
     else:
         ids = _draw(logits, tops, sums, greedy.unsqueeze(1), keys.unsqueeze(1))
-    logprobs = logits.gather(1, ids).sub_(norm).clamp_(min=LOWEST)
+    logprobs = logits.gather(1, ids).sub_(top).sub_(norm).clamp_(min=LOWEST)
     return ids.squeeze(1), logprobs.masked_fill_(~norm.isfinite(), torch.nan).squeeze(1)
 
 

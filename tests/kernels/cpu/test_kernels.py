@@ -90,6 +90,19 @@ def test_choose_is_the_draw(cpu_kernels: CpuKernels, n: int, vocab: int) -> None
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-2, 1e-5, 2e-6])
+def test_choose_is_the_draw_at_low_temperatures(cpu_kernels: CpuKernels, temperature: float) -> None:
+    """Where a product is rounded makes the difference; and no probability is above 1."""
+    logits = 20 + 2 * values(64, 400)
+    logits[:, 100] = logits[:, :64].amax(1).nextafter(torch.tensor(99.0))
+    keys = torch.from_numpy(draw.row_keys(draw.mix(np.arange(64, dtype=np.int64)), np.full(64, 9)))
+    parameters = torch.full((64,), 1 / temperature), torch.zeros(64, dtype=torch.bool), keys
+    ids, logprobs = cpu_kernels.choose(logits, *parameters)
+    expected_ids, expected = draw.choose(logits, *parameters)
+    assert torch.equal(ids, expected_ids) and bool((logprobs <= 0).all())
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_without_a_distribution_are_flagged_and_harm_nobody_else(cpu_kernels: CpuKernels) -> None:
     n, vocab = 10, 300
     logits = values(n, vocab)

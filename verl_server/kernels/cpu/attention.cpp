@@ -7,7 +7,6 @@
 #include <omp.h>
 
 #include <cmath>
-#include <vector>
 
 #include "lanes.h"
 
@@ -17,6 +16,7 @@ extern "C" struct Attention {
     const float *k_weight;
     float *pool;              // one layer
     float *out;               // [decodes][heads][head_dim]
+    float *scores;            // scratch [threads][heads / kv_heads][stride]
     const float *cosines;     // [positions][head_dim]
     const float *sines;       // the first half of each row negated
     const int64_t *positions; // [tokens]
@@ -25,6 +25,7 @@ extern "C" struct Attention {
     const int64_t *table;     // [rows][columns] pages
     int64_t columns, tokens, decodes;  // the first `decodes` tokens are decoded
     int64_t heads, kv_heads, head_dim, page_size, threads;
+    int64_t stride;           // the most keys of a decoded token, and sixteen more, in full sixteens
     float eps;
 };
 
@@ -105,9 +106,10 @@ float exponentiate(float *scores, long count, float scale) {
 
 // One KV head of one decoded token: all queries of its group.
 template <int V>
-void attend_head(const Attention &a, long token, long kv_head, float *scores, long stride) {
+void attend_head(const Attention &a, long token, long kv_head) {
     constexpr int size = V * kLanes;
-    const long group = a.heads / a.kv_heads, count = a.positions[token] + 1;
+    const long group = a.heads / a.kv_heads, count = a.positions[token] + 1, stride = a.stride;
+    float *scores = a.scores + omp_get_thread_num() * group * stride;
     const int64_t *pages = a.table + a.rows[token] * a.columns;
     const float *queries = a.qkv + (token * (a.heads + 2 * a.kv_heads) + kv_head * group) * size;
     float *out = a.out + (token * a.heads + kv_head * group) * size;
@@ -144,27 +146,20 @@ void attend_head(const Attention &a, long token, long kv_head, float *scores, lo
 template <int V>
 void run(const Attention &a) {
     const long group = a.heads / a.kv_heads, tasks = a.tokens * a.kv_heads, size = V * kLanes;
-    long longest = 0;
-    for (long token = 0; token < a.decodes; token++) longest = std::max<long>(longest, a.positions[token] + 1);
-    const long stride = (longest + 2 * kLanes - 1) / kLanes * kLanes;
     const long at_once = std::max<long>(1, tasks / (16 * a.threads));
-#pragma omp parallel num_threads(a.threads)
-    {
-        std::vector<float> scores(group * stride);
-#pragma omp for schedule(dynamic, at_once)
-        for (long task = 0; task < tasks; task++) {
-            const long token = task / a.kv_heads, kv_head = task % a.kv_heads, position = a.positions[token];
-            float *states = a.qkv + token * (a.heads + 2 * a.kv_heads) * size;
-            float *key = states + (a.heads + kv_head) * size, *value = key + a.kv_heads * size;
-            for (long g = 0; g < group; g++)
-                norm_and_rotate(a, states + (kv_head * group + g) * size, a.q_weight, position);
-            norm_and_rotate(a, key, a.k_weight, position);
-            const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
-            float *to = a.pool + ((page * 2 * a.kv_heads + kv_head) * a.page_size + offset) * size;
-            std::memcpy(to, key, size * sizeof(float));
-            std::memcpy(to + a.kv_heads * a.page_size * size, value, size * sizeof(float));
-            if (token < a.decodes) attend_head<V>(a, token, kv_head, scores.data(), stride);
-        }
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic, at_once)
+    for (long task = 0; task < tasks; task++) {
+        const long token = task / a.kv_heads, kv_head = task % a.kv_heads, position = a.positions[token];
+        float *states = a.qkv + token * (a.heads + 2 * a.kv_heads) * size;
+        float *key = states + (a.heads + kv_head) * size, *value = key + a.kv_heads * size;
+        for (long g = 0; g < group; g++)
+            norm_and_rotate(a, states + (kv_head * group + g) * size, a.q_weight, position);
+        norm_and_rotate(a, key, a.k_weight, position);
+        const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
+        float *to = a.pool + ((page * 2 * a.kv_heads + kv_head) * a.page_size + offset) * size;
+        std::memcpy(to, key, size * sizeof(float));
+        std::memcpy(to + a.kv_heads * a.page_size * size, value, size * sizeof(float));
+        if (token < a.decodes) attend_head<V>(a, token, kv_head);
     }
 }
 

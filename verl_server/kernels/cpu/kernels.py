@@ -1,7 +1,8 @@
 """`CpuKernels`: the compiled operators as functions of tensors.
 
-`ModelRunner` makes one where a C++ compiler is there; `models.ops` and `models.cpu_attention` call it. Every tensor is
-contiguous float32 on the CPU. Calls release Python's lock and use as many threads as torch does.
+`kernel_choice` makes one where a C++ compiler is there; `models.ops` and `models.cpu_attention` call it. Every tensor
+is float32 on the CPU, and contiguous where nothing else is said. Calls release Python's lock, and use as many threads
+as torch did when this was made.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor
 
 from verl_server.kernels.cpu.library import load_library
+from verl_server.runtime import draw
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 """That attention is compiled for."""
+
+LANES = 16
+"""Floats of a vector: what scratch memory is padded to."""
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -23,10 +28,10 @@ class AttentionArgs(ctypes.Structure):
     """`struct Attention` of attention.cpp, where its fields are described."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "q_weight", "k_weight", "pool", "out", "cosines", "sines")),
+        *((name, _POINTER) for name in ("qkv", "q_weight", "k_weight", "pool", "out", "scores", "cosines", "sines")),
         *((name, _POINTER) for name in ("positions", "slots", "rows", "table")),
         *((name, ctypes.c_int64) for name in ("columns", "tokens", "decodes")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "page_size", "threads")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "page_size", "threads", "stride")),
         ("eps", ctypes.c_float),
     )
 
@@ -38,10 +43,10 @@ class CpuKernels:
         library = load_library()
         self._linear, self._rms_norm, self._silu_mul = library.linear, library.rms_norm, library.silu_mul
         self._attend, self._choose = library.attend, library.choose
-        self._linear.argtypes = [_POINTER] * 4 + [_LONG] * 4
+        self._linear.argtypes = [_POINTER] * 5 + [_LONG] * 4
         self._rms_norm.argtypes = [*[_POINTER] * 3, ctypes.c_float, _POINTER, *[_LONG] * 3]
         self._silu_mul.argtypes = [_POINTER] * 2 + [_LONG] * 3
-        self._choose.argtypes = [_POINTER] * 6 + [_LONG] * 4
+        self._choose.argtypes = [_POINTER] * 7 + [_LONG] * 4
         self._attend.argtypes = [_POINTER]
         self._attend.restype = ctypes.c_bool
         self.threads = torch.get_num_threads()
@@ -50,8 +55,9 @@ class CpuKernels:
         """x [rows, in] @ weight [out, in].T + bias [out] or None; for few rows, see linear.cpp."""
         rows, size = x.shape
         x, out = x.contiguous(), x.new_empty(rows, weight.shape[0])
-        offset = None if bias is None else bias.data_ptr()
-        self._linear(x.data_ptr(), weight.data_ptr(), offset, out.data_ptr(), rows, weight.shape[0], size, self.threads)
+        columns = x.new_empty(-(-rows // LANES) * LANES, size)
+        given = (x, weight, bias, out, columns)
+        self._linear(*map(_address, given), rows, weight.shape[0], size, self.threads)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,17 +68,17 @@ class CpuKernels:
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert residual is None or residual.is_contiguous()  # it is added to in place
         x, size = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        rest = None if residual is None else residual.data_ptr()
-        self._rms_norm(
-            x.data_ptr(), rest, weight.data_ptr(), eps, out.data_ptr(), x.numel() // size, size, self.threads
-        )
+        rows = x.numel() // size
+        given = (x, residual, weight)
+        self._rms_norm(*map(_address, given), eps, out.data_ptr(), rows, size, self.threads)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, size)
+        gate_up, out = gate_up.contiguous(), gate_up.new_empty(rows, size)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, self.threads)
         return out
 
@@ -86,6 +92,11 @@ class CpuKernels:
         logits = logits.float()
         assert logits.stride(1) == 1
         ids, logprobs = keys.new_empty(len(logits)), scales.new_empty(len(logits))
-        given = (t.data_ptr() for t in (logits, scales, greedy, keys, ids, logprobs))
-        self._choose(*given, *logits.shape, logits.stride(0), self.threads)
+        scratch = scales.new_empty(self.threads, 2, -(-logits.shape[1] // draw.BLOCK))
+        given = (logits, scales, greedy, keys, ids, logprobs, scratch)
+        self._choose(*map(_address, given), *logits.shape, logits.stride(0), self.threads)
         return ids, logprobs
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,41 +30,67 @@ class KernelsUnavailableError(Exception):
 
 def load_library() -> ctypes.CDLL:
     """The compiled library. Takes some seconds when it has to be compiled, else milliseconds."""
-    compiler = _compiler()
-    sources = sorted(Path(__file__).parent.glob("*.cpp"))
-    content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
-    about = _run([compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull])  # its version, the CPU's features
-    name = hashlib.sha256(b"\0".join([content, " ".join(_FLAGS).encode(), about])).hexdigest()[:32]
-    path = _cache_folder() / f"cpu-kernels-{name}.so"
-    if not path.exists():
-        _compile([compiler, *_FLAGS, *map(str, sources)], path)
     try:
-        return ctypes.CDLL(str(path))
+        compiler = _compiler()
+        sources = sorted(Path(__file__).parent.glob("*.cpp"))
+        content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
+        about = _run(
+            [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull]
+        )  # its version, the CPU's features
+        name = hashlib.sha256(b"\0".join([content, " ".join(_FLAGS).encode(), about])).hexdigest()[:32]
+        command = [*compiler, *_FLAGS, *map(str, sources), "-o"]
+        return _from_cache(f"cpu-kernels-{name}.so", command) or _without_cache(command)
     except OSError as error:
-        raise KernelsUnavailableError(f"{path} could not be loaded ({error}); remove it to compile it anew.") from error
+        raise KernelsUnavailableError(f"the compiled library could not be written or loaded: {error}.") from error
 
 
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    found = shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, _COMPILERS)), None)
+def _compiler() -> list[str]:
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    found = shutil.which(wanted[0]) if wanted else next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
-        missing = f"CXX={wanted!r} was not found" if wanted else "no C++ compiler was found"
+        missing = f"CXX={wanted[0]!r} was not found" if wanted else "no C++ compiler was found"
         raise KernelsUnavailableError(f"{missing}; install one (apt install g++) or name it in CXX.")
-    return found
+    return [found, *wanted[1:]]
+
+
+def _from_cache(name: str, command: list[str]) -> ctypes.CDLL | None:
+    """The library of that name, compiled if it is not there; None where the cache is of no use."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-server"
+        path = folder / name
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(command, path)
+        if path.stat().st_uid not in (os.getuid(), 0):
+            return None  # another user's code
+        return ctypes.CDLL(str(path))
+    except (OSError, RuntimeError) as error:  # no home, read-only, full, no programs allowed there, a broken file
+        logger.info("The cache of compiled kernels cannot be used, so they are compiled at each start: %s", error)
+        return None
 
 
 def _compile(command: list[str], path: Path) -> None:
     """Compiles into a file of its own that then takes `path`: of several processes any may win."""
     began = time.monotonic()
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(descriptor)
     try:
-        _run([*command, "-o", made])
+        _run([*command, made])
+        os.chmod(made, 0o755)
+        os.fsync(descriptor)
         os.replace(made, path)
     except BaseException:
         Path(made).unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
     logger.info("Compiled the CPU's kernels in %.1f s: %s", time.monotonic() - began, path)
+
+
+def _without_cache(command: list[str]) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="verl-server-") as folder:  # what is loaded outlives its file
+        path = Path(folder) / "cpu-kernels.so"
+        _compile(command, path)
+        return ctypes.CDLL(str(path))
 
 
 def _run(command: list[str]) -> bytes:
@@ -75,15 +102,3 @@ def _run(command: list[str]) -> bytes:
         said = done.stderr.decode(errors="replace").strip()[:2000]
         raise KernelsUnavailableError(f"{command[0]} failed; it needs C++17 and OpenMP. It said:\n{said}")
     return done.stdout
-
-
-def _cache_folder() -> Path:
-    """The user's, or a fresh private one where that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-server"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    return Path(tempfile.mkdtemp(prefix="verl-server-kernels-"))

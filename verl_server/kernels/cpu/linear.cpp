@@ -6,8 +6,6 @@
 
 #include <omp.h>
 
-#include <cstdlib>
-
 #include "lanes.h"
 
 namespace {
@@ -77,11 +75,10 @@ void lay_out(const float *x, long rows, long size, float *columns) {
 
 }  // namespace
 
-// y [rows, outputs] = x [rows, size] @ weight [outputs, size].T + bias [outputs], or none; all contiguous.
-extern "C" void linear(const float *x, const float *weight, const float *bias, float *y, long rows, long outputs,
-                       long size, long threads) {
-    const long padded = (rows + kLanes - 1) / kLanes * kLanes;
-    float *columns = static_cast<float *>(std::aligned_alloc(sizeof(Lanes), padded * size * sizeof(float)));
+// y [rows, outputs] = x [rows, size] @ weight [outputs, size].T + bias [outputs], or none; all contiguous. `columns` is
+// scratch for x, of rows in full sixteens, aligned as vectors are.
+extern "C" void linear(const float *x, const float *weight, const float *bias, float *y, float *columns, long rows,
+                       long outputs, long size, long threads) {
 #pragma omp parallel num_threads(threads) if (rows * outputs * size >= kWorthThreads)
     {
         lay_out(x, rows, size, columns);
@@ -101,5 +98,4 @@ extern "C" void linear(const float *x, const float *weight, const float *bias, f
                     multiply_panel<1>(part, weight, size, bias, to, outputs, left, n, until);
             }
     }
-    std::free(columns);
 }

@@ -4,7 +4,6 @@
 #include <omp.h>
 
 #include <cmath>
-#include <vector>
 
 #include "lanes.h"
 
@@ -23,24 +22,30 @@ double gumbel(uint64_t key, int64_t counter) {
     return -std::log(-std::log((bits + 0.5) * 0x1p-52));
 }
 
-// Calls `take(first, lanes, real)` for the row's lanes from `first` to `end`, scaled; those behind `real` are missing.
+// Calls `take(lanes, real)` for the row's lanes from `first` to `end`, scaled; those behind `real` are missing.
 template <typename Take>
 void each(const float *logits, float scale, long first, long end, Take take) {
-    for (; first < end; first += kLanes) take(load(logits + first, end - first) * scale, std::min(kLanes, end - first));
+    for (; first < end; first += kLanes) {
+        Lanes scaled = load(logits + first, end - first) * scale;
+        // Rounded here, as the definition does: fused with a subtraction, the largest would not be its own top.
+        asm("" : "+m"(scaled));
+        take(scaled, std::min(kLanes, end - first));
+    }
 }
 
 struct Row {
     const float *logits;
     float scale;
     long vocab;
-    std::vector<float> &tops, &sums;  // of each block: its largest logit; the sum of e^(logit - largest of all)
+    float *tops, *sums;  // of each block: its largest logit; the sum of e^(logit - largest of all)
 
+    long blocks() const { return (vocab + kBlock - 1) / kBlock; }
     long end(long block) const { return std::min(vocab, (block + 1) * kBlock); }
 
     // The largest logit; what is NaN does not count, but is seen in `sums`.
     float find_tops() {
         float top = -INFINITY;
-        for (size_t block = 0; block < tops.size(); block++) {
+        for (long block = 0; block < blocks(); block++) {
             Lanes most = Lanes{} - INFINITY;
             each(logits, scale, block * kBlock, end(block), [&](Lanes lanes, long real) {
                 for (long i = real; i < kLanes; i++) lanes[i] = -INFINITY;
@@ -54,7 +59,7 @@ struct Row {
 
     double find_sums(float top) {
         double total = 0;
-        for (size_t block = 0; block < sums.size(); block++) {
+        for (long block = 0; block < blocks(); block++) {
             Lanes parts = {};
             each(logits, scale, block * kBlock, end(block), [&](Lanes lanes, long real) {
                 Lanes part = exponential(lanes - top);
@@ -69,8 +74,8 @@ struct Row {
     long best_block(bool greedy, uint64_t key) const {
         long best = 0;
         double highest = -INFINITY;
-        for (size_t block = 0; block < tops.size(); block++) {
-            const double score = greedy ? tops[block] : gumbel(key, -1 - (int64_t)block) + std::log(sums[block]);
+        for (long block = 0; block < blocks(); block++) {
+            const double score = greedy ? tops[block] : gumbel(key, -1 - block) + std::log(sums[block]);
             if (score > highest) highest = score, best = block;
         }
         return best;
@@ -89,21 +94,20 @@ struct Row {
 
 }  // namespace
 
-// Of logits [rows, vocab], `stride` apart: `ids` [rows] and `logprobs` [rows]. `scales`, `greedy` and `keys` [rows].
+// Of logits [rows, vocab], `stride` apart: `ids` [rows] and `logprobs` [rows]. `scales`, `greedy` and `keys` [rows];
+// `scratch` [threads][2][blocks].
 extern "C" void choose(const float *logits, const float *scales, const bool *greedy, const int64_t *keys, int64_t *ids,
-                       float *logprobs, long rows, long vocab, long stride, long threads) {
-    const long blocks = (vocab + kBlock - 1) / kBlock;
-#pragma omp parallel num_threads(threads) if (rows > 1)
-    {
-        std::vector<float> tops(blocks), sums(blocks);
-#pragma omp for schedule(dynamic)
-        for (long i = 0; i < rows; i++) {
-            Row row{logits + i * stride, scales[i], vocab, tops, sums};
-            const float top = row.find_tops();
-            const double norm = std::log(row.find_sums(top)) + top;
-            ids[i] = row.best_token(row.best_block(greedy[i], keys[i]), greedy[i], keys[i]);
-            const double logprob = row.logits[ids[i]] * row.scale - norm;
-            logprobs[i] = std::isfinite(norm) ? std::max(logprob, -3.4028234663852886e38) : NAN;
-        }
+                       float *logprobs, float *scratch, long rows, long vocab, long stride, long threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
+    for (long i = 0; i < rows; i++) {
+        Row row{logits + i * stride, scales[i], vocab, nullptr, nullptr};
+        row.tops = scratch + omp_get_thread_num() * 2 * row.blocks();
+        row.sums = row.tops + row.blocks();
+        const float top = row.find_tops();
+        const double norm = std::log(row.find_sums(top));  // less `top`
+        ids[i] = row.best_token(row.best_block(greedy[i], keys[i]), greedy[i], keys[i]);
+        const float logit = row.logits[ids[i]] * row.scale;
+        const double logprob = static_cast<double>(logit) - top - norm;
+        logprobs[i] = std::isfinite(norm) ? std::max(logprob, -3.4028234663852886e38) : NAN;
     }
 }
