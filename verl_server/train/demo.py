@@ -73,7 +73,7 @@ class DemoArgs:
     """Most training steps."""
     target: float = 0.96
     """Training ends when the success over the last four steps is above it."""
-    time_limit: float = 270.0
+    time_limit: float = 420.0
     """Most seconds of training."""
     numbers: int = 12
     """The hidden number is between 1 and this."""
