@@ -77,6 +77,6 @@ def _for_cpu(wanted: str, fused: bool, dtype: torch.dtype, head_dim: int) -> Ker
     except KernelsUnavailableError as error:
         if wanted == "cpp":
             raise BadRequestError(f"attention_backend='cpp' has to be compiled: {error}") from error
-        logger.warning("Steps run on plain PyTorch, which takes half as long again: %s", error)
+        logger.warning("Steps run on plain PyTorch, at about half the speed: %s", error)
         return KernelChoice()
     return KernelChoice("cpp" if attends else "torch", fused, kernels)
