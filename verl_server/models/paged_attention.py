@@ -90,14 +90,11 @@ class _Found:
 
     def holds(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
         """A row may have been given to another request meanwhile: lengths and pages are looked at, too."""
-        holds = (
+        return (
             np.array_equal(rows, self.rows)
             and bool(((kv_lens == self.kv_lens) | (kv_lens == self.kv_lens + 1)).all())
             and np.array_equal(table[rows, : self.pages.shape[1]], self.pages)
         )
-        if holds:
-            self.kv_lens = kv_lens.copy()
-        return holds
 
 
 @dataclass
@@ -158,6 +155,7 @@ class PagedBackend:
         """None if too little is shared to pay for a second kernel. All ranks find the same."""
         if self._found is None or not self._found.holds(self._host_table, rows, kv_lens):
             self._found = self._find(rows, kv_lens)
+        self._found.kv_lens = kv_lens.copy()
         return self._found.shared
 
     def _find(self, rows: Ints, kv_lens: Ints) -> _Found:

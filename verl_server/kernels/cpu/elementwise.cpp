@@ -31,8 +31,7 @@ extern "C" void rms_norm(const float *x, float *residual, const float *weight, f
         }
         const float scale = 1 / std::sqrt(sum(squares) / size + eps);
         for (long i = 0; i < size; i += kLanes)
-            store(y + row * size + i, load(from + i, size - i) * scale * load(weight + i, size - i),
-                       size - i);
+            store(y + row * size + i, load(from + i, size - i) * scale * load(weight + i, size - i), size - i);
     }
 }
 

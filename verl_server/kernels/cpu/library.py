@@ -34,10 +34,9 @@ def load_library() -> ctypes.CDLL:
         compiler = _compiler()
         sources = sorted(Path(__file__).parent.glob("*.cpp"))
         content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
-        about = _run(
-            [*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull]
-        )  # its version, the CPU's features
-        name = hashlib.sha256(b"\0".join([content, " ".join(_FLAGS).encode(), about])).hexdigest()[:32]
+        # The predefined macros: the compiler's version, and the features of this processor.
+        macros = _run([*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull])
+        name = hashlib.sha256(b"\0".join([content, shlex.join([*compiler, *_FLAGS]).encode(), macros])).hexdigest()[:32]
         command = [*compiler, *_FLAGS, *map(str, sources), "-o"]
         return _from_cache(f"cpu-kernels-{name}.so", command) or _without_cache(command)
     except OSError as error:
