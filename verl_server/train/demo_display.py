@@ -145,7 +145,9 @@ class DemoDisplay:
         return m.env_seconds / max(1e-9, m.env_seconds + m.generate_seconds)
 
     def _say(self, text: str) -> None:
-        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", highlight=False, markup=False)
+        """A line of a log: never cut in two, however narrow the console is taken to be."""
+        line = f"[{time.monotonic() - self._started:6.1f} s] {text}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def spoken(trajectory: Trajectory) -> Text:
