@@ -19,7 +19,7 @@ from benchmarks.offline import run_once
 from benchmarks.options import engine_settings, make_parser, report, report_run, switches
 from benchmarks.shapes import shape_folder
 from benchmarks.workload import Workload, make_workload
-from verl_server.engine import Engine
+from verl_server import Engine
 
 _BASE = "everything"
 _FEATURES: dict[str, Any] = {"logprobs": True, "prefix_cache": True}

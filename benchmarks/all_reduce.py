@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel GPUs: `runtime.peer_memory` beside NCCL, replayed in CUDA graphs.
+"""Sums over tensor-parallel GPUs: `ipc.peer_memory` beside NCCL, replayed in CUDA graphs.
 
     python -m benchmarks.all_reduce --ranks 2
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from verl_server.runtime.peer_memory import PeerMemory
+from verl_server.ipc.peer_memory import PeerMemory
 
 _ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 4096)
 _SUMS = 100

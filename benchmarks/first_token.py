@@ -11,7 +11,7 @@ entered = time.monotonic()
 import json  # noqa: E402
 import sys  # noqa: E402
 
-from verl_server.engine import Engine  # noqa: E402
+from verl_server import Engine  # noqa: E402
 
 imported = time.monotonic()
 

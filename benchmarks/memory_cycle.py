@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import tyro
 
-from verl_server.runtime.memory_arena import MemoryArena
+from verl_server.worker.memory_arena import MemoryArena
 
 _LEAK_BYTES = 64 * 2**20
 """What an allocator or the driver may take once, whatever the number of cycles."""

@@ -36,7 +36,7 @@ from benchmarks.agents import (
 )
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import SHAPES, shape_folder
-from verl_server.engine import EngineBase, HttpServerEngineAdapter
+from verl_server import EngineBase, HttpServerEngineAdapter
 
 LENGTHS = {
     "tiny": Lengths(prompt=(24, 48), output=(8, 24), observation=(4, 16)),

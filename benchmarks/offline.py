@@ -34,7 +34,7 @@ from benchmarks.workload import (
     single_sequence,
     uniform_workload,
 )
-from verl_server.engine import Engine
+from verl_server import Engine
 
 
 def run_once(engine: Engine, work: Workload, logprobs: bool) -> float:

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.config import load_model_config
 from verl_server.models.loader import Index, WeightMap
 from verl_server.models.transformer import Decoder
-from verl_server.runtime.tp_group import TpGroup
 from verl_server.weight_sync.checksum import tensor_checksums
 
 

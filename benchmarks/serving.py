@@ -31,8 +31,8 @@ from benchmarks.offline import run_once
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import shape_folder
 from benchmarks.workload import Workload, make_workload
+from verl_server import Engine, HttpServerEngineAdapter
 from verl_server.columns import MSGPACK, unpack
-from verl_server.engine import Engine, HttpServerEngineAdapter
 
 _REQUEST_SECONDS = 600.0
 

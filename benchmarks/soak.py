@@ -29,8 +29,8 @@ import httpx
 import torch
 from torch import nn
 
-from verl_server.distributed import free_port
-from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
+from verl_server import Engine, EngineBase, HttpServerEngineAdapter
+from verl_server.ipc.collectives import free_port
 from verl_server.models.tiny import make_model_folder
 from verl_server.server.launch import launch_server_from_verl_engine
 from verl_server.server_args import ServerArgs

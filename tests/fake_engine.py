@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from verl_server.engine_base import EngineBase
+from verl_server.engine.base import EngineBase
 from verl_server.io_struct import (
     ControlReply,
     ControlReq,

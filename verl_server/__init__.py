@@ -10,7 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_server.engine import Engine, EngineBase, HttpServerEngineAdapter
+    from verl_server.engine.base import EngineBase
+    from verl_server.engine.http import HttpServerEngineAdapter
+    from verl_server.engine.in_process import Engine
+    from verl_server.engine.verl_engine import VerlEngine
     from verl_server.errors import (
         BadRequestError,
         ControlTimeoutError,
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from verl_server.sampling_params import SamplingParams
     from verl_server.server.launch import launch_server, launch_server_from_verl_engine
     from verl_server.server_args import ServerArgs
-    from verl_server.verl_engine import VerlEngine
     from verl_server.weight_sync.handles import LocalSerializedTensor
     from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -56,14 +58,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Engine": "verl_server.engine",
-    "EngineBase": "verl_server.engine",
-    "HttpServerEngineAdapter": "verl_server.engine",
+    "Engine": "verl_server.engine.in_process",
+    "EngineBase": "verl_server.engine.base",
+    "HttpServerEngineAdapter": "verl_server.engine.http",
     "LocalSerializedTensor": "verl_server.weight_sync.handles",
     "SamplingParams": "verl_server.sampling_params",
     "ServerArgs": "verl_server.server_args",
     "TensorShard": "verl_server.weight_sync.trainer.shards",
-    "VerlEngine": "verl_server.verl_engine",
+    "VerlEngine": "verl_server.engine.verl_engine",
     "launch_server": "verl_server.server.launch",
     "launch_server_from_verl_engine": "verl_server.server.launch",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import ablation, multi_turn, offline, serving, startup
 from tests.benchmark.lines import figures
-from verl_server.engine import Engine
+from verl_server import Engine
 
 SMALL = ["--set", "cpu_threads=1", "--set", "kv_cache_gib=0.1"]
 

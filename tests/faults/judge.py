@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks.served_slices import expected_checksums, served_tensors
 from tests.parity.harness import Reference
-from verl_server.engine_base import EngineBase
+from verl_server.engine.base import EngineBase
 
 Weights = dict[str, torch.Tensor]
 PROMPT = [17, 42, 99, 7, 3, 120]

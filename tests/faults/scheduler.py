@@ -1,4 +1,4 @@
-"""A scheduler process that tests can hold: `verl_server.runtime.scheduler_process` with the points of `pauses`.
+"""A scheduler process that tests can hold: `verl_server.scheduler.process` with the points of `pauses`.
 
 Started in its place by `server`.
 """
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from tests.faults.pauses import hold
-from verl_server.child_process import child_main
 from verl_server.io_struct import RegisterWeightsReq, UpdateReq
-from verl_server.runtime import scheduler_process
-from verl_server.runtime.weight_sources import WeightSources
-from verl_server.runtime.weight_updater import WeightUpdater
+from verl_server.ipc.child_process import child_main
+from verl_server.scheduler import process as scheduler_process
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
+from verl_server.worker.weight_sources import WeightSources
+from verl_server.worker.weight_updater import WeightUpdater
 
 
 def make_holdable(tp_rank: int) -> None:

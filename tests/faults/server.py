@@ -12,8 +12,9 @@ from typing import Any
 from unittest import mock
 
 from tests.faults.pauses import FOLDER
-from verl_server import HttpServerEngineAdapter, http_engine
-from verl_server.child_process import ChildProcess, child_main
+from verl_server import HttpServerEngineAdapter
+from verl_server.engine import http as http_engine
+from verl_server.ipc.child_process import ChildProcess, child_main
 from verl_server.server import launch
 
 SETTINGS: dict[str, Any] = {
@@ -48,7 +49,7 @@ def launched(pauses: Path, model: Path, **settings: Any) -> HttpServerEngineAdap
 
 def _serve(argument: dict[str, Any], ready: Any) -> None:
     def child(name: str, module: str, argument: dict[str, Any], pass_fds: tuple[int, ...]) -> ChildProcess:
-        assert module == "verl_server.runtime.scheduler_process"
+        assert module == "verl_server.scheduler.process"
         return ChildProcess(name, "tests.faults.scheduler", argument, pass_fds=pass_fds)
 
     with mock.patch.object(launch, "ChildProcess", child):

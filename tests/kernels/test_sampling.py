@@ -1,4 +1,4 @@
-"""The sampling kernels draw what `runtime.draw` draws."""
+"""The sampling kernels draw what `kernels.draw` draws."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from verl_server.kernels import sampling
-from verl_server.runtime import draw
+from verl_server.kernels import draw, sampling
 
 
 @pytest.fixture(

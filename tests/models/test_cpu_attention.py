@@ -14,7 +14,7 @@ from verl_server.kernels.cpu.kernels import HEAD_DIMS, CpuKernels
 from verl_server.models.attention import plan_attention, token_positions
 from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.layers import RMSNorm, RotaryEmbedding
-from verl_server.runtime.kv_cache import Placement
+from verl_server.worker.kv_cache import Placement
 
 ROWS, COLUMNS = 9, 12
 DECODES = np.array([9, 0, 6, 40])

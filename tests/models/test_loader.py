@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.config import load_model_config
 from verl_server.models.loader import WeightMap, fill_dummy, iter_checkpoint, load_checkpoint
 from verl_server.models.tiny import make_model_folder
 from verl_server.models.transformer import Decoder
-from verl_server.runtime.tp_group import TpGroup
 
 CPU = torch.device("cpu")
 

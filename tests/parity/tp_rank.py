@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.loader import iter_checkpoint
-from verl_server.runtime.forward_batch import ForwardBatch, ForwardOutput
-from verl_server.runtime.model_runner import ModelRunner
-from verl_server.runtime.tp_group import TpGroup
+from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput
+from verl_server.worker.model_runner import ModelRunner
 
 
 class LeadingDriver(Driver):

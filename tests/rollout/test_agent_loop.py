@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from websockets.asyncio.server import ServerConnection, serve
 
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, env_server, generated, observation, says
-from verl_server.engine import Engine, EngineBase
+from verl_server import Engine, EngineBase
 from verl_server.errors import ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from verl_server.cli import main
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
-from verl_server.http_engine import HttpServerEngineAdapter
 from verl_server.rollout.env_server import EnvServer, load_factory
 from verl_server.rollout.trajectory import read_jsonl
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.server.fake_scheduler import INFO, FakeScheduler
-from verl_server.message_socket import MessageSocket
+from verl_server.ipc.message_socket import MessageSocket
 from verl_server.models.tiny import make_model_folder
-from verl_server.server.http_server import create_app
+from verl_server.server.app import create_app
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from verl_server import io_struct as io
-from verl_server.message_socket import MessageSocket
+from verl_server.ipc.message_socket import MessageSocket
 
 VOCAB = 320
 INFO: dict[str, Any] = {

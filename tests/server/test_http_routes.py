@@ -230,7 +230,7 @@ def test_health_asks_a_silent_scheduler(stack: Stack) -> None:
 
 
 def test_health_is_503_while_the_scheduler_hangs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.server.http_server._HEALTH_TIMEOUT", 0.2)
+    monkeypatch.setattr("verl_server.server.dialects.sglang.routes._HEALTH_TIMEOUT", 0.2)
     stack.scheduler.control = lambda message: None
     stack.manager.last_message -= 1000
     answers: list[int] = []
@@ -476,7 +476,7 @@ def test_bad_control_bodies_are_400(stack: Stack, path: str, body: Any, says: st
 
 
 def test_unanswered_control_call_is_504(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.server.control_calls._CONTROL_GRACE", 0.0)
+    monkeypatch.setattr("verl_server.server.scheduler_calls._CONTROL_GRACE", 0.0)
     stack = make_stack(control_timeout=0.05)
     stack.scheduler.control = lambda m: None
     response = stack.post("/pause_generation")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from verl_server import Engine, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
-from verl_server.distributed import free_port
+from verl_server.ipc.collectives import free_port
 from verl_server.server.http_process import bind_socket
 from verl_server.server.launch import launch_server_from_verl_engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl_server.weight_sync.handles import TensorHandle, WeightsDescription
-from verl_server.weight_sync.server.open_memory import FLOATING, OpenAllocations
+from verl_server.weight_sync.receiver.open_memory import FLOATING, OpenAllocations
 
 
 def read_handle(handle: TensorHandle) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The draw of `runtime.draw` on CUDA: one pass over the logits as the head gave them, then one program a row.
+"""The draw of `kernels.draw` on CUDA: one pass over the logits as the head gave them, then one program a row.
 
 The pass leaves each block's largest logit and sum of exponentials; the second kernel makes the normalizer of them and
 draws, so a sampled token's log-probability costs nothing beside the draw.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_server.runtime import draw
+from verl_server.kernels import draw
 
 _BLOCK = tl.constexpr(draw.BLOCK)
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(draw.GOLDEN), tl.constexpr(draw.MIX_1), tl.constexpr(draw.MIX_2)

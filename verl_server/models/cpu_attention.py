@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_server.kernels.cpu.kernels import LANES, AttentionArgs, CpuKernels
 from verl_server.models.attention import AttentionGroup, Heads, attend_groups, plan_groups, split_heads
 from verl_server.models.layers import RotaryEmbedding
-from verl_server.runtime.kv_cache import KVCache, Placement
+from verl_server.worker.kv_cache import KVCache, Placement
 
 
 @dataclass

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.loader import WeightSlot
 from verl_server.models.ops import TORCH_OPS, Ops
-from verl_server.runtime.tp_group import TpGroup
 
 
 def _weight(*shape: int) -> nn.Parameter:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.attention import AttentionStep
 from verl_server.models.config import ModelConfig
 from verl_server.models.layers import (
@@ -21,7 +22,6 @@ from verl_server.models.layers import (
 )
 from verl_server.models.loader import WeightMap
 from verl_server.models.ops import TORCH_OPS, Ops
-from verl_server.runtime.tp_group import TpGroup
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

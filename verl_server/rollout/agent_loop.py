@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from verl_server.engine import EngineBase, HttpServerEngineAdapter
+from verl_server.engine.base import EngineBase
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.renderer import Renderer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from verl_server.http_engine import HttpServerEngineAdapter
+from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.session import Limits

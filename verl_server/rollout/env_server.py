@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from verl_server.child_process import ChildProcess
 from verl_server.errors import BadRequestError
+from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_server.engine_base import EngineBase
+from verl_server.engine.base import EngineBase
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.trajectory import Task, Trajectory
 

@@ -12,7 +12,7 @@ import threading
 import uvicorn
 
 from verl_server.errors import ServerLaunchError
-from verl_server.server.http_server import create_app
+from verl_server.server.app import create_app
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx
 
-from verl_server.child_process import ChildProcess, child_main, describe_exit
 from verl_server.errors import ServerDiedError, ServerLaunchError
-from verl_server.message_socket import MessageSocket
+from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
+from verl_server.ipc.message_socket import MessageSocket
 from verl_server.server.http_process import HttpServer, bind_socket
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -77,7 +77,7 @@ class EngineProcesses:
                 "leftovers": [self._folder],
             }
             fds = (schedulers_end.fileno(),) if tp_rank == 0 else ()
-            module = "verl_server.runtime.scheduler_process"
+            module = "verl_server.scheduler.process"
             self.children.append(ChildProcess(f"scheduler-tp{tp_rank}", module, argument, pass_fds=fds))
 
     def wait_ready(self, check: Check | None = None) -> dict[str, Any]:

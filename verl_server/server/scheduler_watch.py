@@ -13,8 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from verl_server.child_process import describe_exit
 from verl_server.errors import ControlTimeoutError, ServerDiedError, VerlServerError
+from verl_server.ipc.child_process import describe_exit
 
 _DEATH_POLL = 0.1
 """Seconds between looks at the processes."""

@@ -2,7 +2,7 @@
 
 The loop is created with the manager, in its own thread, for life; socket, events and states are touched by that
 thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
-Requests go to the scheduler over one socket, results and control replies (`control_calls`) come back on it, without a
+Requests go to the scheduler over one socket, results and control replies (`scheduler_calls`) come back on it, without a
 task in between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
 """
 
@@ -35,13 +35,13 @@ from verl_server.io_struct import (
     SchedulerOutput,
     TokenizedGenerateReq,
 )
-from verl_server.message_socket import MessageSocket
-from verl_server.server.control_calls import ControlCalls
+from verl_server.ipc.message_socket import MessageSocket
 from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
 from verl_server.server.request_state import ReqState
+from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs

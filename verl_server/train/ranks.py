@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from verl_server.verl_engine import VerlEngine
+from verl_server.engine.verl_engine import VerlEngine
 from verl_server.weight_sync.trainer.sender import gather_full_tensors
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl_server.kernels import draw
 from verl_server.kernels.cpu.kernels import AttentionArgs, CpuKernels
-from verl_server.runtime import draw
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:

@@ -12,8 +12,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from verl_server.kernels import draw
 from verl_server.kernels.cpu.library import load_library
-from verl_server.runtime import draw
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 """That attention is compiled for."""
@@ -88,7 +88,7 @@ class CpuKernels:
             raise ValueError(f"head_dim={args.head_dim} is not compiled; there are {HEAD_DIMS}.")
 
     def choose(self, logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """`runtime.draw.choose`. Rows of `logits` may lie apart, their elements not."""
+        """`kernels.draw.choose`. Rows of `logits` may lie apart, their elements not."""
         logits = logits.float()
         assert logits.stride(1) == 1
         ids, logprobs = keys.new_empty(len(logits)), scales.new_empty(len(logits))

@@ -1,4 +1,4 @@
-// One token from each row of logits, and its log-probability. The definition is in runtime/draw.py; this is it, row by
+// One token from each row of logits, and its log-probability. The definition is in kernels/draw.py; this is it, row by
 // row, so that a row is read from memory once and no tensor of its size is made.
 
 #include <omp.h>

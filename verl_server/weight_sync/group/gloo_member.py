@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from verl_server.distributed import clean_child_env
 from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.ipc.collectives import clean_child_env
 from verl_server.weight_sync.group.group_connection import connect_gloo
 
 _START_SECONDS = 60.0

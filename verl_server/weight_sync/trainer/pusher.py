@@ -35,7 +35,7 @@ Send = Callable[["Push"], Any]
 
 
 class Ranks(Protocol):
-    """The ranks that push together: an engine's (`spmd.RankGroup`), or those of several (`joint_ranks.JointRanks`)."""
+    """The ranks that push together: those of one engine (`RankGroup`), or of several (`JointRanks`)."""
 
     rank: int
     size: int

@@ -1,0 +1,154 @@
+"""Kept connections for control calls, against a server that does what real ones only do on bad days."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from verl_server.engine.http_connection import Answer, ControlConnections
+from verl_server.errors import BadRequestError
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Kind: test\r\n\r\nhi"
+
+
+class Server:
+    """Answers each request as `behave` says: bytes to send, None to say nothing, "close" to hang up."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.behave: Callable[[bytes], bytes | str | None] = lambda request: OK
+        self.connections: list[socket.socket] = []
+        self.requests: list[bytes] = []
+        self.got_request = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # `close` hung up
+            self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        while data := connection.recv(65536):  # the client sends a request in one piece
+            self.requests.append(data)
+            self.got_request.set()
+            answer = self.behave(data)
+            if answer == "close":
+                connection.close()
+                return
+            if isinstance(answer, bytes):
+                connection.sendall(answer)
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connections(server: Server) -> Iterator[ControlConnections]:
+    connections = ControlConnections(server.url, 5, [])
+    yield connections
+    connections.close()
+
+
+def ask(connections: ControlConnections, timeout: float = 10) -> Answer:
+    return connections.request("POST", "/path", b'{"a":1}', {"Authorization": "Bearer key"}, timeout)
+
+
+def test_requests_share_a_connection(server: Server, connections: ControlConnections) -> None:
+    for _ in range(3):
+        answer = ask(connections)
+        assert (answer.status_code, answer.text, answer.headers.get("x-kind")) == (200, "hi", "test")
+    assert len(server.connections) == 1
+    host = server.url.removeprefix("http://")
+    head = f"POST /path HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer key\r\nContent-Length: 7\r\n\r\n"
+    assert server.requests == [head.encode() + b'{"a":1}'] * 3
+
+
+def test_calls_at_the_same_time_have_a_connection_each(server: Server, connections: ControlConnections) -> None:
+    together = threading.Barrier(3)
+
+    def behave(request: bytes) -> bytes:
+        together.wait(10)
+        return OK
+
+    server.behave = behave
+    with ThreadPoolExecutor(3) as pool:
+        assert [job.result(20).text for job in [pool.submit(ask, connections) for _ in range(3)]] == ["hi"] * 3
+    assert len(server.connections) == 3
+
+
+def test_an_idle_connection_that_was_closed_is_replaced(server: Server, connections: ControlConnections) -> None:
+    ask(connections)
+    server.connections[0].shutdown(socket.SHUT_RDWR)
+    assert ask(connections).text == "hi"
+    assert len(server.connections) == 2
+
+
+def test_a_server_that_says_close_is_believed(server: Server, connections: ControlConnections) -> None:
+    server.behave = lambda request: OK.replace(b"X-Kind: test", b"Connection: close")
+    ask(connections)
+    ask(connections)
+    assert len(server.connections) == 2
+
+
+def test_nothing_is_sent_twice(server: Server, connections: ControlConnections) -> None:
+    ask(connections)
+    server.behave = lambda request: "close"
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(connections)
+    assert len(server.requests) == 2
+
+
+def test_silence_is_a_timeout_and_the_late_answer_is_nobodys(server: Server, connections: ControlConnections) -> None:
+    server.behave = lambda request: None
+    with pytest.raises(TimeoutError):
+        ask(connections, timeout=0.05)
+    server.behave = lambda request: OK
+    assert ask(connections).text == "hi"
+    assert len(server.connections) == 2
+
+
+def test_close_ends_a_call_that_waits(server: Server, connections: ControlConnections) -> None:
+    server.behave = lambda request: None
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(ask, connections)
+        assert server.got_request.wait(10)
+        connections.close()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            job.result(10)
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        ask(ControlConnections(f"http://127.0.0.1:{port}", 5, []))
+
+
+def test_line_breaks_cannot_make_headers(server: Server, connections: ControlConnections) -> None:
+    with pytest.raises(BadRequestError, match="line break"):
+        connections.request("POST", "/path", b"", {"Authorization": "Bearer a\r\nX-Evil: 1"}, 5)
+    assert ask(connections).text == "hi"

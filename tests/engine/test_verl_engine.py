@@ -1,0 +1,52 @@
+"""`VerlEngine` on several ranks: `verl_engine_ranks.py` under torchrun, one launch for many checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.verl_engine_ranks import SCENARIOS
+from tests.torchrun import expect_passed, torchrun
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    torchrun(2, "tests.engine.verl_engine_ranks", "all", tiny_llama, results=folder)
+    return folder
+
+
+CHECKS = [f"{name}: {check}" for name, (_, checks) in SCENARIOS.items() for check in ("start", *checks)]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks(two_ranks: Path, check: str) -> None:
+    expect_passed(two_ranks, 2, check)
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two_replicas")
+    torchrun(4, "tests.engine.verl_engine_ranks", "replicas", tiny_llama, results=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "start",
+        "own_weights",
+        "shards_of_all_ranks_are_refused",
+        "start jointly",
+        "fsdp2_trainer",
+        "tensor_parallel_trainer",
+        "release_and_resume",
+        "one_engine_refuses",
+        "an_engine_that_is_gone_is_no_success",
+    ],
+)
+def test_two_replicas_of_two_ranks(two_replicas: Path, check: str) -> None:
+    expect_passed(two_replicas, 4, check)

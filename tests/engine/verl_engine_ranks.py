@@ -1,0 +1,416 @@
+"""What `test_verl_engine.py` runs under torchrun: every rank goes through the same checks, in order.
+
+    torchrun --nproc-per-node N -m tests.engine.verl_engine_ranks SCENARIO MODEL_FOLDER RESULT_FOLDER
+
+Each rank appends {"check", "seconds", "error"} lines to RESULT_FOLDER/RANK.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from verl_server import HttpServerEngineAdapter
+from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.verl_engine import VerlEngine
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    UnansweredError,
+    UpdateConflictError,
+    VerlServerError,
+    WeightUpdateError,
+)
+from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.handles import LocalSerializedTensor
+from verl_server.weight_sync.trainer.sender import describe_tensors
+from verl_server.weight_sync.trainer.shards import TensorShard
+
+PROMPT = [17, 42, 99, 7, 3, 120]
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+class Bench:
+    """One rank's engine and trainer, and the checks on them."""
+
+    def __init__(self, folder: str, results: Path, **options: Any) -> None:
+        self.rank = dist.get_rank()
+        self._results = results / f"{self.rank}.jsonl"
+        self.trainer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._settings = {"model_path": folder, "device": "cpu", "kv_cache_gib": 0.02, "cpu_threads": 1}
+        self._settings |= {"log_level": "warning", "random_seed": 1}
+
+    def start(self, mesh: Any, **options: Any) -> None:
+        if options.pop("as_server_args", False):
+            self.engine = VerlEngine(mesh, server_args=ServerArgs(**self._settings), **options)
+        else:
+            self.engine = VerlEngine(mesh, **(self._settings | options))
+        self.launched = bool(options.get("launch_server"))
+
+    def run(self, name: str, check: Callable[[], None]) -> None:
+        start, error = time.monotonic(), ""
+        try:
+            check()
+        except Exception:
+            error = traceback.format_exc()
+        line = {"check": name, "seconds": time.monotonic() - start, "error": error}
+        with self._results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def train(self, seed: int) -> None:
+        """An optimizer's step, the same on every rank: written in place."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.trainer.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def expect_parity(self) -> None:
+        """The server answers what the trainer's own weights would."""
+        result = self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True)
+        ids = torch.tensor([PROMPT + result["output_ids"]])
+        exact = copy.deepcopy(self.trainer).double()  # its own rounding is no part of the server's error
+        with torch.no_grad():
+            logits = exact(ids).logits[0, len(PROMPT) - 1 : -1]
+        assert logits.argmax(-1).tolist() == result["output_ids"]
+        ours = torch.tensor([entry[0] for entry in result["meta_info"]["output_token_logprobs"]])
+        reference = logits.log_softmax(-1).max(-1).values
+        error = (ours - reference).abs().max().item()
+        assert error < 1e-4, f"log-probabilities differ by {error:.1e} where logits reach {logits.abs().max():.1f}"
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result["output_ids"])
+        assert all(ids == everyone[0] for ids in everyone), "the same result on every rank"
+
+    def expect_error(self, kind: type[Exception], text: str, call: Callable[[], Any], seconds: float = 5.0) -> None:
+        start = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            assert type(error) is kind, repr(error)
+            assert text in str(error), str(error)
+            assert time.monotonic() - start < seconds
+            return
+        raise AssertionError(f"no error, expected {text!r}")
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def check_parity(self) -> None:
+        self.expect_parity()
+
+    def check_second_and_third_update(self) -> None:
+        for seed in (1, 2, 3):
+            self.train(seed)
+            success, _ = self.engine.update_weights_from_tensor(self.trainer.named_parameters())
+            assert success
+            self.expect_parity()
+        result = self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert result["meta_info"]["weight_version"] == "3"
+
+    def check_local_serialized_tensors_one_by_one(self) -> None:
+        """The original's way: one tensor a call, handles made by the caller, flush at the end."""
+        self.train(4)
+        for name, parameter in self.trainer.named_parameters():
+            ((_, local),) = describe_tensors([(name, parameter)])
+            mine = LocalSerializedTensor(values=[local.get(0)])
+            self.engine.update_weights_from_tensor([(name, mine)], flush_cache=False)
+        assert self.engine.flush_cache() is not False
+        self.expect_parity()
+
+    def check_handles_for_other_numbers_of_ranks(self) -> None:
+        self.train(10)
+        self.engine.update_weights_from_tensor(describe_tensors(self.trainer.named_parameters()))
+        self.expect_parity()
+
+    def check_sharded_tensors(self) -> None:
+        self.train(5)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = [(n, distribute_tensor(p.detach(), mesh, [Shard(0)])) for n, p in self.trainer.named_parameters()]
+        self.engine.update_weights_from_tensor(sharded, weight_version="sharded")
+        self.expect_parity()
+
+    def check_fsdp2_trainer(self) -> None:
+        """Registered once: each server rank reads the shards that it needs from their owners."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = AutoModelForCausalLM.from_pretrained(self._settings["model_path"], dtype=torch.float32)
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        self.engine.register_weights(sharded)
+        for seed in (7, 8):
+            self.train(seed)
+            with torch.no_grad():
+                for mine, full in zip(sharded.parameters(), self.trainer.parameters(), strict=True):
+                    mine.copy_(distribute_tensor(full.detach(), mesh, mine.placements))
+                sharded(torch.tensor([PROMPT]))  # leaves the root gathered
+            self.engine.push_weights(f"fsdp {seed}")
+            self.expect_parity()
+        self.engine.unregister_weights()
+        self.expect_error(BadRequestError, "register_weights", self.engine.push_weights)
+
+    def check_tensor_parallel_trainer(self) -> None:
+        """Plain tensors that are declared to be shards, cut in another way than the server's."""
+        self.train(9)
+        ranks, shards = dist.get_world_size(), []
+        for name, parameter in self.trainer.named_parameters():
+            dim = parameter.dim() - 1
+            first = sum(part.shape[dim] for part in parameter.chunk(ranks, dim)[: self.rank])
+            mine = parameter.detach().chunk(ranks, dim)[self.rank].clone()
+            shards.append((name, TensorShard(mine, parameter.shape, [0] * dim + [first])))
+        for _ in range(3):
+            self.engine.update_weights_from_tensor(shards)
+            self.expect_parity()
+        kept = [entry for entry in shards if entry[0] != O_PROJ or self.rank == 0]
+        self.expect_error(BadRequestError, "do not hold all of", lambda: self.engine.update_weights_from_tensor(kept))
+        self.expect_parity()
+
+    def check_each_server_rank_reads_its_trainer_rank(self) -> None:
+        mine = torch.full((64, 64), 1.0 + self.rank)
+        self.engine.update_weights_from_tensor([(O_PROJ, mine)])
+        (row,) = self.engine.get_weights_by_name(O_PROJ, truncate_size=1)
+        assert row == [1.0] * 32 + [2.0] * 32, row
+        self.engine.update_weights_from_tensor(self.trainer.named_parameters())
+        self.expect_parity()
+
+    def check_errors_reach_every_rank(self) -> None:
+        push = self.engine.update_weights_from_tensor
+        self.expect_error(WeightUpdateError, "no parameter 'nonsense'", lambda: push([("nonsense", torch.ones(2))]))
+        self.expect_error(WeightUpdateError, "'a0', 'a1'", lambda: push([(f"a{self.rank}", torch.ones(2))]))
+        self.expect_error(BadRequestError, "Unknown option(s) ['vesion']", lambda: push([], vesion="3"))
+        self.expect_error(BadRequestError, "", lambda: self.engine.generate(input_ids=[]))
+
+        def explode() -> Iterator[tuple[str, torch.Tensor]]:
+            if self.rank == 1:
+                raise ValueError("the optimizer exploded")
+            yield O_PROJ, torch.ones(64, 64)
+
+        self.expect_error(ValueError, "the optimizer exploded", lambda: push(explode()))
+        call = self.engine.flush_cache if self.rank else self.engine.get_server_info
+        self.expect_error(BadRequestError, "different methods", call)
+        self.expect_parity()
+
+    def check_release_and_resume(self) -> None:
+        engine = self.engine
+        engine.release_memory_occupation()
+        self.expect_error(BadRequestError, "released already", engine.release_memory_occupation)
+        engine.resume_memory_occupation(["weights"])
+        self.train(6)
+        engine.update_weights_from_tensor(self.trainer.named_parameters())
+        engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+        self.expect_parity()
+
+    def check_pause_abort_continue(self) -> None:
+        self.engine.pause_generation("in_place")
+        self.engine.continue_generation()
+        self.engine.abort_request(abort_all=True)
+        self.expect_parity()
+
+    def check_http_beside(self) -> None:
+        """Every rank knows the server: OpenAI's models.list, /generate without sampling parameters."""
+        url = self.engine.url
+        assert (url is not None) == self.launched
+        if url is None:
+            return
+        from openai import OpenAI
+
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=20)
+        assert len(client.models.list().data) == 1
+        reply = httpx.post(f"{url}/generate", json={"text": "hello"}, timeout=20).json()
+        assert reply["meta_info"]["completion_tokens"] >= 1
+
+    def check_messages_of_any_length(self) -> None:
+        """Short ones take one collective, long ones two; ranks may differ."""
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=20)
+        for size in (0, 1, 4000, 4087, 4088, 4089, 5000, 200_000):
+            mine = [bytes([65 + rank]) * (size if rank else size // 2) for rank in range(dist.get_world_size())]
+            assert group.gather("sizes", lambda mine=mine: mine[self.rank]) == mine
+            text = "x" * size
+            assert group.call("result", lambda _, text=text: text if self.rank == 0 else "") == text
+
+    def check_a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one(self) -> None:
+        """Ctrl-C on one rank: it would believe that its memory is not read any more. The group is lost instead."""
+        group = RankGroup(list(range(dist.get_world_size())), 3, silence_timeout=1.0)
+        group.gather("left early", bytes)
+        if self.rank == 0:
+            self.expect_error(UnansweredError, "left early", lambda: group.act("left early", lambda: "old"))
+        else:
+            self.expect_error(UnansweredError, "later", lambda: group.call("later", lambda _: "new"))
+
+    def check_an_interrupted_call_is_an_error_on_every_rank(self) -> None:
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=20)
+
+        def act(_: list[bytes]) -> None:
+            raise KeyboardInterrupt
+
+        if self.rank == 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                group.call("push", act)
+                raise AssertionError("the interrupt got lost")
+        else:
+            self.expect_error(UnansweredError, "KeyboardInterrupt", lambda: group.call("push", act))
+        assert group.call("later", lambda _: "new") == "new"
+
+    def check_a_killed_server_is_an_error_on_every_rank(self) -> None:
+        owner = self.engine.engine
+        if self.rank == 0:
+            pid = owner.pid if self.launched else owner.scheduler_info["pid"]  # type: ignore[union-attr]
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        long = {"temperature": 1, "max_new_tokens": 450, "ignore_eos": True}
+        prompts = [PROMPT] * 200
+        self.expect_error(
+            ServerDiedError, "", lambda: self.engine.generate(input_ids=prompts, sampling_params=long), 10
+        )
+        self.expect_error(ServerDiedError, "", self.engine.get_server_info, 10)
+
+    def check_bounds_are_on_silence_not_on_work(self) -> None:
+        """A call three times as long as the bound is fine if the acting rank says that it is still at it."""
+        group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=0.2)
+        assert group.call("work", lambda _: time.sleep(3) or "done") == "done"
+        silent = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=20)
+        if self.rank == 0:
+            with contextlib.suppress(VerlServerError):  # nobody is left to hear the result
+                silent.call("freeze", lambda _: time.sleep(3))
+        else:
+            self.expect_error(UnansweredError, "freeze: another rank", lambda: silent.call("freeze", lambda _: None))
+
+    def check_shutdown(self) -> None:
+        self.engine.shutdown()
+        self.engine.shutdown()
+
+
+EVERY_CHECK = (
+    "parity",
+    "second_and_third_update",
+    "local_serialized_tensors_one_by_one",
+    "sharded_tensors",
+    "fsdp2_trainer",
+    "tensor_parallel_trainer",
+    "each_server_rank_reads_its_trainer_rank",
+    "errors_reach_every_rank",
+    "release_and_resume",
+    "pause_abort_continue",
+    "http_beside",
+    "bounds_are_on_silence_not_on_work",
+    "messages_of_any_length",
+    "a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one",
+    "an_interrupted_call_is_an_error_on_every_rank",
+    "a_killed_server_is_an_error_on_every_rank",
+    "shutdown",
+)
+SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "server": ({"launch_server": True}, EVERY_CHECK),
+    "engine-2-nodes": ({"nnodes": 2, "as_server_args": True}, EVERY_CHECK),
+    "server-tp-1": (
+        {"launch_server": True, "tp_size": 1},
+        (
+            "sharded_tensors",
+            "fsdp2_trainer",
+            "tensor_parallel_trainer",
+            "handles_for_other_numbers_of_ranks",
+            "shutdown",
+        ),
+    ),
+    "server-tp-4": (
+        {"launch_server": True, "tp_size": 4},
+        ("parity", "fsdp2_trainer", "tensor_parallel_trainer", "handles_for_other_numbers_of_ranks", "shutdown"),
+    ),
+    "server-2-nodes": ({"launch_server": True, "nnodes": 2}, EVERY_CHECK[:2] + EVERY_CHECK[-1:]),
+}
+
+
+def run_scenarios(bench: Bench) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, (options, checks) in SCENARIOS.items():
+        bench.run(f"{name}: start", lambda options=options: bench.start(mesh, **options))
+        for check in checks:
+            bench.run(f"{name}: {check}", getattr(bench, f"check_{check}"))
+        bench.trainer = AutoModelForCausalLM.from_pretrained(bench._settings["model_path"], dtype=torch.float32)
+
+
+def run_replicas(bench: Bench) -> None:
+    """(dp 2, tp 2): two servers, first each for itself, then both for what all four ranks share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def own_weights() -> None:
+        """Each replica's ranks hold all that their server needs, which is not what the other replica's hold."""
+        urls: list[Any] = [None] * 4
+        dist.all_gather_object(urls, bench.engine.url)
+        assert urls[0] == urls[1] != urls[2] == urls[3], urls
+        value = torch.full((64,), float(10 + bench.rank // 2))
+        push = bench.engine.update_weights_from_tensor
+        push([("model.norm.weight", value)])
+        assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
+        slices = distribute_tensor(value.clone(), mesh, [Replicate(), Shard(0)])  # which writes to its argument
+        push([("model.norm.weight", slices)], weight_version="shards of this replica")
+        assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0]
+        ((name, local),) = describe_tensors([("model.norm.weight", value)])
+        push([(name, LocalSerializedTensor(values=[local.get(0)]))])
+        assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0 + bench.rank // 2]
+
+    def shards_of_all_ranks_are_refused() -> None:
+        everyones = distribute_tensor(torch.ones(64), init_device_mesh("cpu", (4,)), [Shard(0)])
+        push = bench.engine.update_weights_from_tensor
+        bench.expect_error(BadRequestError, "read_all_ranks", lambda: push([("model.norm.weight", everyones)]))
+        bench.engine.shutdown()
+
+    def one_engine_refuses() -> None:
+        """All ranks hear of it, and the next push brings the engines together."""
+        push = bench.engine.update_weights_from_tensor
+        session = {"transaction_id": "held"}
+        if bench.rank == 2:
+            httpx.post(f"{bench.engine.url}/begin_weight_update", json=session).raise_for_status()
+        dist.barrier()
+        bench.train(12)
+        bench.expect_error(UpdateConflictError, "held", lambda: push(bench.trainer.named_parameters()))
+        dist.barrier()
+        if bench.rank == 2:
+            httpx.post(f"{bench.engine.url}/end_weight_update", json=session | {"discard": True}).raise_for_status()
+        dist.barrier()
+        push(bench.trainer.named_parameters())
+        bench.expect_parity()
+
+    def an_engine_that_is_gone_is_no_success() -> None:
+        served = bench.engine.engine
+        if bench.rank == 2 and isinstance(served, HttpServerEngineAdapter) and served.pid is not None:
+            os.kill(served.pid, signal.SIGKILL)
+        dist.barrier()
+        push = bench.engine.update_weights_from_tensor
+        kind = ServerDiedError if bench.rank >= 2 else UnansweredError
+        bench.expect_error(kind, "", lambda: push(bench.trainer.named_parameters()), seconds=10)
+        bench.engine.shutdown()
+
+    bench.run("start", lambda: bench.start(mesh, launch_server=True, tp_size=1))
+    bench.run("own_weights", own_weights)
+    bench.run("shards_of_all_ranks_are_refused", shards_of_all_ranks_are_refused)
+    bench.run("start jointly", lambda: bench.start(mesh, launch_server=True, tp_size=1, read_all_ranks=True))
+    for check in ("fsdp2_trainer", "tensor_parallel_trainer", "release_and_resume"):
+        bench.run(check, getattr(bench, f"check_{check}"))
+    bench.run("one_engine_refuses", one_engine_refuses)
+    bench.run("an_engine_that_is_gone_is_no_success", an_engine_that_is_gone_is_no_success)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    bench = Bench(sys.argv[2], Path(sys.argv[3]))
+    run_replicas(bench) if sys.argv[1] == "replicas" else run_scenarios(bench)
+    dist.destroy_process_group()

@@ -1,0 +1,180 @@
+"""Messages between the ranks of one host: everything arrives, every wait is bounded, and an error is everyone's."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from verl_server.ipc import rank_sockets
+from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
+
+WAIT = 30.0
+
+
+class Star:
+    """All ranks in threads of this process."""
+
+    def __init__(self, size: int, timeout: float | None = 20.0) -> None:
+        pairs = [socket.socketpair() for _ in range(size - 1)]
+        bounds = {"gather_timeout": timeout, "hear_timeout": timeout}
+        self.ranks = [RankSockets([ours for ours, _ in pairs], is_hub=True, **bounds)]
+        self.ranks += [RankSockets([theirs], is_hub=False, **bounds) for _, theirs in pairs]
+        self._threads = ThreadPoolExecutor(size)
+
+    def on(self, rank: int, call: Callable[[RankSockets], object]) -> Future[object]:
+        return self._threads.submit(call, self.ranks[rank])
+
+    def on_all(self, call: Callable[[RankSockets], object]) -> list[object]:
+        return [future.result(WAIT) for future in [self.on(rank, call) for rank in range(len(self.ranks))]]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def make_star() -> Iterator[Callable[..., Star]]:
+    stars: list[Star] = []
+
+    def make(size: int, timeout: float | None = 20.0) -> Star:
+        stars.append(Star(size, timeout))
+        return stars[-1]
+
+    yield make
+    for star in stars:
+        star.close()
+
+
+MakeStar = Callable[..., Star]
+
+
+@pytest.mark.parametrize("length", [0, 1, 5_000, 3_000_000])
+def test_every_rank_gets_everything_in_the_order_of_ranks(make_star: MakeStar, length: int) -> None:
+    star = make_star(3)
+    expected = [bytes([65 + rank]) * (length // (rank + 1)) for rank in range(3)]
+    for _ in range(3):
+        assert star.on_all(lambda me: me.gather(expected[star.ranks.index(me)])) == [expected] * 3
+
+
+def test_news_are_heard_in_order_and_confirmed_only_when_they_were(make_star: MakeStar) -> None:
+    star = make_star(3)
+    for k in range(50):
+        star.ranks[0].tell(b"%d" % k)  # nobody has to be there
+    heard = [star.on(rank, lambda me: [me.hear() for _ in range(50)]) for rank in (1, 2)]
+    assert [future.result(WAIT) for future in heard] == [[b"%d" % k for k in range(50)]] * 2
+    told = star.on(0, lambda me: me.tell(b"outcome", confirmed=True))
+    assert star.ranks[1].hear() == b"outcome"
+    star.ranks[1].close()  # its program is over
+    with pytest.raises(TimeoutError):
+        told.result(0.2)
+    assert star.ranks[2].hear() == b"outcome"
+    told.result(WAIT)
+
+
+@pytest.mark.parametrize("waits", ["gather", "hear", "tell"])
+def test_silence_ends_with_the_bound(make_star: MakeStar, waits: str) -> None:
+    star = make_star(2, timeout=0.1)
+    rank, call = {
+        "gather": (0, lambda me: me.gather(b"")),
+        "hear": (1, lambda me: me.hear()),
+        "tell": (0, lambda me: me.tell(b"outcome", confirmed=True)),
+    }[waits]
+    with pytest.raises(RuntimeError, match=r"nothing within 0.1 s|timed out"):
+        star.on(rank, call).result(WAIT)
+    for other in star.ranks:
+        with pytest.raises(RuntimeError, match=r"lost in an earlier call|is gone"):
+            other.gather(b"")
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2])
+@pytest.mark.parametrize("heard_before", [False, True])
+def test_a_rank_that_goes_ends_the_wait_of_all_others(make_star: MakeStar, dying: int, heard_before: bool) -> None:
+    """Without a bound: nothing else can end it. The last rank never comes."""
+    star = make_star(4, timeout=None)
+    if heard_before and dying:
+        star.ranks[dying]._send_to_all(0, b"its entry")
+    waiting = [star.on(rank, lambda me: me.gather(b"")) for rank in range(3) if rank != dying]
+    star.ranks[dying].close()
+    for future in waiting:
+        with pytest.raises(RuntimeError, match="is gone"):
+            future.result(WAIT)
+    with pytest.raises(RuntimeError, match="is gone"):
+        star.on(3, lambda me: me.gather(b"")).result(WAIT)
+
+
+def test_an_outcome_of_a_call_that_a_rank_left_is_not_taken_for_a_later_one(make_star: MakeStar) -> None:
+    star = make_star(3)
+    told = star.on(0, lambda me: me.tell(b"old", confirmed=True))
+    assert star.ranks[1].hear() == b"old"
+    with pytest.raises(RuntimeError, match=r"left an earlier call|is gone"):
+        star.ranks[2].gather(b"later")
+    with pytest.raises(RuntimeError, match=r"left an earlier call|is gone"):
+        told.result(WAIT)
+    with pytest.raises(RuntimeError, match="is gone"):
+        star.on(1, lambda me: me.gather(b"later")).result(WAIT)
+
+
+def test_an_interrupt_inside_a_wait_loses_the_connection(make_star: MakeStar, monkeypatch: pytest.MonkeyPatch) -> None:
+    star = make_star(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(rank_sockets, "_receive", _interrupted)
+        star.ranks[1].hear()
+    with pytest.raises(RuntimeError, match="is gone"):
+        star.on(0, lambda me: me.gather(b"")).result(WAIT)
+
+
+def _interrupted(*_: object) -> tuple[int, bytes]:
+    raise KeyboardInterrupt
+
+
+# -- how they meet ---------------------------------------------------------------------------------------------------
+
+
+def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> None:
+    """In a process of its own: found by the others, or not if its /tmp is another."""
+    if not one_host and rank == 1:
+        rank_sockets._connected = lambda address, rank: None
+    tempfile.tempdir = folder
+    bound = datetime.timedelta(seconds=WAIT)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=bound)
+    group = dist.new_group(backend="gloo", timeout=bound)
+    channel = RankSockets.connect(group, WAIT, WAIT) or GlooChannel(group, group, first=0)
+    assert isinstance(channel, RankSockets) == one_host
+    assert channel.gather(b"%d" % rank) == [b"%d" % other for other in range(size)]
+    assert not list(Path(folder).iterdir()), "the first rank removes it before it comes to a call"
+    for confirmed in (False, True):
+        if rank == 0:
+            channel.tell(b"news", confirmed=confirmed)
+        else:
+            assert channel.hear() == b"news"
+    channel.gather(b"all are done")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_ranks_of_one_host_connect_and_leave_nothing_behind(tmp_path: Path, one_host: bool) -> None:
+    folder = tempfile.mkdtemp()  # short enough for a socket's path
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=connect, args=(rank, 3, str(tmp_path / "meet"), one_host, folder)) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 2 * WAIT
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0, 0, 0]
+    Path(folder).rmdir()

@@ -1,0 +1,367 @@
+"""The sampler's distribution, log-probability definition, seeds, penalties and its behaviour on NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from verl_server.kernels import draw
+from verl_server.sampling.filters import Filters
+from verl_server.sampling.logprobs import PromptCandidates
+from verl_server.sampling.sampler import Sampler
+from verl_server.sampling_params import SamplingParams
+from verl_server.worker.forward_batch import ForwardOutput, SampleSpec
+
+VOCAB = 50
+
+
+def spec(
+    prompt: tuple[int, ...] = (1, 2, 3),
+    output: tuple[int, ...] = (),
+    seed: int = 0,
+    stop: tuple[int, ...] = (),
+    top: int = 0,
+    ids: list[int] | None = None,
+    **params: Any,
+) -> SampleSpec:
+    return SampleSpec(
+        params=SamplingParams.parse(params),
+        seed=seed,
+        prompt_ids=list(prompt),
+        output_ids=list(output),
+        stop_ids=list(stop),
+        return_logprob=True,
+        top_logprobs_num=top,
+        token_ids_logprob=ids,
+    )
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    choose = draw.choose if request.param == "torch" else request.getfixturevalue("cpu_kernels").choose
+    return Sampler(VOCAB, torch.device("cpu"), choose)
+
+
+def sample(sampler: Sampler, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
+    """One step, of tokens that follow what the requests hold. The logits are kept."""
+    positions = np.array([len(s.prompt_ids) + len(s.output_ids) for s in specs], dtype=np.int64)
+    return sampler.launch(logits.clone(), specs, positions).read()
+
+
+def random_logits(rows: int = 1, seed: int = 0) -> Tensor:
+    return 2.0 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_counts(sampler: Sampler, logits: Tensor, draws: int = 8000, **params: Any) -> Tensor:
+    batch = [spec(seed=seed, **params) for seed in range(1000)]
+    counts = torch.zeros(VOCAB)
+    for position in range(draws // 1000):
+        positions = np.full(1000, position, dtype=np.int64)
+        sampled = sampler.launch(logits.expand(1000, -1).clone(), batch, positions)
+        counts += torch.bincount(sampled.ids, minlength=VOCAB)
+    return counts
+
+
+def assert_distribution(counts: Tensor, probs: Tensor) -> None:
+    """Chi-square over the classes expected at least five times, within five standard deviations."""
+    assert not counts[probs == 0].any()
+    expected = probs * counts.sum()
+    kept = expected >= 5
+    chi = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = int(kept.sum()) - 1
+    assert abs(chi - freedom) < 5 * math.sqrt(2 * max(freedom, 1)), (float(chi), freedom)
+
+
+def reference_probs(
+    logits: Tensor, temperature: float = 1.0, top_k: int = VOCAB, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """The definition, written slowly: each filter cuts the unfiltered distribution, the rest is renormalized."""
+    probs = (logits[0].double() / temperature).softmax(-1)
+    order = probs.argsort(descending=True).tolist()
+    kept = torch.zeros_like(probs)
+    before = 0.0
+    for rank, token in enumerate(order):
+        if (rank == 0 or (rank < top_k and before < top_p)) and probs[token] >= min_p * probs.max():
+            kept[token] = probs[token]
+        before += float(probs[token])
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.3},
+        {"top_p": 0.7},
+        {"top_p": 0.95},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        {"top_k": 3, "top_p": 1e-6},
+    ],
+)
+def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any]) -> None:
+    logits = random_logits()
+    assert_distribution(draw_counts(sampler, logits, **params), reference_probs(logits, **params).float())
+
+
+def test_draws_follow_the_distribution_over_seeds_and_over_positions(sampler: Sampler) -> None:
+    logits = random_logits()
+    probs = reference_probs(logits).float()
+    for seeds in (range(-4000, 4000), range(2**63 - 4000, 2**63), range(0, 2**62, 2**50)):
+        by_seed = sample(sampler, logits.expand(len(seeds), -1), [spec(seed=s) for s in seeds])
+        assert_distribution(torch.bincount(torch.tensor(by_seed.next_ids), minlength=VOCAB).float(), probs)
+    specs = [spec(seed=7) for _ in range(4000)]
+    by_position = sampler.launch(logits.expand(4000, -1).clone(), specs, np.arange(4000))
+    assert_distribution(torch.bincount(by_position.ids, minlength=VOCAB).float(), probs)
+
+
+def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler) -> None:
+    logits = random_logits(6)
+    for params in ({}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.01}, {"presence_penalty": 0.5}):
+        alone = sample(sampler, logits[2:3], [spec(seed=11, **params)])
+        around = [
+            spec(),
+            spec(temperature=0.0),
+            spec(seed=11, **params),
+            spec(top_k=20),
+            spec(seed=3, top=2),
+            spec(top_p=0.5, presence_penalty=1.0),
+        ]
+        together = sample(sampler, logits, around)
+        assert together.next_ids[2] == alone.next_ids[0]
+        assert together.logprobs[2] == pytest.approx(alone.logprobs[0], abs=1e-6)
+        again = Sampler(VOCAB, torch.device("cpu"))
+        assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
+
+
+def test_each_row_has_its_own_filters() -> None:
+    """Rows of a batch are filtered together, up to the widest top-k."""
+    logits = random_logits(6)
+    settings: list[dict[str, Any]] = [{"top_k": 2}, {}, {"top_k": 7}, {"min_p": 0.2}, {"top_k": 3, "min_p": 0.9}, {}]
+    settings[5] = {"top_k": 1}  # greedy: not filtered
+    filters = Filters([spec(**params) for params in settings], VOCAB, torch.device("cpu"))
+    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite().sum(-1).tolist()
+    likely = (logits[3] >= logits[3].max() + math.log(0.2)).sum()
+    assert kept == [2, VOCAB, 7, int(likely), 1, VOCAB]
+
+
+def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
+    """Else the order in which a sort leaves them would decide, and with it the device and the batch."""
+    logits = torch.full((400, VOCAB), -3.0)
+    logits[:, [5, 11, 17]], logits[:, 30] = 1.0, 2.0
+    for params in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}):
+        drawn = sample(sampler, logits, [spec(seed=s, **params) for s in range(400)]).next_ids
+        assert set(drawn) == {5, 11, 17, 30}, params
+
+
+@pytest.mark.parametrize("scale", [0.01, 4.0])
+def test_top_p_of_a_large_vocabulary(scale: float) -> None:
+    """Where a few candidates hold enough, and where all must be sorted."""
+    logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
+    filters = Filters([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
+    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite()
+    for row, top_p in enumerate((0.3, 0.9, 0.99)):
+        probs = logits[row].double().softmax(-1)
+        before = (probs > probs.unsqueeze(1)).double() @ probs
+        assert ((before < top_p) == kept[row]).float().mean() > 0.999  # rounding may decide at the edge
+        assert (scale < 1) == (int(kept.sum()) > 1024)
+
+
+def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> None:
+    """Filters that keep every token, zero bias, reported candidates: the same noise decides."""
+    logits = random_logits(300)
+    plain = sample(sampler, logits, [spec(seed=s) for s in range(300)]).next_ids
+    settings: list[dict[str, Any]] = [
+        {"top_k": VOCAB},
+        {"top_p": 1 - 1e-12},
+        {"min_p": 1e-30},
+        {"logit_bias": {"3": 0.0}},
+        {"top": 3},
+        {"ids": [1]},
+        {"min_new_tokens": 1},
+    ]
+    for same in settings:
+        assert sample(sampler, logits, [spec(seed=s, **same) for s in range(300)]).next_ids == plain
+        mixed = [spec(seed=s, **(same if s % 2 else {})) for s in range(300)]
+        assert sample(sampler, logits, mixed).next_ids == plain
+
+
+def test_logprobs_are_before_the_filters_and_after_temperature(sampler: Sampler) -> None:
+    logits = random_logits(4)
+    specs = [spec(temperature=0.5, top_k=3), spec(temperature=0.0), spec(top_p=0.3), spec(temperature=0.7, top_k=1)]
+    output = sample(sampler, logits, specs)
+    for i, temperature in enumerate((0.5, 1.0, 1.0, 0.7)):
+        expected = (logits[i] / temperature).log_softmax(-1)
+        assert output.logprobs[i] == pytest.approx(float(expected[output.next_ids[i]]), abs=1e-5)
+    assert output.next_ids[1] == int(logits[1].argmax()) and output.next_ids[3] == int(logits[3].argmax())
+
+
+def test_candidates(sampler: Sampler) -> None:
+    logits = random_logits(3)
+    output = sample(sampler, logits, [spec(top=4, temperature=0.0), spec(ids=[9, 3, 9]), spec(ids=[])])
+    expected = logits.log_softmax(-1)
+    top = output.top_logprobs[0]
+    assert top is not None and top.token_ids == expected[0].topk(4).indices.tolist()
+    assert top.logprobs == pytest.approx(expected[0].topk(4).values.tolist(), abs=1e-5)
+    asked = output.token_ids_logprobs[1]
+    assert asked is not None and asked.token_ids == [9, 3, 9]
+    assert asked.logprobs == pytest.approx(expected[1][[9, 3, 9]].tolist(), abs=1e-5)
+    empty = output.token_ids_logprobs[2]
+    assert empty is not None and empty.token_ids == []
+    assert output.top_logprobs[1:] == [None, None] and output.token_ids_logprobs[0] is None
+    wide = sample(sampler, logits[:1], [spec(top=VOCAB + 9)]).top_logprobs[0]
+    assert wide is not None and len(wide.token_ids) == VOCAB
+
+
+def penalized(logits: Tensor, s: SampleSpec) -> Tensor:
+    """The definition of penalties and bias, token by token."""
+    logits, p = logits.clone(), s.params
+    for token in range(VOCAB):
+        count = s.output_ids.count(token)
+        if count or token in s.prompt_ids:
+            value = logits[token]
+            logits[token] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        logits[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+        logits[token] += (p.logit_bias or {}).get(str(token), 0.0)
+        if token in s.stop_ids and len(s.output_ids) < p.min_new_tokens:
+            logits[token] = -math.inf
+    return logits
+
+
+def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
+    """Counts grow with live `output_ids`, survive a change of the batch, and touch no other row."""
+    a = spec(repetition_penalty=1.3, frequency_penalty=0.4, temperature=0.0)
+    b = spec(prompt=(7, 7, 8), output=(9, 9), presence_penalty=-0.7, logit_bias={"4": 3.0, "5": -50.0}, temperature=0.0)
+    c = spec(min_new_tokens=4, stop=(0, 2), temperature=0.0)
+    plain = spec(temperature=0.0)
+    for step, batch in enumerate([[a, plain], [a, plain], [plain, b, a], [c, a, b], [c, b], [a, b, c], [a, c]]):
+        logits = random_logits(len(batch), seed=step)
+        output = sample(sampler, logits, batch)
+        for i, s in enumerate(batch):
+            expected = penalized(logits[i], s)
+            assert output.next_ids[i] == int(expected.argmax())
+            assert output.logprobs[i] == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-5)
+        for s, token in zip(batch, output.next_ids, strict=True):
+            s.output_ids.append(token)
+
+
+def test_masked_stop_ids_have_a_finite_logprob(sampler: Sampler) -> None:
+    """-inf would become null in JSON."""
+    output = sample(sampler, random_logits(), [spec(min_new_tokens=1, stop=(2,), ids=[2], top=VOCAB)])
+    asked, top = output.token_ids_logprobs[0], output.top_logprobs[0]
+    assert asked is not None and top is not None
+    assert math.isfinite(asked.logprobs[0]) and asked.logprobs[0] < -1e30
+    assert all(math.isfinite(v) for v in top.logprobs)
+    assert output.next_ids[0] != 2
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1, "seed": 1}])
+def test_nan_is_flagged_and_harms_nobody_else(sampler: Sampler, poison: float, params: dict[str, Any]) -> None:
+    logits = random_logits(3)
+    healthy = logits[[0, 2]].clone()
+    logits[1, 17] = poison
+    output = sample(sampler, logits, [spec(seed=1), spec(**params), spec(seed=2)])
+    assert math.isnan(output.logprobs[1]) and 0 <= output.next_ids[1] < VOCAB
+    expected = sample(sampler, healthy, [spec(seed=1), spec(seed=2)])
+    assert [output.next_ids[0], output.next_ids[2]] == expected.next_ids
+    assert all(math.isfinite(output.logprobs[i]) for i in (0, 2))
+
+
+def test_all_masked_row_is_flagged(sampler: Sampler) -> None:
+    logits = random_logits(1)
+    logits[0] = -math.inf
+    output = sample(sampler, logits, [spec()])
+    assert math.isnan(output.logprobs[0]) and 0 <= output.next_ids[0] < VOCAB
+
+
+def test_min_new_tokens_needs_no_output_values(sampler: Sampler) -> None:
+    """The newest tokens may still be on the device: positions alone say how many there are. Each row has its own."""
+    logits = torch.full((2, VOCAB), -5.0)
+    logits[:, 2] = 5.0
+    waiting = spec(min_new_tokens=3, stop=(2,), temperature=0.0)
+    plain = spec(temperature=0.0)
+    stops = [
+        sampler.launch(logits.clone(), [plain, waiting], np.array([9, position])).ids.tolist()
+        for position in range(3, 8)
+    ]
+    assert [second == 2 for _, second in stops] == [False, False, False, True, True]
+    assert all(first == 2 for first, _ in stops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_any_float_type_and_padded_rows(sampler: Sampler, dtype: torch.dtype) -> None:
+    padded = torch.randn(40, VOCAB + 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    specs = [spec(seed=s, **({"top_k": 9} if s % 3 == 0 else {"temperature": 0.7})) for s in range(40)]
+    got = sample(sampler, padded[:, :VOCAB], specs)
+    expected = sample(sampler, padded[:, :VOCAB].float().contiguous(), specs)
+    assert got.next_ids == expected.next_ids and got.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+
+
+def test_prompt_candidates_over_chunks() -> None:
+    """Raw log-probabilities of each target; lists are in the order of the prompt, whatever the chunks."""
+    logits, targets = random_logits(7), [3, 1, 4, 1, 5, 9, 2]
+    prompt = PromptCandidates(targets, top_num=2, requested=[8, 0])
+    for chunk in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        prompt.launch(logits[chunk].clone())
+    part, expected = prompt.read(), logits.log_softmax(-1)
+    assert part.token_ids == targets
+    assert part.logprobs == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets)], abs=1e-5)
+    assert part.top is not None and part.requested is not None
+    for i in range(7):
+        assert part.top[i].token_ids == expected[i].topk(2).indices.tolist()
+        assert part.requested[i].token_ids == [8, 0]
+        assert part.requested[i].logprobs == pytest.approx(expected[i, [8, 0]].tolist(), abs=1e-5)
+    plain = PromptCandidates([1], 0, None)
+    plain.launch(logits[:1].clone())
+    assert plain.read().top is None and plain.read().requested is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fused", [True, False])
+def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, fused: bool) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.7, "top": 3},
+        {"min_p": 0.05, "ids": [4, 2]},
+        {"presence_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {"4": 1.0}},
+        {"min_new_tokens": 9, "stop": (2, 3)},
+        {"ids": []},
+    ]
+    batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
+    choose = draw.choose
+    if fused:
+        from verl_server.kernels.sampling import choose
+    on_cuda = Sampler(VOCAB, torch.device("cuda"), choose)
+    for step, batch in enumerate(batches * 2):
+        specs = [spec(seed=s, output=(step,) * step, **params) for s, params in enumerate(batch * 5)]
+        positions = np.arange(len(specs)) + 3 + step
+        logits = random_logits(len(specs), seed=step)
+        on_device = logits.cuda()
+        if step >= len(batches):  # the first round compiles
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampled = on_cuda.launch(on_device, specs, positions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        got, expected = sampled.read(), sampler.launch(logits, specs, positions).read()
+        assert got.next_ids == expected.next_ids == sampled.ids.tolist()
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        for ours, theirs in zip(
+            got.top_logprobs + got.token_ids_logprobs, expected.top_logprobs + expected.token_ids_logprobs, strict=True
+        ):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert ours.token_ids == theirs.token_ids
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

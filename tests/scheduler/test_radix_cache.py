@@ -1,0 +1,136 @@
+"""The prefix tree alone: matching, sharing, locks, eviction order, versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_server.scheduler.memory_pool import PagePool
+from verl_server.scheduler.radix_cache import PageNode, RadixCache
+
+PAGE = 4
+
+
+def make(pages: int = 16) -> tuple[PagePool, RadixCache]:
+    pool = PagePool(pages)
+    return pool, RadixCache(pool, PAGE)
+
+
+def insert(pool: PagePool, cache: RadixCache, tokens: list[int]) -> PageNode:
+    """What a finished request leaves: its full pages, unlocked."""
+    node = cache.match(tokens, len(tokens))
+    cache.lock(node)
+    count = len(tokens) // PAGE
+    pages = cache.path_pages(node) + pool.alloc(count - node.depth)
+    node, _ = cache.extend(node, tokens, pages, count)
+    cache.unlock(node)
+    return node
+
+
+def test_match_finds_full_pages_within_the_limit() -> None:
+    pool, cache = make()
+    tokens = list(range(12))
+    node = insert(pool, cache, tokens)
+    assert cache.match(tokens, 12) is node and len(cache.path_pages(node)) == 3
+    assert cache.match(tokens, 11).depth == 2, "the last token is left to compute"
+    assert cache.match(tokens, 3) is cache.root
+    assert cache.match([*tokens[:8], 99, 99, 99, 99], 12).depth == 2
+    assert cache.match([99, *tokens[1:]], 12) is cache.root
+
+
+def test_extend_swaps_pages_that_the_tree_has() -> None:
+    pool, cache = make()
+    tokens = list(range(8))
+    insert(pool, cache, tokens)
+    mine = pool.alloc(3)
+    cache.lock(cache.root)
+    node, swapped = cache.extend(cache.root, [*tokens, 50, 51, 52, 53], mine, 3)
+    pages = cache.path_pages(node)
+    assert [index for index, _ in swapped] == [0, 1] and [page for _, page in swapped] == pages[:2]
+    assert pages[2] == mine[2] and set(mine[:2]) <= set(pool.free_pages()), "own copies were freed"
+    cache.check_invariants([node])
+
+
+def test_eviction_takes_unlocked_leaves_least_recently_used_first() -> None:
+    pool, cache = make()
+    old = insert(pool, cache, [1] * 8)
+    new = insert(pool, cache, [2] * 8)
+    held = insert(pool, cache, [3] * 8)
+    cache.lock(held)
+    cache.lock(old)
+    cache.unlock(old)  # used again: now younger than `new`
+    assert cache.evict(1) == 1
+    assert cache.match([2] * 8, 8).depth == 1 and new.page == -1, "a leaf goes before its parent"
+    assert cache.evict(1) == 1 and cache.match([2] * 8, 8).depth == 0
+    assert cache.evict(100) == 2, "everything but the held path"
+    assert cache.match([3] * 8, 8) is held and cache.evictable == 0
+    cache.check_invariants([held])
+
+
+def test_a_long_held_page_is_young_when_its_holder_ends() -> None:
+    pool, cache = make()
+    held = insert(pool, cache, [1] * 4)
+    cache.lock(held)
+    insert(pool, cache, [2] * 4)
+    cache.unlock(held)
+    cache.evict(1)
+    assert cache.match([1] * 4, 4) is held
+
+
+def test_start_version_hides_old_pages_and_frees_them_with_their_last_holder() -> None:
+    pool, cache = make(8)
+    first = insert(pool, cache, [1] * 8)
+    insert(pool, cache, [2] * 8)
+    cache.lock(first)
+    cache.lock(first)
+    cache.start_version()
+    assert cache.match([1] * 8, 8) is cache.root and cache.match([2] * 8, 8) is cache.root
+    assert (cache.evictable, cache.num_shareable, cache.detached) == (2, 0, 2)
+    cache.check_invariants([first, first])
+    assert cache.evict(8) == 2 and pool.available == 6
+    with pytest.raises(AssertionError, match="older version"):
+        cache.extend(first, [1] * 12, [*cache.path_pages(first), 7], 3)
+    cache.unlock(first)
+    assert pool.available == 6
+    cache.start_version()  # a second update while the pages are still held
+    cache.unlock(first)
+    assert pool.available == 8 and cache.detached == 0
+    cache.check_invariants([])
+
+
+def test_older_versions_are_collected_before_anything_else_goes_and_no_page_twice() -> None:
+    pool, cache = make(16)
+    held = insert(pool, cache, [1] * 16)
+    cache.lock(held)
+    insert(pool, cache, [1] * 4 + [5] * 8)
+    cache.start_version()
+    cache.unlock(held)  # freed by its holder, before the collection came by
+    assert pool.available == 14
+    new = insert(pool, cache, [1] * 8)
+    cache.start_version()
+    young = insert(pool, cache, [3] * 8)
+    cache.check_invariants([])
+    assert cache.evict(1) == 1 and cache.evict(3) == 3, "one at a time, over both older versions"
+    assert new.page == -1 and cache.match([3] * 8, 8) is young
+    assert sorted(pool.free_pages() + cache.path_pages(young)) == list(range(16))
+    cache.check_invariants([])
+
+
+def test_leaf_heap_stays_small_when_the_same_pages_are_used_again_and_again() -> None:
+    pool, cache = make()
+    node = insert(pool, cache, [1] * 8)
+    for _ in range(5000):
+        cache.lock(node)
+        cache.unlock(node)
+    assert len(cache._leaves) < 200
+    assert cache.evict(2) == 2 and pool.available == 16
+
+
+def test_check_invariants_notices_a_lost_lock() -> None:
+    pool, cache = make()
+    node = insert(pool, cache, [1] * 8)
+    cache.lock(node)
+    with pytest.raises(AssertionError, match="locks"):
+        cache.check_invariants([])
+    with pytest.raises(AssertionError, match="more often"):
+        cache.unlock(node)
+        cache.unlock(node)

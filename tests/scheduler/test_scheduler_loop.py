@@ -1,0 +1,57 @@
+"""What the loop does with time in which nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.scheduler.fakes import Harness, prompt
+from verl_server.io_struct import SchedulerInput, TokenizedGenerateReq
+from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.process import SchedulerLoop
+
+
+class ScriptedSockets:
+    """Messages that come at given waits; the script's end stops the loop."""
+
+    def __init__(self, script: list[list[SchedulerInput]]) -> None:
+        self.script = script
+        self.waits: list[float | None] = []
+        self.loop: SchedulerLoop | None = None
+
+    def wait(self, seconds: float | None) -> None:
+        self.waits.append(seconds)
+
+    def receive(self) -> list[SchedulerInput]:
+        if not self.script:
+            assert self.loop is not None
+            self.loop.stopping = True
+            return []
+        return self.script.pop(0)
+
+    def ring(self) -> None: ...
+
+
+def run(h: Harness, script: list[list[SchedulerInput]]) -> ScriptedSockets:
+    sockets: Any = ScriptedSockets(script)
+    sockets.loop = loop = SchedulerLoop(h.scheduler, sockets)
+    loop.run()
+    found: ScriptedSockets = sockets
+    return found
+
+
+def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -> None:
+    h = Harness()
+    done: list[int] = []
+
+    def warm_up() -> None:
+        assert not h.scheduler.requests, "a request waits"
+        done.append(len(h.finished))
+        h.runner.can_warm_up = len(done) < 3
+
+    request = TokenizedGenerateReq(rid="a", input_ids=prompt(1, 3), sampling=SamplingParams(max_new_tokens=2))
+    h.runner.can_warm_up = True
+    h.runner.warm_up = warm_up  # type: ignore[method-assign]
+    sockets = run(h, [[], [request], *[[] for _ in range(8)]])
+    assert h.finished["a"].type == "length"
+    assert done == [0, 1, 1], "once before the request came, twice when it was over"
+    assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"

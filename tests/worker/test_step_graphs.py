@@ -1,0 +1,260 @@
+"""Padded steps compute what unpadded ones do: in Triton's interpreter, with a graph that is computed at its capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from verl_server.models import triton_attention
+from verl_server.models.triton_attention import PagedBackend
+from verl_server.worker import model_runner, step_graphs
+from verl_server.worker.kernel_choice import KernelChoice
+from verl_server.worker.step_graphs import StepGraphs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, graphs are real: tests/parity/test_cuda.py")
+
+
+class ComputedAtCapture:
+    """Stands in for a CUDA graph: its step was computed when it was captured."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+@contextlib.contextmanager
+def capture(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class OnceOnly(StepGraphs):
+    """Captures every step anew."""
+
+    steps: list[tuple[str, int, bool]]
+
+    def _at_hand(self, key: Any, *arrays: Any) -> Any:
+        self._captured.clear()
+        self.steps = [*getattr(self, "steps", []), tuple(key)]
+        return super()._at_hand(key, *arrays)
+
+    def _run_once(self, *_: Any) -> None:
+        """It is computed at its capture."""
+
+
+class FullBeforeShared(OnceOnly):
+    """Holds no graph with shared keys, and has no memory for one."""
+
+    def _at_hand(self, key: Any, *arrays: Any) -> Any:
+        self._is_full = key.shared
+        return super()._at_hand(key, *arrays)
+
+
+def run(driver: Driver) -> list[Sequence]:
+    """Chunks beside decodes, a prefix hit, steps of decodes only, and a step that samples nothing."""
+    sequences = [driver.add(random_prompt(n, seed=n)) for n in (8, 15)]
+    driver.finish(sequences, 4, chunk=8)
+    sequences.append(driver.add(sequences[1].tokens + random_prompt(3, seed=9), shared=sequences[1]))
+    driver.finish(sequences, 5, chunk=8)
+    return sequences
+
+
+def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(Driver(make_runner(tiny_llama, page_size=4)))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = make_runner(tiny_llama, page_size=4)
+    runner.kv.pool.fill_(torch.nan)  # nothing that was not written in this run is read
+    got = run(Driver(runner))
+    for a, b in zip(expected, got, strict=True):
+        assert a.spec.output_ids == b.spec.output_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert isinstance(runner._graphs, OnceOnly)
+    assert {("decode", 2, False), ("mixed", 16, False)} <= set(runner._graphs.steps)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    def run_groups(driver: Driver) -> list[Sequence]:
+        """Two groups, and a request that shares nothing, which decode together and beside another's prefill."""
+        sequences = []
+        for seed in (1, 2):
+            first = driver.add(random_prompt(13, seed=seed))
+            driver.finish([first], 1)
+            others = [driver.add(first.spec.prompt_ids + random_prompt(n, seed=n), shared=first) for n in (1, 2, 5)]
+            sequences += [first, *others]
+        sequences.append(driver.add(random_prompt(6, seed=3)))
+        driver.finish(sequences, 3)
+        sequences.append(driver.add(random_prompt(12, seed=4)))
+        driver.finish(sequences, 5, chunk=4)
+        return sequences
+
+    expected = run_groups(Driver(make_runner(tiny_llama, page_size=4)))
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(triton_attention, "_LEAST_KEYS", 4)
+    monkeypatch.setattr(triton_attention, "_LEAST_SAVED", 1)
+    runner = make_runner(tiny_llama, page_size=4, disable_cuda_graph=not graphs)
+    runner.kv.pool.fill_(torch.nan)
+    dealt = []
+    deal_out = PagedBackend.deal_out
+    monkeypatch.setattr(PagedBackend, "deal_out", lambda *a, **k: dealt.append(deal_out(*a, **k)) or dealt[-1])
+    got = run_groups(Driver(runner))
+    for a, b in zip(expected, got, strict=True):
+        assert a.spec.output_ids == b.spec.output_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    starts = [tuple(work.shared.starts) for work in dealt if work.shared is not None]
+    assert (12,) * 8 + (0,) in starts, "both groups in one step"
+    if graphs:
+        assert isinstance(runner._graphs, OnceOnly)
+        assert {("decode", 16, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
+
+
+def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", FullBeforeShared)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(triton_attention, "_LEAST_KEYS", 4)
+    monkeypatch.setattr(triton_attention, "_LEAST_SAVED", 1)
+    runner = make_runner(tiny_llama, page_size=4)
+    driver = Driver(runner)
+    first = driver.add(random_prompt(5, seed=1))
+    driver.finish([first], 1)
+    other = driver.add(first.spec.prompt_ids + random_prompt(1, seed=2), shared=first)
+    driver.finish([other], 1)
+    driver.finish([first, other], 2)
+    graphs = runner._graphs
+    assert isinstance(graphs, FullBeforeShared)
+    assert graphs.steps[-2:] == [("decode", 2, True), ("decode", 2, False)]
+    assert len(graphs._captured) == 1, "it ran as a graph"
+
+
+def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(step_graphs, "_MOST_TOKENS", 32)
+    runner = make_runner(tiny_llama, page_size=4, max_running_requests=3)
+    runner.release_weights()
+    assert not runner.can_warm_up, "weights that are not there would be read"
+    runner.resume_weights()
+    runner.release_kv_cache()
+    assert not runner.can_warm_up
+    runner.resume_kv_cache()
+    captured = []
+    while runner.can_warm_up:
+        runner.warm_up()
+        figures = runner.memory_figures()
+        captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
+    # Decodes of 1, 2 and 3; 16 and 32 tokens; all but the first with shared keys too.
+    assert captured == [(held, 9 - held) for held in range(1, 10)]
+    assert runner._graphs is not None
+    first = [tuple(key) for key in runner._graphs._captured][:3]
+    assert first == [("decode", 3, False), ("decode", 3, True), ("decode", 2, False)]
+    runner.warm_up()
+
+
+def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = make_runner(tiny_llama, page_size=4)
+    driver = Driver(runner)
+    sequence = driver.add(random_prompt(5, seed=1))
+    placement = runner.kv.place(driver.batch([(sequence, 5)]))
+    assert runner._graphs is not None and runner._graphs.run(placement, [0]) is not None
+    runner.release_cuda_graphs()
+    assert runner._graphs.run(placement, [0]) is None
+    runner.resume_cuda_graphs()
+    assert runner._graphs.run(placement, [0]) is not None
+
+
+def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", no_memory)
+    runner = make_runner(tiny_llama, page_size=4)
+    runner.warm_up()
+    assert not runner.can_warm_up, "idle time would be spent on failing again and again"
+    driver = Driver(runner)
+    sequence = driver.add(random_prompt(6, seed=1))
+    driver.finish([sequence], 3)
+    assert len(sequence.spec.output_ids) == 3
+    runner.release_cuda_graphs()
+    runner.resume_cuda_graphs()
+    assert runner.can_warm_up, "memory may be there again"
+
+
+@dataclass
+class OtherRank:
+    """Votes with one more rank, which can or cannot do what it is asked in turn."""
+
+    can: list[bool]
+    size: int = 2
+
+    def all_agree(self, ok: bool) -> bool:
+        return self.can.pop(0) and ok
+
+
+@pytest.mark.parametrize(
+    ("free", "other_can", "holds"),
+    [
+        pytest.param(2**31, [True, True], True, id="all-can"),
+        pytest.param(2**31, [False], False, id="other-has-no-room"),
+        pytest.param(2**20, [True], False, id="this-has-no-room"),
+        pytest.param(2**31, [True, False], False, id="other-failed"),
+    ],
+)
+def test_a_graph_is_held_if_all_ranks_hold_it(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, free: int, other_can: list[bool], holds: bool
+) -> None:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: free)
+    runner = make_runner(tiny_llama, page_size=4)
+    assert runner._graphs is not None
+    other = OtherRank(other_can)
+    monkeypatch.setattr(runner._graphs, "_tp", other)
+    runner.warm_up()
+    assert bool(runner._graphs._captured) is holds
+    assert not other.can, "a vote is missing"
+    assert runner.can_warm_up is holds
+
+
+def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the step's sums and will not come to the vote: the engine ends, and says why."""
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: 2**31)
+    runner = make_runner(tiny_llama, page_size=4)
+    assert runner._graphs is not None
+    other = OtherRank([True, True])
+    monkeypatch.setattr(runner._graphs, "_tp", other)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner._graphs, "_step", no_memory)
+    with pytest.raises(RuntimeError, match="other ranks wait"):
+        runner.warm_up()
+    assert other.can == [True], "one vote, on the memory"

@@ -1,0 +1,543 @@
+"""Pushes of every kind, sessions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
+
+The scheduler, the control queue, the sessions, the `WeightUpdater`, its sources and their plans over shared memory are
+real; the model is the fake whose next token hashes all KV it reads *and every weight*. Three judges that know nothing
+of each other: the shadow of test_scheduler_fuzz (what each context read through the page table must be), a book kept
+from the replies alone (what every parameter must be now, and whether anybody may generate), and recomputation of whole
+streams under the version that their tokens carry.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.scheduler.fakes import FakeModelRunner, Harness, generate, prompt
+from tests.scheduler.test_scheduler_fuzz import Shadow
+from tests.weight_sync import described
+from tests.weight_sync.fakes import SHAPES, FakeRunner, random_weights
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import (
+    BatchTokenIDOut,
+    BeginWeightUpdateReq,
+    ContinueGenerationReq,
+    ControlReply,
+    EndWeightUpdateReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    SchedulerOutput,
+    StagedReq,
+    UnregisterWeightsReq,
+    UpdateReq,
+    UpdateWeightsFromTensorReq,
+    WeightsCheckerReq,
+    WithdrawReq,
+)
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+from verl_server.worker.stager import Staged, discard
+from verl_server.worker.tp_worker import TpWorker
+from verl_server.worker.weight_sources import WeightSources
+from verl_server.worker.weight_updater import WeightUpdater
+
+Weights = dict[str, torch.Tensor]
+
+
+def salt_of(weights: Weights) -> int:
+    """One number of every bit of every parameter."""
+    salt = 0
+    for name in SHAPES:
+        for value in weights[name].flatten().tolist():
+            salt = (salt * 1_000_003 + hash(value)) & ((1 << 61) - 1)
+    return salt
+
+
+class WeighedRunner(FakeModelRunner):
+    """The fake of scheduling with real weights, which are its salt."""
+
+    def __init__(self, *sizes: int, has_backup: bool) -> None:
+        self.parts = FakeRunner()
+        self.weight_map = self.parts.weight_map
+        super().__init__(*sizes)
+        self._backup: Weights | None = None
+        self._has_backup = has_backup
+
+    @property
+    def salt(self) -> int:
+        return salt_of(self.held())
+
+    @salt.setter
+    def salt(self, value: int) -> None:
+        pass
+
+    def held(self) -> Weights:
+        return {name: self.weight_map.read(name) for name in SHAPES}
+
+    def fill(self, weights: Weights) -> None:
+        for name, slot in self.weight_map.slots.items():
+            slot.copy_from(weights[name])
+
+    def synchronize(self) -> None: ...
+
+    def release_weights(self) -> None:
+        self._backup = self.held() if self._has_backup else None
+        self.fill({name: torch.full(shape, -7.0) for name, shape in SHAPES.items()})
+
+    def resume_weights(self) -> bool:
+        self.fill(self._backup or {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        return self._backup is not None
+
+    def release_kv_cache(self) -> None:
+        self.kv = [-7] * len(self.kv)
+
+    def resume_kv_cache(self) -> None: ...
+
+    def release_cuda_graphs(self) -> None: ...
+
+    def resume_cuda_graphs(self) -> None: ...
+
+
+class TurnedStager:
+    """Same interface as `Stager`, with real sources; `turn` does what its thread would do."""
+
+    def __init__(self, sources: WeightSources) -> None:
+        self._sources = sources
+        self.queue: list[Staged] = []
+        self._items: dict[int, Staged] = {}
+        self._outcomes: list[tuple[int, VerlServerError | None]] = []
+
+    def submit(self, req: StagedReq) -> None:
+        self._items[req.id] = Staged(req)
+        self.queue.append(self._items[req.id])
+
+    def turn(self) -> None:
+        item = self.queue.pop(0)
+        try:
+            prepared = self._sources.prepare(item.req)
+        except VerlServerError as error:
+            self._items.pop(item.req.id, None)
+            self._outcomes.append((item.req.id, error))
+            return
+        if item.dropped:
+            discard(prepared)
+        else:
+            item.prepared = prepared
+        self._outcomes.append((item.req.id, None))
+
+    def finished(self) -> list[tuple[int, VerlServerError | None]]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def take(self, request_id: int) -> Staged:
+        return self._items.pop(request_id)
+
+    def drop(self, request_id: int) -> None:
+        item = self._items.pop(request_id)
+        item.dropped = True
+        if item.prepared is not None:
+            discard(item.prepared)
+
+
+class Book:
+    """What the weights must be, from what was sent and the replies, in their order."""
+
+    def __init__(self, weights: Weights, has_backup: bool) -> None:
+        self.meant, self._has_backup = dict(weights), has_backup
+        self.version = "default"
+        self.unwritten: set[str] = set()
+        self.asleep = self.kv_released = False
+        self.session: BeginWeightUpdateReq | None = None
+        self.session_wrote: set[str] = set()
+        self.session_failed = False
+        self.sent: dict[int, tuple[Any, Weights, bool]] = {}
+        """Request, what it brings, and whether its copy will fail half way."""
+        self.salts: dict[str, int] = {}
+        self.torn = self.lost_leases = 0
+
+    @property
+    def touched(self) -> bool:
+        return self.session is not None and (bool(self.session_wrote) or self.session_failed)
+
+    @property
+    def serves(self) -> bool:
+        return not (self.asleep or self.kv_released or self.unwritten or self.session)
+
+    def on_tokens(self, message: BatchTokenIDOut, salt: int) -> None:
+        assert self.serves, "generated without whole weights"
+        assert message.weight_version == self.version
+        assert salt == salt_of(self.meant), "the weights are not what was pushed"
+        assert self.salts.setdefault(self.version, salt) == salt, "one version, two contents"
+
+    def on_reply(self, reply: ControlReply) -> None:
+        req, brings, fails = self.sent.pop(reply.id)
+        if isinstance(req, UpdateReq):
+            self._on_update(reply, brings, fails)
+        elif not reply.success:
+            return
+        elif isinstance(req, BeginWeightUpdateReq):
+            assert self.session is None and not self.asleep
+            self.session, self.session_wrote, self.session_failed = req, set(), False
+        elif isinstance(req, EndWeightUpdateReq):
+            assert self.session is not None and req.transaction_id == self.session.transaction_id
+            if req.discard:
+                self.lose_session()
+            else:
+                self._on_end(reply)
+        elif isinstance(req, ReleaseMemoryOccupationReq):
+            self._on_release(req.tags or ["weights", "kv_cache"])
+        elif isinstance(req, ResumeMemoryOccupationReq):
+            self._on_resume(req.tags)
+        elif isinstance(req, WeightsCheckerReq):
+            self.unwritten = set(SHAPES)
+
+    def _on_update(self, reply: ControlReply, brings: Weights, fails: bool) -> None:
+        if not reply.success and not (fails and reply.status_code == 500):
+            assert reply.status_code in (400, 404, 409, 499, 503, 504), reply.message
+            return
+        assert not self.asleep
+        self.meant |= brings
+        names = set(brings)
+        if not reply.success:
+            self.torn += 1
+            if self.session is None:
+                self.unwritten = set(SHAPES)
+            else:
+                self.session_wrote, self.session_failed = set(), True
+        elif self.session is None:
+            self.unwritten -= names
+            self.version = reply.payload["weight_version"]
+        else:
+            assert "weight_version" not in reply.payload
+            self.session_wrote |= names
+
+    def _on_end(self, reply: ControlReply) -> None:
+        assert self.session is not None
+        if self.session.full or self.session_failed:
+            assert self.session_wrote == set(SHAPES), "it ended with parameters missing"
+        self.unwritten -= self.session_wrote
+        self.version = reply.payload["weight_version"]
+        self.session = None
+
+    def lose_session(self) -> None:
+        self.unwritten = set(SHAPES) if self.touched else self.unwritten
+        self.session = None
+
+    def _on_release(self, tags: list[str]) -> None:
+        self.kv_released |= "kv_cache" in tags
+        if "weights" in tags:
+            assert self.session is None
+            self.asleep = True
+
+    def _on_resume(self, tags: list[str] | None) -> None:
+        if tags is None or "kv_cache" in tags:
+            self.kv_released = False
+        if self.asleep and (tags is None or "weights" in tags):
+            self.asleep = False
+            if not self._has_backup:
+                self.unwritten = set(SHAPES)
+
+
+class WeighedHarness(Harness):
+    has_backup = False
+
+    def make_worker(self, *sizes: int) -> TpWorker:
+        self.runner = self.weighed = WeighedRunner(*sizes, has_backup=self.has_backup)
+        self.weighed.fill(random_weights(0))
+        tp = TpGroup()
+        self.sources = WeightSources(self.weighed, tp, self.args)  # type: ignore[arg-type]
+        self.turned = TurnedStager(self.sources)
+        self.updater = WeightUpdater(self.weighed, tp, self.sources, self.args)  # type: ignore[arg-type]
+        self.book = Book(random_weights(0), self.has_backup)
+        return TpWorker(self.runner, self.updater, self.turned, tp)
+
+    def receive(self, message: SchedulerOutput) -> None:
+        if isinstance(message, ControlReply):
+            self.book.on_reply(message)
+        elif any(message.output_ids):
+            self.note_lost_lease()
+            self.book.on_tokens(message, self.weighed.salt)
+        super().receive(message)
+
+    def note_lost_lease(self) -> None:
+        """The one change that no reply tells of."""
+        if self.book.session is not None and not self.scheduler.control.session.is_open:
+            self.book.lost_leases += 1
+            self.book.lose_session()
+
+
+class Trainer:
+    """Registered memory. It is written only while no push of it is under way, as a sender sees to it."""
+
+    def __init__(self, id: str, names: list[str]) -> None:
+        self.id, self.names = id, names
+        self._memory = described.Trainer()
+        for name in names:
+            self._memory.place(name, torch.zeros(SHAPES[name]))
+
+    def description(self) -> Any:
+        return self._memory.description(self.id)
+
+    def step(self, weights: Weights) -> Weights:
+        for name in self.names:
+            self._memory.placed[name][0].copy_(weights[name])
+        return {name: weights[name] for name in self.names}
+
+
+class Monkey:
+    """Random messages, and a stager and a clock that move at random between steps."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        WeighedHarness.has_backup = seed % 2 == 1
+        self.h = WeighedHarness(
+            num_pages=40, max_rows=6, weight_update_lease=12.0, control_timeout=100.0, overlaps=seed % 4 >= 2
+        )
+        self.book = self.h.book
+        self.shadow = Shadow(self.h)
+        self.serial = self.made = 0
+        self.prompts: dict[str, list[int]] = {}
+        self.trainers: list[Trainer] = []
+        self.in_flight: dict[int, Trainer] = {}
+        self._failing: set[int] = set()
+        self._patch(monkeypatch)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Copies of requests that shall fail do so after they wrote."""
+        handle, commit, failing = self.h.updater.handle, UpdatePlan.commit, self._failing
+        current: list[int] = []
+
+        def watched_handle(req: Any, prepared: Any = None) -> ControlReply:
+            current[:] = [req.id]
+            return handle(req, prepared)
+
+        def watched_commit(plan: UpdatePlan) -> None:
+            commit(plan)
+            if current[0] in failing:
+                raise RuntimeError("device lost")
+
+        monkeypatch.setattr(self.h.updater, "handle", watched_handle)
+        monkeypatch.setattr(UpdatePlan, "commit", watched_commit)
+
+    def send(self, message: Any, brings: Weights | None = None, fails: bool = False) -> None:
+        self.serial += 1
+        message.id = self.serial
+        if fails:
+            self._failing.add(message.id)
+        self.book.sent[message.id] = (message, brings or {}, fails)
+        self.h.scheduler.handle(message)
+
+    # -- what it does --------------------------------------------------------------------------------------------
+
+    def play(self, turns: int) -> None:
+        for _ in range(turns):
+            if len(self.h.scheduler.requests) < 10 and self.rng.random() < 0.4:
+                self.add_request()
+            if self.rng.random() < 0.4:
+                self.disturb()
+            self.turn()
+
+    def turn(self) -> None:
+        if self.h.turned.queue and self.rng.random() < 0.5:
+            self.h.turned.turn()
+        self.h.clock.now += self.rng.choice([0.0, 1.0, 1.0, 3.0])
+        self.h.steps()
+        self.h.note_lost_lease()
+        self.check()
+
+    def check(self) -> None:
+        book, h = self.book, self.h
+        if book.serves:
+            assert h.updater.refusal() is None, h.updater.refusal()
+            assert h.weighed.salt == salt_of(book.meant) and h.updater.version == book.version
+        elif book.session is None:
+            assert h.updater.refusal() is not None
+
+    def add_request(self) -> None:
+        rid = f"r{len(self.prompts)}"
+        ids = prompt(self.rng.randrange(5), self.rng.choice([3, 7, 12, 20]))
+        self.prompts[rid] = ids
+        self.h.add(rid, ids, self.rng.choice([1, 4, 12]))
+
+    def disturb(self) -> None:
+        rng = self.rng
+        kind = rng.choices(
+            [
+                "push",
+                "registered",
+                "register",
+                "unregister",
+                "session",
+                "end",
+                "pause",
+                "memory",
+                "flush",
+                "odd",
+                "give_up",
+            ],
+            [8, 8, 2, 1, 2, 4, 4, 2, 1, 2, 5],
+        )[0]
+        getattr(self, f"_{kind}")()
+
+    def _fields(self) -> dict[str, Any]:
+        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no session, or of another."""
+        session, rng = self.book.session, self.rng
+        mine = session.transaction_id if session is not None and rng.random() < 0.85 else None
+        return {"mode": rng.choice(["wait", "in_place", "retract", "abort"]), "transaction_id": mine}
+
+    def _new(self) -> Weights:
+        self.made += 1
+        return random_weights(self.made)
+
+    def _names(self) -> list[str]:
+        """All, mostly: or nothing would ever serve again."""
+        return list(SHAPES) if self.rng.random() < 0.7 else self.rng.sample(list(SHAPES), 2)
+
+    def _push(self) -> None:
+        new, names = self._new(), self._names()
+        brings = {name: new[name] for name in names}
+        _, description = described.described(brings, f"one-shot {self.made}")
+        fails = self.rng.random() < 0.08
+        self.send(UpdateWeightsFromTensorReq(description=description, **self._fields()), brings, fails)
+
+    def _idle_trainers(self) -> list[Trainer]:
+        busy = [self.in_flight[id] for id in self.in_flight if id in self.book.sent]
+        return [trainer for trainer in self.trainers if trainer not in busy]
+
+    def _registered(self) -> None:
+        if not (idle := self._idle_trainers()):
+            return self._register()
+        trainer, rng = rng_choice(self.rng, idle), self.rng
+        brings = trainer.step(self._new())
+        fails = rng.random() < 0.05
+        self.in_flight[self.serial + 1] = trainer
+        if rng.random() < 0.3:  # as if the server had forgotten it
+            source: dict[str, Any] = {"description": trainer.description(), "keep": rng.random() < 0.8}
+        else:
+            source = {"registration": trainer.id}
+        self.send(UpdateWeightsFromTensorReq(**source, **self._fields()), brings, fails)
+
+    def _register(self) -> None:
+        if len(self.trainers) < 6:
+            self.trainers.append(Trainer(f"t{len(self.trainers)}", self._names()))
+        self.send(RegisterWeightsReq(description=self.trainers[-1].description()))
+
+    def _unregister(self) -> None:
+        ids = None if self.rng.random() < 0.3 else [t.id for t in self.trainers[:2]]
+        self.send(UnregisterWeightsReq(registrations=ids))
+
+    def _session(self) -> None:
+        name = self.rng.choice([None, f"s{self.serial}"])
+        self.send(
+            BeginWeightUpdateReq(
+                transaction_id=name, full=self.rng.random() < 0.3, mode=self.rng.choice(["wait", "in_place", "retract"])
+            )
+        )
+
+    def _end(self) -> None:
+        name = self.book.session.transaction_id if self.book.session is not None else None
+        if self.rng.random() < 0.1:
+            name = "another"
+        self.send(EndWeightUpdateReq(transaction_id=name, discard=self.rng.random() < 0.2))
+
+    def _pause(self) -> None:
+        if self.rng.random() < 0.3:
+            self.send(PauseGenerationReq(mode=self.rng.choice(["abort", "retract", "in_place"])))
+        else:
+            self.send(ContinueGenerationReq())
+
+    def _memory(self) -> None:
+        tags = self.rng.choice([None, ["weights"], ["kv_cache"]])
+        if self.h.updater.refusal() is None or self.rng.random() < 0.2:
+            self.send(ReleaseMemoryOccupationReq(tags=tags))
+        else:
+            self.send(ResumeMemoryOccupationReq())
+
+    def _flush(self) -> None:
+        self.send(FlushCacheReq(timeout=5.0))
+
+    def _odd(self) -> None:
+        """What is refused, and what makes noise of the weights."""
+        if self.rng.random() < 0.1:
+            self.send(WeightsCheckerReq(action="reset_tensors"))
+            return
+        _, description = described.described({"no.such": torch.ones(2)}, "odd")
+        self.send(UpdateWeightsFromTensorReq(description=description))
+
+    def _give_up(self) -> None:
+        """The caller of some request, answered or not, leaves; a trainer may then write its memory again."""
+        if self.serial:
+            self.h.scheduler.handle(WithdrawReq(id=self.rng.randint(max(1, self.serial - 4), self.serial)))
+
+    def settle(self) -> None:
+        """Bring everything to an end: sessions, pauses, sleep, torn weights, and all requests."""
+        for _ in range(3):
+            while self.h.turned.queue:
+                self.h.turned.turn()
+            self.h.clock.now += 200.0  # every deadline and every lease
+            self.turn()
+        self.send(ContinueGenerationReq())
+        if self.book.asleep or self.book.kv_released:
+            self.send(ResumeMemoryOccupationReq())
+        new = self._new()
+        _, description = described.described(new, "last")
+        self.send(UpdateWeightsFromTensorReq(description=description), new)
+        for _ in range(3000):
+            self.turn()
+            if not self.h.scheduler.has_work() and not self.book.sent:
+                return
+        raise AssertionError(f"never answered: {list(self.book.sent)}, {list(self.h.scheduler.requests)}")
+
+
+def rng_choice(rng: random.Random, trainers: list[Trainer]) -> Trainer:
+    return trainers[rng.randrange(len(trainers))]
+
+
+@pytest.fixture(autouse=True)
+def end_trainers() -> Iterator[None]:
+    yield
+    described.opened.clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkey = Monkey(seed, monkeypatch)
+    monkey.play(700)
+    monkey.settle()
+    h, book = monkey.h, monkey.book
+    assert book.serves and h.updater.refusal() is None
+    assert not h.scheduler.requests and sorted(h.replies) == list(range(1, monkey.serial + 1))
+    assert len(h.sources._receiver._memory) <= sum(len(t.names) > 0 for t in monkey.trainers), "one-shot memory closed"
+    recomputed = 0
+    for rid, tokens in h.tokens.items():
+        versions = list(dict.fromkeys(h.versions[rid]))
+        if len(versions) == 1 and h.last[rid][0].num_retractions[h.last[rid][1]] == 0:
+            assert tokens == generate(monkey.prompts[rid], len(tokens), book.salts[versions[0]])
+            recomputed += 1
+    assert recomputed > 10 and len(book.salts) > 5
+    assert h.scheduler.planner.num_cached_tokens > 0, "the prefix cache was of use"
+    ends = [reason.type for reason in h.finished.values()]
+    assert ends.count("length") > 20 and set(ends) <= {"length", "abort"}
+
+
+def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torn weights, lost leases, sleep and all kinds of answers come up, or the test above shows less than it says."""
+    torn = leases = 0
+    statuses: set[int] = set()
+    for seed in range(10, 14):
+        with monkeypatch.context() as patch:
+            monkey = Monkey(seed, patch)
+            monkey.play(500)
+            monkey.settle()
+        torn += monkey.book.torn
+        leases += monkey.book.lost_leases
+        statuses |= {reply.status_code for reply in monkey.h.replies.values() if not reply.success}
+    assert torn > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, (torn, leases, statuses)

@@ -1,0 +1,131 @@
+"""Control calls over plain, kept HTTP connections: a push is one small request, so the client must cost little.
+
+Used by `engine.http` for everything but generation. A call takes an idle connection or makes one, so calls of
+several threads run beside each other. Nothing is sent twice. (httpx takes half a millisecond or more for such a
+request, several times as long.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from verl_server.errors import BadRequestError
+
+_IDLE = 8
+"""Connections that are kept for later calls."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response, read to its end."""
+
+    status_code: int
+    headers: http.client.HTTPMessage
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+
+class ControlConnections:
+    """Connections to one server. Thread-safe."""
+
+    def __init__(self, url: str, connect_timeout: float, socket_options: Iterable[tuple[int, int, int]]) -> None:
+        self._url = urlsplit(url)
+        self._connect_timeout = connect_timeout
+        self._socket_options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), *socket_options]
+        self._tls: ssl.SSLContext | None = httpx.create_ssl_context() if self._url.scheme == "https" else None
+        self._idle: list[socket.socket] = []
+        self._used: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def request(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
+    ) -> Answer:
+        """One request and its answer. `timeout` bounds each wait for the server, in seconds.
+
+        Raises TimeoutError when the server is silent, another OSError or http.client.HTTPException when it cannot be
+        reached or the connection breaks.
+        """
+        connection = self._take()
+        keep = False
+        try:
+            connection.settimeout(timeout)
+            # One piece: a body that came after its head would wake the server twice.
+            connection.sendall(self._head(method, path, headers, body) + (body or b""))
+            with http.client.HTTPResponse(connection, method=method) as response:
+                response.begin()
+                answer = Answer(response.status, response.headers, response.read())
+                keep = not response.will_close
+        finally:
+            self._give_back(connection, keep)
+        return answer
+
+    def close(self) -> None:
+        """Close all; calls that wait for an answer end with an error."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._used:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+        for connection in idle:
+            connection.close()
+
+    def _head(self, method: str, path: str, headers: dict[str, str], body: bytes | None) -> bytes:
+        lines = [f"{method} {self._url.path}{path} HTTP/1.1", f"Host: {self._url.netloc}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [] if body is None else [f"Content-Length: {len(body)}"]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise BadRequestError("An API key, a URL or a path has a line break in it.")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None and _was_closed(connection):
+            connection.close()
+            connection = None
+        connection = connection or self._connect()
+        with self._lock:
+            self._used.append(connection)
+        return connection
+
+    def _give_back(self, connection: socket.socket, keep: bool) -> None:
+        with self._lock:
+            self._used.remove(connection)
+            keep = keep and not self._closed and len(self._idle) < _IDLE
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def _connect(self) -> socket.socket:
+        default_port = 80 if self._tls is None else 443
+        address = self._url.hostname or "", self._url.port or default_port
+        try:
+            connection = socket.create_connection(address, self._connect_timeout)
+            for option in self._socket_options:
+                connection.setsockopt(*option)
+            return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=address[0])
+        except TimeoutError as error:  # not a server that is silent during a call
+            raise ConnectionError(f"no connection within {self._connect_timeout} s") from error
+
+
+def _was_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed an idle connection: nothing else makes it readable."""
+    idle = select.poll()
+    idle.register(connection, select.POLLIN)
+    return bool(idle.poll(0))

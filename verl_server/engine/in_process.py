@@ -1,0 +1,141 @@
+"""`Engine`: the server's runtime inside this Python process, without HTTP.
+
+The model runs in scheduler processes; this process holds the TokenizerManager, whose loop has a thread of its
+own. All methods may be called from any thread; `HttpServerEngineAdapter` has the same ones over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from verl_server.engine.base import EngineBase, Result
+from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
+from verl_server.io_struct import ControlReply, ControlReq, GetInternalStateReq
+from verl_server.server.dialects.sglang.routes import NativeApi, model_info
+from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.launch import EngineProcesses, wait_for_followers
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+T = TypeVar("T")
+
+
+class Engine(EngineBase):
+    """`Engine(model_path=..., **settings)` or `Engine(server_args=...)`; ready when the constructor returns.
+
+    With `nnodes > 1`, nodes other than the first hold scheduler ranks only: their calls raise.
+    """
+
+    def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        if server_args is not None and kwargs:
+            raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
+        super().__init__()
+        self.server_args = server_args or ServerArgs.from_kwargs(**kwargs)
+        self._processes = EngineProcesses(self.server_args)
+        # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
+        self._finalizer = weakref.finalize(self, self._processes.shutdown)
+        try:
+            self.scheduler_info = self._processes.wait_ready()
+            if self._processes.manager is not None:
+                self._manager_or_none: TokenizerManager | None = self._processes.manager
+                self._info = NativeApi(self._processes.manager, self.server_args)
+            else:
+                self._manager_or_none = None
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """The manager of this engine; `launch_server_from_verl_engine` serves HTTP over it."""
+        if self._manager_or_none is None:
+            raise ServerUnavailableError(
+                f"This is node {self.server_args.node_rank} of {self.server_args.nnodes}: it only runs scheduler "
+                "ranks. Call the engine of node 0."
+            )
+        return self._manager_or_none
+
+    # -- generation -----------------------------------------------------------------------------------------
+
+    def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        return self.tokenizer_manager.run_sync(self._result(GenerateReqInput.parse(body), timeout))
+
+    async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        return await self.tokenizer_manager.run_async(self._result(GenerateReqInput.parse(body), timeout))
+
+    async def _result(self, obj: GenerateReqInput, timeout: float | None) -> Result:
+        generation = await self.tokenizer_manager.submit(obj)
+        try:
+            return await _bounded(generation.result(), timeout)
+        finally:
+            generation.close()
+
+    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]:
+        manager = self.tokenizer_manager
+        frames = manager.generate_request(GenerateReqInput.parse(body))
+        try:
+            while (frame := manager.run_sync(_next(frames, timeout))) is not None:
+                yield frame
+        finally:
+            manager.run_sync(_close(frames))
+
+    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        manager = self.tokenizer_manager
+        frames = manager.generate_request(GenerateReqInput.parse(body))
+        try:
+            while (frame := await manager.run_async(_next(frames, timeout))) is not None:
+                yield frame
+        finally:
+            await manager.run_async(_close(frames))
+
+    # -- control and info -----------------------------------------------------------------------------------
+
+    def _control(self, req: ControlReq) -> ControlReply:
+        return self.tokenizer_manager.run_sync(self.tokenizer_manager.control(req))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        async def abort() -> None:
+            self.tokenizer_manager.abort_request(rid, abort_all)
+
+        self.tokenizer_manager.run_sync(abort(), timeout=30)
+
+    def get_server_info(self) -> dict[str, Any]:
+        manager = self.tokenizer_manager
+        return manager.run_sync(self._info.server_info_dict(), timeout=30)
+
+    def get_model_info(self) -> dict[str, Any]:
+        return model_info(self.tokenizer_manager, self.server_args)
+
+    def get_internal_state(self) -> dict[str, Any]:
+        """The scheduler's load and memory figures."""
+        payload = self._ask(GetInternalStateReq())
+        return payload if isinstance(payload, dict) else {}
+
+    def wait(self) -> None:
+        """Block a node that has only scheduler ranks until they end."""
+        wait_for_followers(self._processes)
+
+    def shutdown(self) -> None:
+        self._finalizer()
+        self._end_pushes()
+
+
+async def _bounded(work: Coroutine[Any, Any, T], timeout: float | None) -> T:
+    try:
+        return await asyncio.wait_for(work, timeout)
+    except TimeoutError:
+        raise ControlTimeoutError(f"The generation did not end within {timeout} s; it was aborted.") from None
+
+
+async def _next(frames: AsyncIterator[Any], timeout: float | None) -> Any:
+    async def step() -> Any:
+        return await anext(frames, None)
+
+    return await _bounded(step(), timeout)
+
+
+async def _close(frames: Any) -> None:
+    await frames.aclose()

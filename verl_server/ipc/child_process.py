@@ -1,0 +1,247 @@
+"""A child that says when it is ready, why it failed, and does not outlive its parent.
+
+`ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. Owned by whoever launches schedulers
+(`server/launch.py`) or a whole server (`engine.HttpServerEngineAdapter`). A fresh interpreter rather than
+`multiprocessing`: the user's `__main__` is not imported again, so no `if __name__ == "__main__"` guard is
+needed, and neither CUDA state nor locks are inherited.
+
+In the child, `child_main` runs the target, reports `ready(info)` or the traceback on a pipe, and watches its
+parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
+stuck in native code with the interpreter lock held notices only when it comes back.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from verl_server.errors import ServerLaunchError
+from verl_server.ipc.collectives import clean_child_env
+
+_LOG_TAIL_LINES = 40
+_LOG_LINE_BYTES = 4096
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class ChildProcess:
+    """Handle of a running child: starts it; then call `wait_ready`.
+
+    `poll` and `terminate` may be called from any thread. The child's output is passed on to this process's
+    stderr line by line, and the last lines are kept for error messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        argument: dict[str, Any],
+        env: dict[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
+        """`pass_fds` are open in the child, too, under the same numbers; `argument` says what they are."""
+        self.name = name
+        self._lock = threading.Lock()
+        self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
+        self._status_r, status_w = os.pipe()
+        alive_r, self._alive_w = os.pipe()
+        ends = (status_w, alive_r, os.getpid())
+        try:
+            self.popen = subprocess.Popen(
+                # -P: a file in the user's folder must not shadow a module of the standard library.
+                [sys.executable, "-u", "-P", "-X", "faulthandler", "-m", module, *map(str, ends)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status_w, alive_r, *pass_fds),
+                env=_child_env(env),
+                start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in order
+            )
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            os.close(status_w)
+            os.close(alive_r)
+        self._drain = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)
+        self._drain.start()
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died at once: wait_ready tells why
+            self.popen.stdin.write(json.dumps(argument).encode() + b"\n")
+            self.popen.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def wait_ready(self, timeout: float, also: Callable[[], None] | None = None) -> dict[str, Any]:
+        """The child's `ready(info)`. Raises ServerLaunchError with its traceback and log tail, or on timeout.
+
+        `also` is called several times a second and may raise, e.g. because a sibling died.
+        """
+        deadline = time.monotonic() + timeout
+        poller = select.poll()
+        poller.register(self._status_r, select.POLLIN | select.POLLHUP)
+        data = b""
+        while not data.endswith(b"\n"):
+            if also is not None:
+                also()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ServerLaunchError(
+                    f"{self.name} was not ready within {timeout:.0f} s (raise startup_timeout if it is just slow)."
+                    + self.log_tail()
+                )
+            code = self.popen.poll()  # before reading, so that what it wrote last is still seen
+            chunk = b""
+            if poller.poll(0 if code is not None else min(left, 0.2) * 1000):
+                chunk = os.read(self._status_r, 1 << 16)
+                data += chunk
+            if code is not None and not chunk:
+                raise ServerLaunchError(
+                    f"{self.name} exited with {describe_exit(code)} while starting.{self.log_tail()}"
+                )
+            if not chunk and code is None:
+                time.sleep(0.01 if poller.poll(0) else 0)  # end-of-file, and the process is about to be reaped
+        status = json.loads(data)
+        if "error" in status:
+            raise ServerLaunchError(
+                f"{self.name} failed while starting: {status['summary']}\n\n"
+                f"Traceback in {self.name}:\n{status['error']}{self.log_tail()}"
+            )
+        info: dict[str, Any] = status["ready"]
+        return info
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self.popen.poll()
+
+    def log_tail(self) -> str:
+        """The last lines of the child's output, as a paragraph to append to an error."""
+        if self.popen.poll() is not None:
+            self._drain.join(timeout=2)
+        lines = list(self._log_tail)
+        return f"\n\nLast lines of {self.name}'s log:\n" + "".join(lines) if lines else ""
+
+    def terminate(self, grace: float = 10.0) -> int | None:
+        """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; waits. Idempotent."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(timeout=grace)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.popen.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.popen.wait(timeout=5)
+        self._close_pipes()
+        return self.popen.poll()
+
+    def _close_pipes(self) -> None:
+        with self._lock:
+            for attr in ("_alive_w", "_status_r"):
+                fd = getattr(self, attr)
+                setattr(self, attr, -1)
+                if fd >= 0:
+                    os.close(fd)
+
+    def _forward_log(self) -> None:
+        pipe = self.popen.stdout
+        assert pipe is not None
+        rest = b""
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            # A progress bar's carriage returns end lines, too; a line without end is cut.
+            *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+            if len(rest) > _LOG_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._pass_on(lines)
+        self._pass_on([rest] if rest else [])
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        for raw in lines:
+            line = raw[:_LOG_LINE_BYTES].decode(errors="replace") + "\n"
+            self._log_tail.append(line)
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # our own stderr is closed or None
+                sys.stderr.write(line)
+
+
+def _child_env(extra: dict[str, str] | None) -> dict[str, str]:
+    env = clean_child_env() | (extra or {})
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))
+    return env
+
+
+def describe_exit(code: int | None) -> str:
+    """ "code 1" or "signal SIGKILL" for a subprocess return code."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"code {code}"
+
+
+def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
+    """Entry of a child module: `target(argument, ready)` runs until the child should exit.
+
+    `ready(info)` may be called once. Whatever ends the target is reported to the parent if it comes before
+    `ready`; threads that libraries left behind do not keep the process alive. `argument["leftovers"]` are folders
+    of the parent that the child removes if the parent is killed and cannot do so itself.
+    """
+    status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
+    for fd in (status_w, alive_r):
+        os.set_inheritable(fd, False)  # a grandchild that held them would hide our end from the parent
+    leftovers: list[str] = []
+    watch = (alive_r, parent_pid, leftovers)
+    threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
+
+    def report(message: dict[str, Any]) -> None:
+        nonlocal status_w
+        if status_w >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(status_w, json.dumps(message).encode() + b"\n")
+            os.close(status_w)
+            status_w = -1
+
+    code = 0
+    try:
+        argument = json.loads(sys.stdin.buffer.readline())
+        leftovers += argument.get("leftovers", [])
+        target(argument, lambda info: report({"ready": info}))
+        report({"error": "", "summary": "it returned before it was ready"})
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            traceback.print_exc()
+            first, *more = str(error).splitlines() or [""]
+            if more:  # a long message (a child's log) may push its own beginning out of the tail that the parent keeps
+                print(f"{type(error).__name__}: {first}", file=sys.stderr)
+            code = 1
+        report({"error": traceback.format_exc(), "summary": f"{type(error).__name__}: {error}"})
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _die_with_parent(alive_r: int, parent_pid: int, leftovers: list[str]) -> None:
+    poller = select.poll()
+    poller.register(alive_r, select.POLLIN | select.POLLHUP)
+    # The pid is asked as well: a process that the parent forked keeps the pipe open beyond the parent's end.
+    while not poller.poll(1000) and os.getppid() == parent_pid:
+        pass
+    # With the parent, everyone who could wait for a graceful end is gone. Children of this process (a
+    # server's schedulers) notice the same way as soon as this process is dead.
+    for folder in leftovers:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,373 @@
+"""`BatchPlanner`: which requests run in the next step, and on which pages.
+
+Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache; pure Python, no
+tensors, no I/O. The `Scheduler` adds requests, asks for a `ScheduleBatch`, launches it, reports it collected and
+removes requests. One step may be in flight while the next is planned: pages and rows that it still writes can be
+given away, because the device runs steps in order.
+
+Policy: every running request decodes in every step; what is left of the step goes to prefills, at most
+`chunked_prefill_size` prompt tokens, oldest first. Admission is first come, first served and optimistic: only a
+fraction of the tokens that requests may still sample is reserved. When pages run out after all, the newest
+request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest one always
+fits (checked at arrival), so there is always progress.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from verl_server.scheduler.memory_pool import PagePool, ReqToTokenPool
+from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
+
+_RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
+_RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
+_MAX_SKIPPED = 256  # waiting requests looked at beyond those that cannot start yet
+
+
+class BatchPlanner:
+    """State and policy of continuous batching; see the module docstring."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        chunked_prefill_size: int,
+        disable_radix_cache: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.chunked_prefill_size = chunked_prefill_size
+        self.pages = PagePool(num_pages)
+        self.rows = ReqToTokenPool(max_rows)
+        self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
+        self.waiting: list[Req] = []
+        """In order of arrival, retracted requests among them."""
+        self.running: list[Req] = []
+        self.num_retractions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._reserve_ratio = _RESERVE_START
+        self._num_retracted = 0
+        """Waiting requests that were started before."""
+
+    # -- requests in and out ---------------------------------------------------------------------------------
+
+    def max_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.pages.num_pages * self.page_size
+
+    def add(self, req: Req) -> None:
+        """Queue a request, in the order of arrival."""
+        bisect.insort(self.waiting, req, key=_arrival)
+
+    def remove(self, req: Req, *, cache: bool = True) -> None:
+        """Forget a request. `cache=False` keeps its newest pages out of the prefix cache."""
+        if req.row < 0:
+            del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=_arrival)]
+            self._num_retracted -= req.started
+            return
+        self.running.remove(req)
+        self._free(req, cache)
+
+    def remove_finished(self, finished: list[tuple[Req, bool]]) -> None:
+        """`remove` many running requests, each with its `cache` flag, in one pass over the running list."""
+        for req, cache in finished:
+            self._free(req, cache)
+        if finished:
+            self.running = [req for req in self.running if req.row >= 0]
+
+    def retract(self, req: Req) -> None:
+        """Put a running request back into the queue without KV; it keeps its tokens and log-probabilities.
+
+        Not while a step of it is in flight, whose token could not be told from one of its next life.
+        """
+        assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step of it is in flight"
+        self.running.remove(req)
+        self._free(req, cache=True)
+        req.private = False
+        if req.prompt_logprobs is not None:
+            req.prompt_logprobs.clear()
+        req.num_retractions += 1
+        self.num_retractions += 1
+        self._num_retracted += 1
+        self.add(req)
+
+    def retract_all(self) -> None:
+        """Retract all running requests for an update, or a pause."""
+        for req in list(self.running):
+            self.retract(req)
+            req.restarted = True
+
+    def is_restarting(self) -> bool:
+        """Whether a request that an update threw back is still computing what it had before."""
+        return any(req.restarted for req in self.running)
+
+    def has_started(self) -> bool:
+        """Whether any request was started and is not finished, retracted ones included."""
+        return bool(self.running) or self._num_retracted > 0
+
+    def start_version(self) -> None:
+        """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`.
+
+        An unfinished prefill starts again: the next token and the log-probabilities of a prompt have one version.
+        """
+        for req in [req for req in self.running if req.prefilling]:
+            self.retract(req)
+            req.restarted = True
+        self.cache.start_version()
+        for req in self.running:
+            req.private = True
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def plan(self, only_started: bool = False, settled: bool = True) -> ScheduleBatch | None:
+        """The next step, which must be launched at once. None if there is nothing to run.
+
+        `only_started` admits nobody new (a drain). While a step is in flight (not `settled`) nobody is retracted: then
+        None also means that somebody would have to be, and to ask again when it was collected.
+        """
+        retracted = False
+        while True:
+            decodes, growing, prefills = self._split_running()
+            if len(growing) <= self.available_pages():
+                for req in growing:
+                    self._grow(req, 1)
+                admit = bool(self.waiting) and not retracted
+                if reqs := decodes + self._plan_prefills(prefills, admit, only_started):
+                    self._adapt_reserve(retracted)
+                    return ScheduleBatch.build(reqs)
+                if not self.running:
+                    return None
+            # Decodes are short of pages, or prefills hold all of them: the newest makes room for the others.
+            if not settled:
+                return None
+            self.retract(max(self.running, key=_arrival))
+            retracted = True
+
+    def collected(self, batch: ScheduleBatch) -> list[Req]:
+        """The step was computed: its KV is sound. Returns the requests whose prefill went on, to `share`."""
+        for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
+            req.sound_len += extend_len
+        prefilled = [req for req in batch.prefills if req.row >= 0 and req.prefilling]
+        for req in prefilled:
+            req.prefilling = req.sound_len < len(req.token_ids)
+            req.restarted = req.restarted and req.prefilling
+        return prefilled
+
+    def share(self, reqs: list[Req]) -> None:
+        """Put the full pages of those requests that still run into the prefix cache."""
+        for req in reqs:
+            if req.row >= 0:
+                self._share(req)
+
+    def _split_running(self) -> tuple[list[Req], list[Req], list[Req]]:
+        """Requests that decode next, those of them that need a page for it, and those whose prefill goes on.
+
+        Who has sampled its last token, though it is still pending, is none of them.
+        """
+        size = self.page_size
+        decodes, growing, prefills = [], [], []
+        for req in self.running:
+            cached_len = req.cached_len
+            if cached_len >= req.compute_len:
+                continue
+            if len(req.token_ids) + req.num_pending - cached_len == 1:
+                if cached_len == len(req.pages) * size:
+                    growing.append(req)
+                req.device_len = cached_len + 1
+                decodes.append(req)
+            else:
+                prefills.append(req)
+        return decodes, growing, prefills
+
+    def _plan_prefills(self, prefills: list[Req], admit: bool, only_started: bool) -> list[Req]:
+        """Who fills up the step: first prefills that go on, oldest first, then, with `admit`, waiting requests."""
+        budget = self.chunked_prefill_size
+        prefills.sort(key=_arrival)
+        chunks = []
+        for req in prefills:
+            if took := self._take_chunk(req, budget):
+                budget -= took
+                chunks.append(req)
+        return chunks + self._admit(budget, only_started) if admit else chunks
+
+    def _adapt_reserve(self, retracted: bool) -> None:
+        """Admit more carefully after a retraction, and a little less so after every step without."""
+        if retracted:
+            self._reserve_ratio = min(1.0, self._reserve_ratio + _RESERVE_RISE)
+        else:
+            self._reserve_ratio = max(_RESERVE_MIN, self._reserve_ratio - _RESERVE_DECAY)
+
+    def _take_chunk(self, req: Req, budget: int) -> int:
+        """Plan the next part of a prefill as far as budget and pages allow; returns its length."""
+        room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
+        chunk = min(budget, len(req.token_ids) - req.cached_len, room)
+        if chunk <= 0:
+            return 0
+        req.device_len = req.cached_len + chunk
+        self._grow(req, self._num_pages(req.device_len) - len(req.pages))
+        return chunk
+
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int, only_started: bool) -> list[Req]:
+        """Start waiting requests in order while budget, rows and pages last."""
+        admitted: list[Req] = []
+        skipped: list[Req] = []
+        if budget <= 0 or not self.rows.available or (only_started and not self._num_retracted):
+            return admitted
+        reserved = self._expected_pages(self.running)
+        computing = {self._next_page(req) for req in self.running if req.prefilling}
+        for req in self.waiting:
+            if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
+                break
+            if only_started and not req.started:
+                skipped.append(req)
+                continue
+            node = self._match(req)
+            # Requests of one group arrive together: waiting a step for the first of them is cheaper than computing
+            # the prompt once for each. Prefills go oldest first, so it is done when there is budget to spare.
+            shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
+            if shares and _page_key(node, req, self.page_size) in computing:
+                skipped.append(req)
+            elif self._start(req, node, reserved):
+                budget -= self._take_chunk(req, budget)
+                reserved += self._expected_pages([req])
+                computing.add(self._next_page(req))
+                admitted.append(req)
+            else:
+                break
+        self.waiting[: len(admitted) + len(skipped)] = skipped
+        return admitted
+
+    def _match(self, req: Req) -> PageNode:
+        cache = self.cache
+        return cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
+
+    def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
+        """The page that a running prefill will give to the prefix cache next."""
+        assert req.node is not None
+        return _page_key(req.node, req, self.page_size)
+
+    def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
+        """Give a waiting request a row and the cached pages down to `node`; False if memory is short."""
+        cache = self.cache
+        cache.lock(node)
+        need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
+        if self.running and need + reserved > self.available_pages():
+            cache.unlock(node)
+            return False
+        req.row = self.rows.alloc()
+        req.node = node
+        req.pages = cache.path_pages(node)
+        req.cached_len = req.sound_len = node.depth * self.page_size
+        if req.pages:
+            req.page_updates = [(0, list(req.pages))]
+        req.prefilling = True
+        if req.started:
+            self._num_retracted -= 1
+        else:
+            req.started = True
+            req.cached_tokens = min(req.cached_len, len(req.prompt_ids))
+            self.num_prompt_tokens += len(req.prompt_ids)
+            self.num_cached_tokens += req.cached_tokens
+        self.running.append(req)
+        return True
+
+    def _reserve_pages(self, req: Req) -> int:
+        return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
+
+    def _expected_pages(self, reqs: list[Req]) -> int:
+        """Pages that running requests will probably still ask for. One pass: every step with a queue asks."""
+        size, ratio = self.page_size, self._reserve_ratio
+        total = 0
+        for req in reqs:
+            remain = req.max_new_tokens - len(req.output_ids)
+            reserve = int(ratio * (remain if remain < _RESERVE_CLIP else _RESERVE_CLIP))
+            expected = -(-len(req.token_ids) // size) - (-reserve // size) - len(req.pages)
+            if expected > 0:
+                total += expected
+        return total
+
+    # -- pages -----------------------------------------------------------------------------------------------
+
+    def available_pages(self) -> int:
+        """Pages that can be had without taking them from a request."""
+        return self.pages.available + self.cache.evictable
+
+    def num_used_tokens(self) -> int:
+        """Tokens of capacity that running requests hold."""
+        return (self.pages.num_pages - self.available_pages()) * self.page_size
+
+    def _num_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _grow(self, req: Req, count: int) -> None:
+        if count <= 0:
+            return
+        short = count - self.pages.available
+        if short > 0:
+            self.cache.evict(short)
+        taken = self.pages.alloc(count)
+        req.page_updates.append((len(req.pages), taken))
+        req.pages += taken
+
+    def _share(self, req: Req) -> None:
+        """Give the full pages of a request to the prefix cache; it goes on holding them."""
+        count = req.sound_len // self.page_size
+        node = req.node
+        if self.cache.disabled or req.private or node is None or count <= node.depth:
+            return
+        req.node, swapped = self.cache.extend(node, req.token_ids, req.pages, count)
+        for index, page in swapped:
+            req.pages[index] = page
+            req.page_updates.append((index, [page]))
+
+    def _free(self, req: Req, cache: bool) -> None:
+        assert req.node is not None
+        if cache:
+            self._share(req)
+        self.pages.free(req.pages[req.num_shared :])
+        self.cache.unlock(req.node)
+        self.rows.free(req.row)
+        req.row, req.node, req.pages, req.page_updates = -1, None, [], []
+        req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
+        req.prefilling = False
+
+    def check_invariants(self, deep: bool = True) -> None:
+        """free + cached + used == total, and with `deep` also whose every page, lock and row is."""
+        used = sum(len(req.pages) - req.num_shared for req in self.running)
+        free, cached = self.pages.available, self.cache.num_pages
+        assert free + cached + used == self.pages.num_pages, f"{free=} + {cached=} + {used=} != {self.pages.num_pages}"
+        assert self.rows.available + len(self.running) == self.rows.max_rows, "a page-table row was lost"
+        if not self.running:
+            assert self.cache.protected == self.cache.detached == 0, "pages are locked, but nothing runs"
+        if not deep:
+            return
+        holders = [req.node for req in self.running if req.node is not None]
+        assert len(holders) == len(self.running)
+        self.cache.check_invariants(holders)
+        owned = self.pages.free_pages() + [node.page for node in self.cache.nodes()]
+        owned += [node.page for node in self.cache.outdated()]
+        for req in self.running:
+            assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
+            assert req.node.depth * self.page_size <= req.sound_len <= min(req.cached_len, len(req.token_ids))
+            assert 0 <= req.num_pending <= 1, "more than one step is in flight"
+            assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not the tree's"
+            owned += req.pages[req.num_shared :]
+        assert len(set(owned)) == len(owned), "a KV page has two owners"
+        assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
+        for req in self.waiting:
+            assert req.row < 0 and not req.pages and req.node is None, "a waiting request holds KV"
+        assert self._num_retracted == sum(req.started for req in self.waiting)
+
+
+def _arrival(req: Req) -> int:
+    return req.arrival
+
+
+def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:
+    """What the page of `req` right below `node` is found by."""
+    start = node.depth * page_size
+    return id(node), tuple(req.token_ids[start : start + page_size])

@@ -1,0 +1,419 @@
+"""`ControlQueue`: pause, flush, sessions, weight updates and memory requests, each at its moment between two steps.
+
+Owned by the `Scheduler`, which calls `run_ready` between steps. Implements the tables in docs/scheduler-states.md:
+what is refused on arrival, what is staged first, whose turn it is, and what each request does while serving,
+draining, paused, held by a session or refusing. Nothing here blocks: a request that has to wait (to be staged, for
+started requests to finish, for the scheduler to become idle) is looked at again after the next step, or when the
+stager rings, until its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import (
+    ENDING_REQS,
+    BeginWeightUpdateReq,
+    ContinueGenerationReq,
+    ControlReply,
+    ControlReq,
+    EndWeightUpdateReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    InitWeightsUpdateGroupReq,
+    PauseGenerationReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    StagedReq,
+    UnregisterWeightsReq,
+    UpdateReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightReq,
+)
+from verl_server.scheduler.stats import internal_state
+from verl_server.worker.update_session import SessionFence
+from verl_server.worker.weight_sources import needs_staging
+
+if TYPE_CHECKING:
+    from verl_server.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_GIVEN_UP = 499
+"""Status of what nobody waits for any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    req: WeightReq
+    deadline: float
+    staged: bool = False
+    """It went through the stager, or is on its way."""
+    ready: bool = True
+    """Its staging, if any, is over."""
+
+
+@dataclass(slots=True)
+class _PendingFlush:
+    req: FlushCacheReq
+    deadline: float
+
+
+class ControlQueue:
+    """Control requests in order of arrival, the paused state, and the session that holds generation."""
+
+    def __init__(self, scheduler: Scheduler, timeout: float, default_lease: float) -> None:
+        self._scheduler = scheduler
+        self._timeout = timeout
+        self._queue: deque[_Pending] = deque()
+        self._aside: dict[int, _Pending] = {}
+        """Requests that are over when they were staged: they have no turn to wait for."""
+        self._overdue: dict[int, StagedReq] = {}
+        """Refused as late, while the stager is still at them or before them."""
+        self._flushes: list[_PendingFlush] = []
+        self._step_taken = True  # since the last update: generation gets one before the next
+        self.session = SessionFence(scheduler.clock, default_lease)
+        self.paused = False
+        self.draining = False
+        """The head of the queue waits for started requests; nobody new is started."""
+
+    @property
+    def holds_generation(self) -> bool:
+        """No step is taken, and nobody is refused: generation goes on when the pause, or the session, ends."""
+        return self.paused or self.session.is_open
+
+    def receive(self, req: ControlReq) -> None:
+        """Act at once on what does not depend on the order of weight updates; stage and queue the rest."""
+        now = self._scheduler.clock()
+        match req:
+            case GetInternalStateReq():
+                self._reply(ControlReply(id=req.id, success=True, payload=internal_state(self._scheduler)))
+            case PauseGenerationReq():
+                self._pause(req)
+            case ContinueGenerationReq():
+                self.paused = False
+                self._reply(ControlReply(id=req.id, success=True))
+            case FlushCacheReq():
+                self._flushes.append(_PendingFlush(req, now + min(max(req.timeout, 0.0), self._timeout)))
+            case _:
+                self._receive_ordered(req, _Pending(req, now + self._timeout))
+
+    def withdraw(self, request_id: int) -> None:
+        """Its caller gave up: what has not begun must not be carried out, for he may write its memory again."""
+        message = "It was withdrawn: its caller gave up before it began."
+        for item in [item for item in self._flushes if item.req.id == request_id]:
+            self._flushes.remove(item)
+            self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
+        pending = self._aside.get(request_id) or self._queued(request_id)
+        if pending is not None and not isinstance(pending.req, ENDING_REQS):
+            self._withdraw(pending, message, _GIVEN_UP)
+
+    def run_ready(self) -> None:
+        """Carry out the queued requests whose moment has come. Called between steps.
+
+        At most one that copies weights: before the next the loop must hear whether its caller gave up meanwhile.
+        """
+        self._take_staged()
+        self._watch_aside()
+        while self._queue:
+            head = self._queue[0]
+            if self._scheduler.clock() >= head.deadline:
+                self._queue.popleft()
+                self._refuse_late(head)
+                continue
+            if not head.ready or not self._is_ready(head.req):
+                break
+            self._queue.popleft()
+            self._run(head)
+            if isinstance(head.req, UpdateReq):
+                break
+        self.draining = bool(self._queue) and self._queue[0].ready and not self._owes_progress()
+        self._watch_lease()
+        self._run_flushes()
+
+    def step_taken(self) -> None:
+        self._step_taken = True
+
+    def _owes_progress(self) -> bool:
+        """Whether generation has not come any further since the last update: a flood of them would starve it."""
+        return not self._step_taken or self._scheduler.planner.is_restarting()
+
+    def is_ready(self) -> bool:
+        """With nothing runnable: whether `run_ready` has something to do. Then nobody is waited for but the stager
+        (which rings) and, by a flush, requests that a pause froze."""
+        return (bool(self._queue) and self._queue[0].ready) or (bool(self._flushes) and not self._is_busy())
+
+    def wait_seconds(self) -> float | None:
+        """How long the idle loop may sleep: until the next deadline, None without one."""
+        deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
+        deadlines += [item.deadline for item in self._flushes]
+        if self.session.is_open and not self._session_call_pending():
+            deadlines.append(self.session.lease_end)
+        return max(0.0, min(deadlines) - self._scheduler.clock()) if deadlines else None
+
+    # -- arrival and staging ---------------------------------------------------------------------------------
+
+    def _receive_ordered(self, req: WeightReq, pending: _Pending) -> None:
+        """Refuse at once what can be refused at once, begin to stage what needs it, and queue it."""
+        try:
+            self._scheduler.worker.weights.check(req)
+            if not any(isinstance(item.req, (BeginWeightUpdateReq, EndWeightUpdateReq)) for item in self._queue):
+                self.session.check(req)  # what is queued will not change who is let through
+        except VerlServerError as error:
+            self._abandon(req)
+            self._refuse(req, str(error), error.status_code)
+            return
+        if self.session.owns(req):
+            self.session.renew()
+        if isinstance(req, StagedReq) and needs_staging(req):
+            if stuck := [other for other in self._overdue.values() if _is_join(other) == _is_join(req)]:
+                self._abandon(req)
+                self._refuse(req, self._stuck_message(stuck), 503)
+                return
+            pending.staged, pending.ready = True, False
+            self._scheduler.worker.stage(req)
+        if isinstance(req, (RegisterWeightsReq, InitWeightsUpdateGroupReq)):
+            self._aside[req.id] = pending
+        else:
+            self._queue.append(pending)
+
+    def _abandon(self, req: WeightReq) -> None:
+        """Refused on arrival, while its sender counts on every rank to take part: they shall know that they did not."""
+        if isinstance(req, UpdateWeightsFromTensorReq) and not req.serialized_named_tensors:
+            return
+        if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
+            self._scheduler.worker.stage(req)
+            self._scheduler.worker.drop_staged(req)
+
+    def _take_staged(self) -> None:
+        """Note what the stager is done with: refusals are answered, the rest has its turn to wait for."""
+        for request_id, error in self._scheduler.worker.stager.finished():
+            self._overdue.pop(request_id, None)
+            pending = self._aside.pop(request_id, None) or self._queued(request_id)
+            if pending is None:
+                continue  # refused meanwhile, and dropped
+            pending.ready = True
+            if error is not None:
+                if pending in self._queue:
+                    self._queue.remove(pending)
+                self._refuse(pending.req, str(error), error.status_code)
+            elif pending not in self._queue:
+                self._run(pending)
+
+    def _queued(self, request_id: int) -> _Pending | None:
+        return next((item for item in self._queue if item.req.id == request_id), None)
+
+    def _watch_aside(self) -> None:
+        now = self._scheduler.clock()
+        for pending in [item for item in self._aside.values() if now >= item.deadline]:
+            del self._aside[pending.req.id]
+            self._refuse_late(pending)
+
+    def _drop(self, pending: _Pending) -> None:
+        if pending.staged and isinstance(pending.req, StagedReq):
+            self._scheduler.worker.drop_staged(pending.req)
+
+    def _drop_all_updates(self) -> None:
+        """The weights were released: what was opened for updates that still wait must be closed."""
+        for pending in self._staged():
+            if not _is_join(pending.req):
+                name = type(pending.req).__name__
+                self._withdraw(
+                    pending, f"{name}: the weights were released meanwhile. Resume them, send it again.", 400
+                )
+
+    def _drop_described(self, unregistered: UnregisterWeightsReq) -> None:
+        """Registrations were closed: so must be what was opened to become one of them."""
+        ids = unregistered.registrations
+        for pending in self._staged():
+            description = getattr(pending.req, "description", None)
+            if description is not None and (ids is None or description.id in ids):
+                self._withdraw(pending, f"'{description.id}' was unregistered meanwhile.", 400)
+
+    def _staged(self) -> list[_Pending]:
+        return [item for item in (*self._queue, *self._aside.values()) if item.staged]
+
+    def _withdraw(self, pending: _Pending, message: str, status_code: int) -> None:
+        if pending in self._queue:
+            self._queue.remove(pending)
+        self._aside.pop(pending.req.id, None)
+        self._drop(pending)
+        self._refuse(pending.req, message, status_code)
+
+    def _stuck_message(self, stuck: list[StagedReq]) -> str:
+        kinds = ", ".join(type(req).__name__ for req in stuck)
+        return (
+            f"Staging is stuck in {kinds}, which was refused because it took longer than {self._timeout:g} s "
+            "(control_timeout). The old weights go on, and pushes by registration work. Is its trainer alive, its disk "
+            "readable? If it does not come back, restart the server."
+        )
+
+    # -- when ------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, req: WeightReq) -> bool:
+        """Whether `req` may run now. Clears the way as its mode says."""
+        scheduler = self._scheduler
+        if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests and not self.session.is_open:
+            scheduler.abort_all("Aborted by a change of the weight version.")
+        if not isinstance(req, (UpdateReq, BeginWeightUpdateReq)) or self._is_fenced(req):
+            return True
+        if scheduler.has_runnable() and self._owes_progress():
+            return False
+        aborts = isinstance(req, UpdateReq) and req.abort_all_requests
+        if aborts or (req.mode == "abort" and not self.holds_generation):
+            scheduler.abort_all("Aborted by a weight update.")
+        elif self.holds_generation:
+            return True  # whoever paused, or began the session, has decided what becomes of running requests
+        elif req.mode == "retract":
+            scheduler.settle()
+            scheduler.planner.retract_all()
+        elif req.mode == "wait":
+            return not scheduler.planner.has_started()
+        return True
+
+    def _is_fenced(self, req: WeightReq) -> bool:
+        try:
+            self.session.check(req)
+        except VerlServerError:
+            return True
+        return False
+
+    def _session_call_pending(self) -> bool:
+        """Its lease is over after silence, not while it waits for us."""
+        return any(self.session.owns(item.req) for item in self._queue)
+
+    def _watch_lease(self) -> None:
+        session = self.session
+        if not session.is_open or self._session_call_pending() or self._scheduler.clock() < session.lease_end:
+            return
+        logger.warning(
+            "The weight-update session %s was silent for %g s: it is discarded.", session.name, session.lease_seconds
+        )
+        self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=session.transaction_id, discard=True), 0.0))
+
+    # -- what ------------------------------------------------------------------------------------------------
+
+    def _run(self, pending: _Pending) -> None:
+        req = pending.req
+        self._scheduler.settle()  # what ran, or was aborted, is told before the reply, and under the old version
+        try:
+            self.session.check(req)
+        except VerlServerError as error:
+            self._drop(pending)
+            self._refuse(req, str(error), error.status_code)
+            return
+        if isinstance(req, ReleaseMemoryOccupationReq) and self._is_busy():
+            planner = self._scheduler.planner
+            message = (
+                f"Memory cannot be released while {len(planner.running)} requests run and {len(planner.waiting)} "
+                "wait. Wait for them, abort them, or pause generation with mode='abort' or 'retract' first."
+            )
+            self._refuse(req, message, 400)
+            return
+        was_asleep = self._scheduler.worker.weights.state == "asleep"
+        reply = self._carry_out(pending)
+        if self._scheduler.worker.weights.state == "asleep" and not was_asleep:
+            self._drop_all_updates()
+        elif isinstance(req, UnregisterWeightsReq):
+            self._drop_described(req)
+        self._reply(reply)
+
+    def _carry_out(self, pending: _Pending) -> ControlReply:
+        """Run it on all ranks, then renew the prefix cache if the weights changed."""
+        scheduler, req = self._scheduler, pending.req
+        worker, planner = scheduler.worker, scheduler.planner
+        epoch = worker.weights.epoch
+        reply = worker.run_staged(req) if pending.staged and isinstance(req, StagedReq) else worker.control(req)
+        if isinstance(req, (UpdateReq, BeginWeightUpdateReq)):
+            self._step_taken = False
+        self._note_session(req, reply)
+        if worker.weights.epoch != epoch:
+            planner.start_version()
+        return reply
+
+    def _note_session(self, req: WeightReq, reply: ControlReply) -> None:
+        if isinstance(req, BeginWeightUpdateReq) and reply.success:
+            self.session.open(req)
+        elif isinstance(req, EndWeightUpdateReq) and reply.success:
+            self.session.close()
+        elif self.session.owns(req):
+            self.session.renew()
+        if self.session.is_open and (isinstance(req, BeginWeightUpdateReq) or self.session.owns(req)):
+            payload = reply.payload if isinstance(reply.payload, dict) else {}
+            reply.payload = payload | {"lease_seconds": self.session.lease_seconds}
+
+    def _refuse(self, req: WeightReq, message: str, status_code: int) -> None:
+        """Answer that it is not carried out. What it wanted forgotten is forgotten: its owner frees that memory."""
+        if self.session.owns(req):
+            self.session.renew()
+        if isinstance(req, (UpdateWeightsFromTensorReq, RegisterWeightsReq)) and req.forget:
+            self._scheduler.worker.control(UnregisterWeightsReq(registrations=req.forget))
+        self._reply(ControlReply(id=req.id, success=False, message=message, status_code=status_code))
+
+    def _refuse_late(self, pending: _Pending) -> None:
+        req, started = pending.req, len(self._scheduler.requests)
+        waited = "its turn" if pending.ready else "its staging"
+        message = (
+            f"{type(req).__name__} was not carried out: it waited {self._timeout:g} s (control_timeout) for {waited} "
+            f"while {started} requests were alive. The weights are unchanged. "
+        )
+        if pending.ready:
+            message += (
+                "Pause or abort generation first, use mode='in_place', 'retract' or 'abort', or raise control_timeout."
+            )
+        else:
+            message += "Is the trainer alive, the disk readable? Else raise control_timeout."
+        logger.warning(message)
+        self._drop(pending)
+        if not pending.ready and isinstance(req, StagedReq):
+            self._overdue[req.id] = req
+        self._refuse(req, message, 504)
+
+    def _pause(self, req: PauseGenerationReq) -> None:
+        self._scheduler.settle()
+        self.paused = True
+        if req.mode == "abort":
+            self._scheduler.abort_all("Aborted")
+        elif req.mode == "retract":
+            self._scheduler.planner.retract_all()
+        self._reply(ControlReply(id=req.id, success=True))
+
+    def _is_busy(self) -> bool:
+        """Whether any request runs or waits; while generation is held, waiting ones do not count."""
+        planner = self._scheduler.planner
+        return bool(planner.running) or (bool(planner.waiting) and not self.holds_generation)
+
+    def _run_flushes(self) -> None:
+        if not self._flushes:
+            return
+        busy = self._is_busy()
+        planner = self._scheduler.planner
+        waiting = []
+        for item in self._flushes:
+            if not busy:
+                planner.cache.start_version()
+                self._reply(ControlReply(id=item.req.id, success=True, message="Cache flushed."))
+            elif self._scheduler.clock() >= item.deadline:
+                message = (
+                    f"The cache was not flushed: {len(planner.running)} requests run and {len(planner.waiting)} wait. "
+                    "Finish, abort or retract them first, or give a longer timeout."
+                )
+                self._reply(ControlReply(id=item.req.id, success=False, message=message, status_code=400))
+            else:
+                waiting.append(item)
+        self._flushes = waiting
+
+    def _reply(self, reply: ControlReply) -> None:
+        self._scheduler.emit()
+        self._scheduler.send(reply)
+
+
+def _is_join(req: ControlReq) -> bool:
+    """Joining a group waits for a trainer, on a stager's thread of its own."""
+    return isinstance(req, InitWeightsUpdateGroupReq)

@@ -1,0 +1,317 @@
+"""`Scheduler`: receive, admit, run, emit. One per engine, in rank 0's process.
+
+Gets decoded messages from `scheduler.process` (`handle`) and is driven by it (`advance`, one turn). Decides
+between two steps only: messages and control requests are acted on, then the `BatchPlanner` gives the next
+`ScheduleBatch`, the `TpWorker` runs it on every rank, and what it gave leaves as one `BatchTokenIDOut`. Every
+accepted request gets exactly one terminal entry; docs/scheduler-states.md says which, in which state.
+
+Where the runner overlaps, a turn is: plan and launch step n+1, then collect step n, which the device has computed
+meanwhile, and process it. So n+1 is planned before the tokens of n are known here, see `Req`; what must know them
+calls `settle` first. Where it does not, every step is collected in the turn that launched it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import (
+    AbortReq,
+    FinishReason,
+    FinishReq,
+    SchedulerInput,
+    SchedulerOutput,
+    TokenizedGenerateReq,
+    WithdrawReq,
+)
+from verl_server.scheduler.batch_planner import BatchPlanner
+from verl_server.scheduler.control_queue import ControlQueue
+from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
+from verl_server.scheduler.stats import SchedulerStats
+from verl_server.server_args import ServerArgs
+from verl_server.worker.forward_batch import ForwardOutput
+from verl_server.worker.tp_worker import Step, TpWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """The state of all live requests and one turn of the loop over them."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        worker: TpWorker,
+        send: Callable[[SchedulerOutput], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.server_args = server_args
+        self.worker = worker
+        self.send = send
+        self.clock = clock
+        runner = worker.runner
+        self.planner = BatchPlanner(
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            max_rows=min(runner.max_rows, server_args.max_running_requests),
+            chunked_prefill_size=server_args.prefill_chunk(runner.device.type),
+            disable_radix_cache=server_args.disable_radix_cache,
+        )
+        self.requests: dict[str, Req] = {}
+        """Every accepted request that has not had its terminal entry."""
+        self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
+        self.stats = SchedulerStats(clock)
+        self._output = BatchOutput()
+        self._arrivals = 0
+        self._seeds = random.Random(server_args.random_seed)
+        self._in_flight: tuple[ScheduleBatch, Step] | None = None
+        """The step that was launched and not collected; None between two turns unless the runner overlaps."""
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def handle(self, message: SchedulerInput) -> None:
+        """Act on one message, or queue it for its moment."""
+        match message:
+            case TokenizedGenerateReq():
+                self._receive_request(message)
+            case AbortReq():
+                self._receive_abort(message)
+            case FinishReq():
+                if (req := self.requests.pop(message.rid, None)) is not None:
+                    self.planner.remove(req)
+            case WithdrawReq():
+                self.control.withdraw(message.id)
+            case _:
+                self.control.receive(message)
+
+    def advance(self) -> None:
+        """One turn: control requests whose moment has come, then one step, then what there is to say."""
+        self.control.run_ready()
+        self.emit()  # an abort is answered before the next step, not after it
+        if not self.has_runnable():
+            self._collect()
+        elif (refusal := self.worker.weights.refusal()) is not None:
+            self.settle()
+            self.abort_all(refusal, status_code=503)
+        else:
+            self._step()
+        self.emit()
+        if self.server_args.check_invariants or not self.planner.running:
+            self.check_invariants(deep=self.server_args.check_invariants)
+
+    def has_runnable(self) -> bool:
+        """Whether the next turn may have a step to launch."""
+        return bool(self.requests) and not self.control.holds_generation
+
+    def has_work(self) -> bool:
+        """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
+        return self._in_flight is not None or self.has_runnable() or self.control.is_ready()
+
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether idle time could be used, see `Runner.warm_up`."""
+        return not self.requests and self.worker.runner.can_warm_up
+
+    def settle(self) -> None:
+        """Wait for the step in flight, if any, and send what it gave: afterwards every token is known here.
+
+        Before weights, memory or running requests are touched, and before the process ends.
+        """
+        self._collect()
+        self.emit()
+
+    def emit(self) -> None:
+        """Send what was collected since the last message, if anything."""
+        message = self._output.take(self.worker.weights.version)
+        if message is not None:
+            self.send(message)
+
+    # -- requests in -----------------------------------------------------------------------------------------
+
+    def _receive_request(self, message: TokenizedGenerateReq) -> None:
+        if message.rid in self.requests:
+            logger.error("Dropped a second request with the rid %r of a live one.", message.rid)
+            return
+        refused = self._check_request(message)
+        if refused is not None:
+            self._output.add_refusal(message.rid, refused)
+            self.stats.num_aborted += 1
+            return
+        max_new_tokens = message.sampling.max_new_tokens
+        if max_new_tokens is None:
+            room = min(self.worker.runner.context_length, self.planner.max_tokens() + 1)
+            max_new_tokens = room - len(message.input_ids)
+        self._arrivals += 1
+        self.stats.num_requests += 1
+        seed = message.sampling.sampling_seed
+        req = Req(message, self._arrivals, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
+        self.requests[req.rid] = req
+        self.planner.add(req)
+
+    def _check_request(self, message: TokenizedGenerateReq) -> FinishReason | None:
+        """Why a request cannot be accepted, None if it can."""
+        ids, runner = message.input_ids, self.worker.runner
+        prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
+        if prompt_len == 0:
+            return _refused(400, "The prompt is empty; it needs at least one token.")
+        try:
+            _check_values(message, runner.vocab_size)
+        except BadRequestError as error:
+            return _refused(400, str(error))
+        if prompt_len + new_len > runner.context_length or prompt_len >= runner.context_length:
+            return _refused(
+                400,
+                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) exceed the context length of "
+                f"{runner.context_length} tokens.",
+            )
+        # The last sampled token is never computed, so it needs no place in the pool.
+        needed, capacity = prompt_len + max(new_len - 1, 0), self.planner.max_tokens()
+        if needed > capacity:
+            return _refused(
+                400,
+                f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) can never fit the KV cache of "
+                f"{capacity} tokens. Ask for less, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
+            )
+        refusal = self.worker.weights.refusal()
+        if refusal is not None and not self.control.holds_generation:
+            return _refused(503, refusal)
+        bound = self.server_args.max_queued_requests
+        if bound is not None and len(self.planner.waiting) >= bound:
+            return _refused(503, "The request queue is full.")
+        return None
+
+    def _receive_abort(self, message: AbortReq) -> None:
+        if message.abort_all:
+            self.abort_all("Aborted")
+        elif (req := self.requests.get(message.rid)) is not None:
+            self._abort(req, "Aborted", None)
+
+    # -- requests out ----------------------------------------------------------------------------------------
+
+    def abort_all(self, message: str, status_code: int | None = None) -> None:
+        """End every live request with what it has so far."""
+        for req in list(self.requests.values()):
+            self._abort(req, message, status_code)
+
+    def _abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
+        if status_code is None and not req.started:
+            message = "Abort in waiting queue"
+        del self.requests[req.rid]
+        self.planner.remove(req, cache=cache)
+        self.stats.num_aborted += 1
+        self._output.add(req, FinishReason(type="abort", message=message, status_code=status_code), [], [])
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Launch the next step, then collect the one before."""
+        if self._in_flight is not None and self._in_flight[0].reads_outputs():
+            self._collect()
+        batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
+        self.control.step_taken()
+        if batch is None:
+            self._collect()
+            return
+        try:
+            step = self.worker.launch(batch.forward, batch.specs)
+        except Exception as error:
+            if not self.worker.is_recoverable(error):
+                raise
+            self.settle()  # the step before it is whole
+            self._fail(batch, error)
+            return
+        self._collect()
+        self._in_flight = batch, step
+        if not self.worker.runner.overlaps:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take the result of the step in flight, if any, and process it."""
+        if self._in_flight is None:
+            return
+        (batch, step), self._in_flight = self._in_flight, None
+        try:
+            output = step.result()
+        except Exception as error:
+            if not self.worker.is_recoverable(error):
+                raise
+            self._fail(batch, error)
+            return
+        prefilled = self.planner.collected(batch)
+        self._process(batch, output, prefilled)
+        self.planner.share(prefilled)  # not before it is known that what they computed is sound
+
+    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
+        """A step could not be computed: its requests are over, and with them what was launched on top of it."""
+        logger.error("A step of %d requests failed; they are aborted.", len(batch.reqs), exc_info=error)
+        for req in batch.reqs:
+            if req.row >= 0:
+                self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
+
+    def _process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
+        """Append the new tokens, finish what is over, and collect what the step has to say.
+
+        What it gave for requests that ended since it was launched is dropped.
+        """
+        for entry, part in output.prompt_logprobs.items():
+            state = batch.reqs[entry].prompt_logprobs
+            if state is not None:
+                state.add(part)
+        vocab_size, out = self.worker.runner.vocab_size, self._output
+        finished: list[tuple[Req, bool]] = []
+        num_tokens = 0
+        tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
+        for sampled, (req, token, logprob) in enumerate(tokens):
+            if req.row < 0:
+                continue
+            if logprob != logprob or not 0 <= token < vocab_size:  # NaN: the distribution was none
+                out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
+                finished.append((req, False))
+                continue
+            num_tokens += 1
+            reason = req.append(token)
+            index = out.add(req, reason, [token], [logprob])
+            if req.wants_candidates:
+                out.add_candidates(index, req, output, sampled)
+            if req.prompt_logprobs is not None:
+                out.add_prompt_logprobs(index, req)
+            if reason is not None:
+                finished.append((req, True))
+        for req in prefilled:  # max_new_tokens=0: over as soon as the prompt is computed
+            if req.max_new_tokens == 0 and not req.prefilling:
+                index = out.add(req, FinishReason(type="length", length=0), [], [])
+                out.add_prompt_logprobs(index, req)
+                finished.append((req, True))
+        for req, _ in finished:
+            del self.requests[req.rid]
+        self.planner.remove_finished(finished)
+        self.stats.count_step(num_tokens)
+
+    def check_invariants(self, *, deep: bool) -> None:
+        """Page accounting, and that every live request is either waiting or running."""
+        self.planner.check_invariants(deep)
+        assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running)
+        assert self._in_flight is None or self.worker.runner.overlaps, "a step was not collected"
+        if deep:
+            pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
+            assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
+            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running)
+            assert listed == sorted(self.requests), "a live request is neither waiting nor running"
+
+
+def _refused(status_code: int, message: str) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=status_code)
+
+
+def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
+    """Raise BadRequestError for what would be an invalid index on the device or fail a whole step."""
+    message.sampling.verify()
+    message.sampling.verify_vocab(vocab_size)
+    for name, ids in (("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            raise BadRequestError(f"{name} must be token ids in 0..{vocab_size - 1}, the model's vocabulary.")
+    if not 0 <= message.top_logprobs_num <= vocab_size:
+        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab_size}, not {message.top_logprobs_num}.")

@@ -1,0 +1,59 @@
+"""The HTTP application over one TokenizerManager: the routes of every dialect, behind `AuthMiddleware`.
+
+`http_process` serves it on the TokenizerManager's own loop. Errors that a route does not shape itself are shaped here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from verl_server.errors import VerlServerError
+from verl_server.server.auth import AuthMiddleware
+from verl_server.server.dialects.openai.routes import OpenAIApi
+from verl_server.server.dialects.sglang.admin_routes import ADMIN_PATHS, ControlApi
+from verl_server.server.dialects.sglang.routes import NativeApi
+from verl_server.server.responses import ClientDisconnectedError, error_b, error_c, error_object, json_response
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
+    native = NativeApi(manager, server_args)
+    routes = [*native.routes(), *ControlApi(manager, server_args).routes(), *OpenAIApi(manager, server_args).routes()]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            VerlServerError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnectedError: native.on_disconnect,
+            Exception: _on_crash,
+        },
+    )
+    return AuthMiddleware(app, server_args.api_key, server_args.admin_api_key, ADMIN_PATHS)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Errors no route has a shape of its own for: C for the caller's, B for ours."""
+    assert isinstance(error, VerlServerError)
+    return error_c(error) if error.status_code < 500 else error_b(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    content = error_object(message, error.status_code, str(error.status_code))
+    return json_response(content, error.status_code, dict(error.headers or {}))
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    logger.exception("%s %s failed.", request.method, request.url.path, exc_info=error)
+    message = f"Internal error in {request.url.path}: {error!r} (see the server's log)."
+    return json_response(error_object(message, 500, "InternalServerError"), 500)

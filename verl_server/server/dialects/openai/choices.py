@@ -1,0 +1,185 @@
+"""Samples written in OpenAI's words: whole responses and stream chunks, for text and for chat."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl_server.server.dialects.openai.protocol import OpenAIRequest
+from verl_server.server.request_state import ReqState, Triple
+from verl_server.server.tokenizer import ModelText
+
+
+class Choices(abc.ABC):
+    """One request's answer. Remembers how much of each sample was streamed."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, text: ModelText, model: str, body: OpenAIRequest) -> None:
+        self._model = model
+        self._body = body
+        self._decode = text.decoder(skip_special_tokens=False)
+        self._decode_shown = text.decoder(body.skip_special_tokens is not False)
+        self._created = int(time.time())
+        self._id: str | None = None
+        self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) that are out
+
+    # -- what the two kinds differ in -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def choice(self, index: int, state: ReqState) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def logprobs(self, state: ReqState, start: int) -> Any:
+        """Log-probabilities of the output from token `start` on, None if they were not asked for."""
+
+    # -- shared ---------------------------------------------------------------------------------------------
+
+    def response(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        return self._head(self.object_name, states[0]) | {
+            "choices": [self.choice(i, state) for i, state in enumerate(states)],
+            "usage": self.usage(states),
+            "metadata": {
+                "weight_version": states[0].weight_version,
+                "weight_versions": [span for state in states for span in state.weight_versions],
+            },
+        }
+
+    def chunks(self, index: int, state: ReqState) -> Iterator[dict[str, Any]]:
+        """Chunks for what is new in a sample; the last has no content but the finish reason."""
+        head = self._head(self.chunk_name, state)
+        first = index not in self._sent
+        chars, tokens = self._sent.get(index, (0, 0))
+        prefix = self.echoed(state) if first else ""
+        text = state.text()
+        new = prefix + text[chars:]
+        if first or new or len(state.output_ids) > tokens:
+            choice = self.delta(index, new, self.logprobs(state, tokens), first)
+            choice["finish_reason"] = None
+            if self._body.return_token_ids:
+                choice["token_ids"] = state.output_ids[tokens:]
+            self._sent[index] = (len(text), len(state.output_ids))
+            yield head | {"choices": [choice]} | self._running_usage(state)
+        if state.done:
+            choice = self.delta(index, "", None, False) | _finish(state)
+            yield head | {"choices": [choice]} | self._running_usage(state)
+
+    def usage_chunk(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        return self._head(self.chunk_name, states[0]) | {"choices": [], "usage": self.usage(states)}
+
+    def usage(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        """A prompt with n samples counts once."""
+        prompts = states[:: self._body.n]
+        prompt = sum(len(state.req.input_ids) for state in prompts)
+        completion = sum(len(state.output_ids) for state in states)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": sum(state.cached_tokens for state in prompts)},
+            "reasoning_tokens": 0,
+        }
+
+    def echoed(self, state: ReqState) -> str:
+        return ""
+
+    def _running_usage(self, state: ReqState) -> dict[str, Any]:
+        return {"usage": self.usage([state])} if self._body.wants_usage_in_each_chunk else {}
+
+    def _head(self, object_name: str, state: ReqState) -> dict[str, Any]:
+        self._id = self._id or state.rid
+        return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
+
+    def _token_ids(self, state: ReqState) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        ids = state.output_ids.copy()
+        return {"token_ids": ids, "response_token_ids": ids, "prompt_token_ids": state.req.input_ids}
+
+    def _token(self, token: int) -> str:
+        return self._decode([token])
+
+
+class TextChoices(Choices):
+    object_name = chunk_name = "text_completion"
+
+    def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+        text = self.echoed(state) + state.text()
+        return (
+            {"index": index, "text": text, "logprobs": self.logprobs(state, 0)}
+            | _finish(state)
+            | self._token_ids(state)
+        )
+
+    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs}
+
+    def echoed(self, state: ReqState) -> str:
+        return self._decode_shown(state.req.input_ids) if getattr(self._body, "echo", False) else ""
+
+    def logprobs(self, state: ReqState, start: int) -> Any:
+        if not state.req.return_logprob:
+            return None
+        triples = state.output_triples(start)
+        top: list[list[Triple] | None] = [state.triples(c) for c in state.output_top[start:]]
+        prompt = state.prompt_logprobs
+        if start == 0 and getattr(self._body, "echo", False) and prompt is not None:
+            triples = [[v, t, None] for v, t in zip(prompt.logprobs, prompt.token_ids, strict=True)] + triples
+            top = [state.triples(c) for c in prompt.top or []] + top
+        tokens = [self._token(t[1]) for t in triples]
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [t[0] for t in triples],
+            "tokens": tokens,
+            "top_logprobs": [{self._token(t[1]): t[0] for t in reversed(c)} if c else None for c in top] or None,
+        }
+
+
+class ChatChoices(Choices):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+        message = {"role": "assistant", "content": state.text(), "reasoning_content": None, "tool_calls": None}
+        return (
+            {"index": index, "message": message, "logprobs": self.logprobs(state, 0)}
+            | _finish(state)
+            | self._token_ids(state)
+        )
+
+    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": text}
+        if first:
+            delta = {"role": "assistant"} | delta
+        return {"index": index, "delta": delta, "logprobs": logprobs}
+
+    def logprobs(self, state: ReqState, start: int) -> Any:
+        if not state.req.return_logprob:
+            return None
+        triples = state.output_triples(start)
+        tops = [state.triples(c) for c in state.output_top[start:]] or [None] * len(triples)
+        content = []
+        for triple, top in zip(triples, tops, strict=False):
+            content.append(self._entry(triple) | {"top_logprobs": [self._entry(t) for t in top or []]})
+        return {"content": content}
+
+    def _entry(self, triple: Triple) -> dict[str, Any]:
+        token = self._token(triple[1])
+        return {"token": token, "bytes": list(token.encode()), "logprob": triple[0]}
+
+
+def _finish(state: ReqState) -> dict[str, Any]:
+    reason = state.finish_reason
+    if reason is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": reason.type, "matched_stop": reason.matched}

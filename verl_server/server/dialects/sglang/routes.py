@@ -1,0 +1,277 @@
+"""SGLang's routes that do not change the server: `/generate`, health, information, load and metrics.
+
+`app.create_app` mounts them. The handlers run on the TokenizerManager's loop and call the TokenizerManager directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from verl_server import __version__
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    VerlServerError,
+)
+from verl_server.io_struct import GetInternalStateReq
+from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+from verl_server.server.generation import Generation
+from verl_server.server.metrics import CONTENT_TYPE
+from verl_server.server.responses import (
+    SSE_DONE,
+    EventStream,
+    error_a,
+    error_b,
+    error_c,
+    json_response,
+    read_json,
+    result_response,
+    sse,
+    unless_disconnected,
+)
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_LIVE_SECONDS = 5.0
+"""A scheduler heard so recently is alive; after that it is asked."""
+_HEALTH_TIMEOUT = 20.0
+_STATE_TIMEOUT = 2.0
+"""Bound of a look at the scheduler's figures, which a long update may delay."""
+
+
+class NativeApi:
+    """SGLang's own routes that do not change the server."""
+
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+        self._manager = manager
+        self._args = server_args
+        self._started = time.time()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.root),
+            Route("/generate", self.generate, methods=["POST", "PUT"]),
+            Route("/health", self.health),
+            Route("/health_generate", self.health_generate),
+            Route("/ready", self.ready),
+            Route("/ping", self.health),
+            Route("/model_info", self.model_info),
+            Route("/get_model_info", self.model_info),
+            Route("/server_info", self.server_info),
+            Route("/get_server_info", self.server_info),
+            Route("/get_weight_version", self.weight_version),
+            Route("/v1/loads", self.loads),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def root(self, request: Request) -> Response:
+        return PlainTextResponse("verl-server is running.\n")
+
+    async def on_disconnect(self, request: Request, error: Exception) -> Response:
+        self._manager.metrics.client_disconnected()
+        return Response(status_code=499)  # goes nowhere
+
+    # -- generate -------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            body = await read_json(request, self._args.max_request_bytes)
+        except BadRequestError as error:
+            return error_c(error)
+        try:
+            obj = GenerateReqInput.parse(body)
+            self._manager.metrics.fields_ignored("/generate", len(unknown_fields(body)))
+            generation = await self._manager.submit(obj)
+        except VerlServerError as error:
+            return _generate_error(error)
+        if obj.stream:
+            return EventStream(self._frames(generation), generation.close)
+        try:
+            return result_response(request, await unless_disconnected(request, generation.result()))
+        except VerlServerError as error:
+            return _generate_error(error)
+        finally:
+            generation.close()
+
+    async def _frames(self, generation: Generation) -> AsyncIterator[bytes]:
+        try:
+            async for i, state in generation.updates():
+                frame = state.result()
+                if len(generation.states) > 1:
+                    frame["index"] = i
+                yield sse(frame)
+        except VerlServerError as error:
+            code = error.status_code
+            kind = "invalid_request_error" if code < 500 else "server_error"
+            yield sse({"error": {"message": str(error), "type": kind, "code": code, "retryable": False}})
+        yield SSE_DONE
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """200 with an empty body while the scheduler is alive: also when paused or taking new weights."""
+        try:
+            await self._check_live()
+        except VerlServerError as error:
+            return error_b(error)
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        if self._manager.controls.is_paused:
+            return error_b(ServerUnavailableError("Generation is paused."))
+        return await self.health(request)
+
+    async def health_generate(self, request: Request) -> Response:
+        """200 after a real token was generated. When paused or updating, that cannot be: then as `/health`."""
+        manager = self._manager
+        if manager.controls.is_paused or manager.controls.updating_weights:
+            return await self.health(request)
+        try:
+            self._check_ready()
+            probe = GenerateReqInput(
+                input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            )
+            generation = await manager.submit(probe)
+            try:
+                async with asyncio.timeout(_HEALTH_TIMEOUT):
+                    await self._probe(generation)
+            finally:
+                generation.close()
+        except TimeoutError:
+            return error_b(ServerUnavailableError(f"No token within {_HEALTH_TIMEOUT:.0f} s."))
+        except VerlServerError as error:
+            return error_b(error)
+        return Response()
+
+    async def _probe(self, generation: Generation) -> None:
+        """Wait for the token, unless a pause or an update begins meanwhile."""
+        result = asyncio.ensure_future(generation.result())
+        try:
+            while not (await asyncio.wait((result,), timeout=0.5))[0]:
+                if self._manager.controls.is_paused or self._manager.controls.updating_weights:
+                    return await self._check_live()
+            result.result()
+        finally:
+            result.cancel()
+
+    def _check_ready(self) -> None:
+        self._manager.check_serving()
+        if not self._manager.ready:
+            raise ServerUnavailableError("The server is starting: its first request was not answered yet.")
+
+    async def _check_live(self) -> None:
+        """Raise unless the scheduler gave a sign of life. An update may keep it from answering: that is life."""
+        self._check_ready()
+        manager = self._manager
+        if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls.in_flight:
+            return
+        try:
+            await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
+        except ControlTimeoutError as error:
+            raise ServerUnavailableError(f"The scheduler gives no sign of life: {error}") from None
+
+    # -- info -----------------------------------------------------------------------------------------------
+
+    async def _internal_state(self) -> dict[str, Any]:
+        """The scheduler's figures; {} if it is too busy to answer soon."""
+        try:
+            reply = await self._manager.control(GetInternalStateReq(), timeout=_STATE_TIMEOUT)
+        except ServerDiedError:
+            raise
+        except VerlServerError:
+            return {}
+        return reply.payload if isinstance(reply.payload, dict) else {}
+
+    async def model_info(self, request: Request) -> Response:
+        return json_response(model_info(self._manager, self._args))
+
+    async def weight_version(self, request: Request) -> Response:
+        return json_response({"weight_version": self._manager.controls.weight_version})
+
+    async def server_info(self, request: Request) -> Response:
+        return json_response(await self.server_info_dict())
+
+    async def server_info_dict(self) -> dict[str, Any]:
+        state = await self._internal_state()
+        info = self._args.public_dict() | self._manager.scheduler_info
+        return info | {
+            "scheduler_info": self._manager.scheduler_info,
+            "internal_states": [state],
+            "weight_version": self._manager.controls.weight_version,
+            "startup_time": self._started,
+            "version": __version__,
+            "frontend": "python",
+        }
+
+    async def loads(self, request: Request) -> Response:
+        """Load of the one data-parallel rank, as `/v1/loads?include=...` of SGLang lists it."""
+        known = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
+        asked = [part for part in request.query_params.get("include", "all").split(",") if part]
+        wrong = [part for part in asked if part not in known]
+        if wrong:
+            raise BadRequestError(f"Unknown include {wrong}; known: {sorted(known)}.")
+        state = await self._internal_state()
+        now = time.time()
+        running = state.get("num_running_reqs", 0)
+        waiting = state.get("num_waiting_reqs", max(0, self._manager.num_requests - running))
+        load = {"timestamp": now, "dp_rank": 0} | state | {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        load.setdefault("max_total_num_tokens", self._manager.scheduler_info.get("max_total_num_tokens"))
+        load.setdefault("max_running_requests", self._manager.scheduler_info.get("max_running_requests"))
+        return json_response(
+            {
+                "timestamp": now,
+                "version": __version__,
+                "accelerator": self._manager.scheduler_info.get("device"),
+                "num_accelerators": self._args.tp_size,
+                "loads": [load],
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        if not self._args.enable_metrics:
+            raise HTTPException(404, "Metrics are off (enable_metrics=False)")
+        try:
+            state = await self._internal_state()
+        except VerlServerError:
+            state = {}
+        return Response(self._manager.metrics.render(state), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _generate_error(error: VerlServerError) -> Response:
+    return error_a(error) if error.status_code < 500 and error.status_code != 413 else error_b(error)
+
+
+def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, Any]:
+    """Body of `/model_info`, and what `Engine.get_model_info` returns."""
+    manager.check_serving()
+    assert manager.model_text is not None
+    config = manager.model_text.config
+    return {
+        "model_path": manager.controls.model_path,
+        "served_model_name": server_args.served_model_name or manager.controls.model_path,
+        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": manager.controls.weight_version,
+        "load_format": server_args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+    }

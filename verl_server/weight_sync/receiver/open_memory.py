@@ -1,0 +1,292 @@
+"""Trainers' memory, opened in a server process: shared memory mapped read-only, CUDA allocations through IPC.
+
+A `Region` is one opened allocation. Whoever reads it holds it, and it is closed when nobody holds it any more:
+plans share what they have in common, and a copy that runs keeps its memory, whatever is forgotten meanwhile. What
+came over the wire is never trusted: a view that leaves its allocation would read, or crash on, foreign memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import mmap
+import os
+import stat
+import threading
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.handles import Allocation, TensorHandle
+from verl_server.weight_sync.shm_file import read_shm_file
+
+FLOATING = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ARENA_NAME = "/memfd:verl-"
+"""What /proc shows of an `Arena`'s memfd, before the arena's id."""
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, Linux 5.14."""
+_IPC_HANDLE = 64
+"""Bytes of a cudaIpcMemHandle_t. torch puts a version and a type in front."""
+
+
+class Region:
+    """One opened allocation. Its memory stays while this object or a tensor on it lives."""
+
+    def __init__(self, allocation: Allocation, data: Tensor, growing: mmap.mmap | None = None) -> None:
+        """`growing`: the mapping, if others can shrink the file behind it."""
+        self.allocation = allocation
+        self.data = data
+        """All of it, as bytes."""
+        self._growing = growing
+
+    def check(self) -> None:
+        """Raise WeightUpdateError if the file was cut off since: reading beyond its end is SIGBUS."""
+        if self._growing is not None and self._growing.size() < self.allocation.nbytes:
+            raise WeightUpdateError(
+                f"Process {self.allocation.pid} cut its shared memory off at {self._growing.size():,} of "
+                f"{self.allocation.nbytes:,} bytes since it was described."
+            )
+
+
+class OpenAllocations:
+    """The regions that are open in this process. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._regions: weakref.WeakValueDictionary[Allocation, Region] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def open(self, allocation: Allocation) -> Region:
+        """The region, opened unless it is open already. Raises WeightUpdateError if it is not what was described."""
+        with self._lock:
+            region = self._regions.get(allocation)
+            if region is None:
+                region = self._regions[allocation] = self._opened(allocation)
+            return region
+
+    def hold(self) -> HeldMemory:
+        """To be filled by reading; see there."""
+        return HeldMemory(self)
+
+    def view(self, name: str, handle: TensorHandle) -> Tensor:
+        """A described tensor, which alone keeps its memory open."""
+        return self.hold().view(name, handle)
+
+    def _opened(self, allocation: Allocation) -> Region:
+        match allocation.kind:
+            case "shm":
+                return _map_shared(allocation)
+            case "shm_name":
+                return Region(allocation, read_shm_file(allocation))
+            case "cuda":
+                return Region(allocation, _open_cuda(allocation, self._device))
+
+
+class HeldMemory:
+    """The regions that one plan reads."""
+
+    def __init__(self, memory: OpenAllocations) -> None:
+        self._memory = memory
+        self._regions: dict[Allocation, Region] = {}
+
+    def __contains__(self, allocation: Allocation) -> bool:
+        return allocation in self._regions
+
+    @property
+    def owners(self) -> list[int]:
+        """Processes whose end takes the memory's meaning away."""
+        return sorted({allocation.pid for allocation in self._regions})
+
+    def view(self, name: str, handle: TensorHandle) -> Tensor:
+        """The described tensor, as a view into its owner's memory. Raises WeightUpdateError naming the tensor."""
+        try:
+            dtype = check_view(handle)
+            if math.prod(handle.shape) == 0:
+                return torch.empty(handle.shape, dtype=dtype)
+            region = self._regions.get(handle.allocation)
+            if region is None:
+                region = self._regions[handle.allocation] = self._memory.open(handle.allocation)
+            data = region.data
+            if data.data_ptr() % dtype.itemsize:
+                raise WeightUpdateError(f"its memory is not aligned to {dtype.itemsize} bytes.")
+            usable = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            return usable.as_strided(handle.shape, handle.stride, handle.storage_offset)
+        except WeightUpdateError as error:
+            raise WeightUpdateError(f"'{name}': {error}") from None
+        except (RuntimeError, TypeError, OverflowError) as error:  # dimensions beyond what a tensor can have
+            message = str(error).splitlines()[0]
+            raise WeightUpdateError(f"'{name}': its shape and stride do not describe a tensor ({message}).") from None
+
+    def check(self) -> None:
+        """Raise WeightUpdateError if some of it cannot be read any more."""
+        for region in self._regions.values():
+            region.check()
+
+    def clear(self) -> None:
+        self._regions = {}
+
+
+def check_view(handle: TensorHandle) -> torch.dtype:
+    """A view must lie inside its allocation, whoever says otherwise. Returns its dtype."""
+    dtype = FLOATING.get(handle.dtype)
+    if dtype is None:
+        raise WeightUpdateError(
+            f"dtype {handle.dtype[:40]} is not among {', '.join(FLOATING)}; weights are floating point."
+        )
+    shape, stride, offset = handle.shape, handle.stride, handle.storage_offset
+    if len(shape) != len(stride) or min([*shape, *stride, offset], default=0) < 0:
+        raise WeightUpdateError(f"shape {shape}, stride {stride} and offset {offset} do not describe a tensor.")
+    end = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and end * dtype.itemsize > handle.allocation.nbytes:
+        raise WeightUpdateError(
+            f"shape {shape} with stride {stride} from offset {offset} needs {end * dtype.itemsize:,} bytes, but its "
+            f"allocation has {handle.allocation.nbytes:,}."
+        )
+    return dtype
+
+
+def fault_in(tensors: list[Tensor]) -> None:
+    """Have the pages of CPU tensors mapped now, so that a copy need not fault on each of them.
+
+    Only what is read: the holes of an arena whose tensors were freed would be filled with new pages.
+    """
+    page = mmap.PAGESIZE
+    spans = []
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel():
+            start = tensor.data_ptr()
+            extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((start // page * page, -(-(start + extent * tensor.element_size()) // page) * page))
+    libc = ctypes.CDLL(None)
+    end = 0
+    for start, stop in sorted(spans):
+        start = max(start, end)
+        if start < stop:  # an old kernel refuses: then the copy faults
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _POPULATE_READ)
+            end = stop
+
+
+# -- shared memory -------------------------------------------------------------------------------------------------
+
+
+def _map_shared(allocation: Allocation) -> Region:
+    path = f"/proc/{allocation.pid}/fd/{allocation.fd}"
+    try:
+        # O_NONBLOCK: the number may name a pipe by now, and opening one would wait for its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"Cannot open the trainer's shared memory {path}: {error.strerror}. Is the trainer process "
+            f"{allocation.pid} alive, on this host, run by the same user, and in the same PID namespace (container) "
+            "as the server?"
+        ) from None
+    try:
+        sealed = _check_shared(fd, path, allocation)
+        mapping = mmap.mmap(fd, allocation.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except (OSError, OverflowError, ValueError) as error:
+        raise WeightUpdateError(f"Cannot map {allocation.nbytes:,} bytes of {path}: {error}.") from None
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "the given buffer is not writable": it is only read
+        data = torch.frombuffer(mapping, dtype=torch.uint8)
+    return Region(allocation, data, None if sealed else mapping)
+
+
+def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
+    """Raise WeightUpdateError if this is not what was described. Returns whether its size is sealed.
+
+    A pid or descriptor may have been reused, or mean something else in another PID namespace. An ordinary file is
+    nobody's weights. Inodes of memfds are small counters, so an arena's name carries its id besides.
+    """
+    status, target = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
+    seals = _seals(fd, status)
+    another_arena = target.startswith(_ARENA_NAME) and target.split()[0] != _ARENA_NAME + allocation.id
+    if seals is None or another_arena or status.st_ino != allocation.inode:
+        raise WeightUpdateError(
+            f"{path} is {target}, not the memory that was described. The trainer freed it before the update was "
+            "answered, or runs in another PID namespace (container) than the server."
+        )
+    if status.st_size < allocation.nbytes:
+        raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")
+    return bool(seals & fcntl.F_SEAL_SHRINK)
+
+
+def _seals(fd: int, status: os.stat_result) -> int | None:
+    """None for what is not shared memory (a memfd, or a file in /dev/shm)."""
+    try:
+        return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(status.st_mode) else None
+    except OSError:
+        return None
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
+    """Open with the local device current, also a peer's memory, or a context would appear on the peer's GPU."""
+    if device.type != "cuda":
+        raise WeightUpdateError("This server runs on the CPU and cannot read GPU memory. Push CPU tensors.")
+    _check_handle(allocation)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    # A pickle of torch's brings a counter of importers, which closing decrements; our sender's needs none.
+    counter = allocation.ref_counter_handle or b"/verl_no_counter"
+    with torch.cuda.device(device):  # this thread's current device may be another
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(  # type: ignore[no-untyped-call]
+                torch.cuda.current_device(),
+                allocation.handle,
+                allocation.nbytes,
+                allocation.storage_offset_bytes,
+                counter,
+                allocation.ref_counter_offset,
+                allocation.event_handle,
+                allocation.event_sync_required,
+            )
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise WeightUpdateError(
+                f"Cannot open GPU memory of process {allocation.pid} on {allocation.device_uuid}: "
+                f"{str(error).splitlines()[0]}. Is that process alive, on this host, another process than the server, "
+                "its GPU the server's or a peer of it, and its allocator without expandable_segments?"
+            ) from None
+        if allocation.event_sync_required:  # opening made this thread's stream wait for the writer; others read too
+            torch.cuda.current_stream().synchronize()
+        data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (allocation.nbytes,), (1,))
+        room = _room_behind(data.data_ptr() - allocation.storage_offset_bytes) - allocation.storage_offset_bytes
+    if room < allocation.nbytes:
+        raise WeightUpdateError(
+            f"The GPU memory of process {allocation.pid} has {max(0, room):,} bytes from where "
+            f"{allocation.nbytes:,} were described."
+        )
+    return data
+
+
+def _check_handle(allocation: Allocation) -> None:
+    """Of what torch exports only cudaMalloc's own handles: it parses the others without a check, and may die of it."""
+    handle = allocation.handle
+    if len(handle) >= 2 and len(handle) != _IPC_HANDLE and handle[1:2] == b"e":
+        raise WeightUpdateError(
+            f"The GPU memory of process {allocation.pid} lies in an expandable segment, which cannot be shared: do not "
+            "set expandable_segments for the trainer's allocator."
+        )
+    if len(handle) != _IPC_HANDLE and (len(handle) != _IPC_HANDLE + 2 or handle[1:2] != b"c"):
+        raise WeightUpdateError(
+            f"Cannot open GPU memory of process {allocation.pid}: {len(handle)} bytes are no handle."
+        )
+    if not 0 <= allocation.storage_offset_bytes < 1 << 62 or not 0 < allocation.nbytes < 1 << 62:
+        raise WeightUpdateError(f"The GPU memory of process {allocation.pid} has an impossible size or offset.")
+
+
+def _room_behind(address: int) -> int:
+    """Bytes from the start of an opened segment to its end, as the driver knows them."""
+    start, size = ctypes.c_uint64(), ctypes.c_size_t()
+    driver = ctypes.CDLL("libcuda.so.1")
+    failed = driver.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
+    return 0 if failed else start.value + size.value - address

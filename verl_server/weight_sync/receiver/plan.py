@@ -1,0 +1,187 @@
+"""`UpdatePlan`: from sources to copies into this rank's parameters.
+
+Made by the `WeightReceiver` off the loop; `commit` is all that the loop does. Every slot of the `WeightMap` is
+filled from the parts that share something with it, so trainer and server may cut the tensors differently.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import WeightUpdateError
+from verl_server.models.loader import WeightMap
+from verl_server.weight_sync.checksum import tensor_checksums
+from verl_server.weight_sync.copying.fused_copy import CopyPlan
+from verl_server.weight_sync.receiver.boxes import common_box, index_in, indexed_box
+from verl_server.weight_sync.receiver.names import listed
+from verl_server.weight_sync.receiver.open_memory import FLOATING, HeldMemory
+from verl_server.weight_sync.receiver.sources import Source
+
+
+class UpdatePlan:
+    """A checked update, ready to be copied once or, if its memory stays what it is, many times.
+
+    Made on one thread, committed on another, and closed by any: it holds its sources' memory open until `close`.
+    """
+
+    names: list[str]
+    """Parameters that it replaces, by their names in the `WeightMap`."""
+    destinations: list[Tensor]
+    sources: list[Tensor]
+    """What this rank writes and reads, view by view; empty once closed."""
+    nbytes: int
+    """Bytes that this rank writes."""
+    missing: list[str]
+    """Parameters of the model that it does not replace."""
+    changes_under_its_names: str
+    """Why it must not be kept for later pushes; empty if it may."""
+
+    def __init__(
+        self, weight_map: WeightMap, sources: Sequence[tuple[str, Source]], memory: HeldMemory, *, fused: bool
+    ) -> None:
+        """`sources`: with the model's name (or alias) of each, every name once.
+
+        Raises WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
+        """
+        self._memory = memory
+        self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
+        self._copied: torch.cuda.Event | None = None
+        self._given = {source.name: source for _, source in sources}
+        found, self.changes_under_its_names = _without_aliases(weight_map, sources)
+        if not found:
+            raise WeightUpdateError("The update has no tensors.")
+        for name, source in found.items():
+            _check_fits(source, weight_map.slots[name].shape)
+        self.names = list(found)
+        self.missing = weight_map.missing(found)
+        self._converted = [
+            f"'{source.name}' is {source.dtype}, the model's is {weight_map.slots[name].dtype}"
+            for name, source in found.items()
+            if source.dtype != weight_map.slots[name].dtype
+        ]
+        self.destinations, self.sources, links = _copies(weight_map, found)
+        self.nbytes = sum(destination.nbytes for destination in self.destinations)
+        # Tensors without memory stand for what is to come: only the checks are wanted.
+        is_real = all(source.device.type != "meta" for source in self.sources)
+        self._copy = CopyPlan(self.destinations, self.sources, fused=fused, links=links) if is_real else None
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether it replaces every parameter."""
+        return not self.missing
+
+    @property
+    def owners(self) -> list[int]:
+        """Processes whose memory it reads."""
+        return self._memory.owners
+
+    def check(self, *, strict_dtype: bool, partial: bool) -> None:
+        """Raise WeightUpdateError if it is not what a request asks for."""
+        if not partial and self.missing:
+            raise WeightUpdateError(f"The update does not cover every parameter; missing: {listed(self.missing)}.")
+        if strict_dtype and self._converted:
+            raise WeightUpdateError(f"{self._converted[0]}, and strict_dtype=True.")
+
+    def verify(self, checksums: Mapping[str, str]) -> None:
+        """Compare the sources, as they are now, with `tensor_checksum`s of whole tensors by the trainer's names.
+
+        Reads all of each tensor, also where this rank takes a slice. Raises WeightUpdateError.
+        """
+        unknown = [name for name in checksums if name not in self._given]
+        if unknown:
+            raise WeightUpdateError(f"There are checksums for {listed(unknown)}, which the update does not bring.")
+        found = tensor_checksums(self._given[name].whole() for name in checksums)
+        wrong = [name for name, own in zip(checksums, found, strict=True) if own != checksums[name].lower()]
+        if wrong:
+            raise WeightUpdateError(
+                f"The checksum of {listed(wrong)} is not what the trainer said: its memory was written, or read "
+                "wrongly, since it took the checksum."
+            )
+
+    def check_memory(self) -> None:
+        """Raise WeightUpdateError if some source cannot be read any more. Cheap: for right before a commit."""
+        if self._copy is None:
+            raise WeightUpdateError("The memory of this update is closed already: it was unregistered meanwhile.")
+        self._memory.check()
+
+    def commit(self) -> None:
+        """Copy in place, converting dtypes. An error in here may leave the weights torn.
+
+        On CUDA this only enqueues: synchronize before the owner writes again.
+        """
+        with self._lock:
+            self.check_memory()
+            assert self._copy is not None
+            self._copy.run()
+            if any(destination.is_cuda for destination in self.destinations[:1]):
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied.record()
+
+    def close(self) -> None:
+        """Let go of the memory, after a commit that runs; what other plans read besides stays open for them."""
+        with self._lock:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._copy, self.destinations, self.sources, self._given = None, [], [], {}
+            self._memory.clear()
+
+
+def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
+    """Sources by slot, and why they may not be so next time (empty: they will).
+
+    A tied head may come besides the embedding if it is equal, or alone, then it is the embedding.
+    """
+    found = {name: source for name, source in sources if name in weight_map.slots}
+    changes = ""
+    for name, source in sources:
+        if name in weight_map.slots:
+            continue
+        twin = found.setdefault(weight_map.aliases[name], source)
+        if twin is source or twin.is_same_memory(source):
+            continue
+        if not _is_meta(twin, source) and not twin.has_same_values(source):
+            raise WeightUpdateError(
+                f"'{source.name}' differs from '{twin.name}', but this model ties them (tie_word_embeddings=true). "
+                "Leave it out, or tie them in the trainer too."
+            )
+        changes = (
+            f"'{source.name}' has memory of its own beside '{twin.name}', which this model ties to it, so every push "
+            "must compare them. Leave it out."
+        )
+    return found, changes
+
+
+def _is_meta(*sources: Source) -> bool:
+    return any(isinstance(p.data, Tensor) and p.data.device.type == "meta" for s in sources for p in s.parts)
+
+
+def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
+    if source.shape != shape:
+        raise WeightUpdateError(f"'{source.name}' has shape {list(source.shape)}, but the model's is {list(shape)}.")
+    if source.dtype not in FLOATING.values():
+        raise WeightUpdateError(f"'{source.name}' has dtype {source.dtype}, but weights are floating point.")
+
+
+def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """(destinations, sources, links) of every piece's share of every part."""
+    destinations, sources, links = [], [], []
+    numbers: dict[str, int] = {}
+    for name, source in found.items():
+        slot = weight_map.slots[name]
+        views: dict[int, Tensor] = {}
+        for destination, index in slot.pieces:
+            wanted = indexed_box(index, slot.shape)
+            for i, part in enumerate(source.parts):
+                common = common_box(wanted, part.box)
+                if common is None:
+                    continue
+                if i not in views:
+                    views[i] = source.read(part)
+                destinations.append(destination[index_in(common, wanted)])
+                sources.append(views[i][index_in(common, part.box)])
+                links.append(numbers.setdefault(part.device_uuid, len(numbers)))
+    return destinations, sources, links

@@ -1,0 +1,113 @@
+"""Registrations: plans that later pushes name by id.
+
+Held by each rank's `WeightReceiver`. They are a cache: every one may be gone at any time, because weights were
+released, other registrations crowded it out, or its owner died. A push by an id that is not here is answered
+with "unknown", and its sender describes the memory again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+
+
+class Registrations:
+    """`UpdatePlan`s by id, the most recently used ones. Thread-safe."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity, self._device = capacity, device
+        self._plans: OrderedDict[str, UpdatePlan] = OrderedDict()
+        self._watched: dict[int, threading.Thread] = {}
+        """One thread for each owner, until it exits."""
+        self._lock = threading.Lock()
+
+    def get(self, id: str) -> UpdatePlan | None:
+        with self._lock:
+            plan = self._plans.get(id)
+            if plan is not None:
+                self._plans.move_to_end(id)
+            return plan
+
+    def put(self, id: str, plan: UpdatePlan) -> None:
+        """Keep `plan`, in place of one of the same id. Raises WeightUpdateError if an owner cannot be watched."""
+        owners = plan.owners
+        for pid in owners:
+            self._watch(pid)
+        dropped = []  # freed when this returns, with the lock free again: closing CUDA memory takes time
+        with self._lock:
+            for pid in owners:
+                if pid not in self._watched:
+                    raise _gone(pid)
+            dropped.append(self._plans.pop(id, None))
+            self._plans[id] = plan
+            while len(self._plans) > self._capacity:
+                dropped.append(self._plans.popitem(last=False)[1])
+
+    def holds(self, plan: UpdatePlan) -> bool:
+        with self._lock:
+            return any(kept is plan for kept in self._plans.values())
+
+    def forget(self, ids: list[str] | None) -> None:
+        """Drop some registrations, or all. Their memory is closed when this returns, whoever has their plans."""
+        with self._lock:
+            dropped = [self._plans.pop(id, None) for id in (list(self._plans) if ids is None else ids)]
+        for plan in dropped:
+            if plan is not None:
+                plan.close()
+
+    def _watch(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, ValueError, OverflowError):
+            raise _gone(pid) from None
+        with self._lock:
+            if pid in self._watched:
+                os.close(pidfd)
+                return
+            # A weak reference: a thread that waits for a trainer to end must not keep a closed server's plans.
+            watch = threading.Thread(
+                target=_wait_for_end,
+                args=(pid, pidfd, weakref.WeakMethod(self._owner_ended)),
+                name=f"weights-of-{pid}",
+                daemon=True,
+            )
+            self._watched[pid] = watch
+        watch.start()
+
+    def _owner_ended(self, pid: int) -> None:
+        """Forget what it owned. Otherwise a model's worth of its memory would stay until the next update.
+
+        Plans are dropped, not closed: one that the loop is about to commit still brings exactly the new weights.
+        """
+        with self._lock:
+            del self._watched[pid]
+            dropped = [self._plans.pop(id) for id, plan in list(self._plans.items()) if pid in plan.owners]
+        if self._device.type == "cuda" and dropped:
+            torch.cuda.set_device(self._device)  # closing waits for a stream, in a thread that has no device yet
+        dropped.clear()
+
+
+def _wait_for_end(pid: int, pidfd: int, ended: weakref.WeakMethod[Callable[[int], None]]) -> None:
+    exited = select.poll()
+    exited.register(pidfd, select.POLLIN)
+    exited.poll()
+    os.close(pidfd)
+    call = ended()
+    if call is not None:
+        call(pid)
+
+
+def _gone(pid: int) -> WeightUpdateError:
+    return WeightUpdateError(
+        f"Process {pid}, whose memory should stay registered, cannot be watched. Is it alive, and in the same PID "
+        "namespace (container) as the server?"
+    )

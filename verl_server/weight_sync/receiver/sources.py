@@ -1,0 +1,170 @@
+"""`Source`: one named tensor of an update, wherever its parts lie.
+
+The `WeightReceiver` makes them from what arrived (a description with shards, handles, tensors in this process);
+`plan` turns them into copies. Geometry is checked here, before any memory is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import WeightUpdateError
+from verl_server.weight_sync.handles import Allocation, Shard, TensorHandle, TensorSource
+from verl_server.weight_sync.receiver.boxes import Box, box_at, check_tiling, common_box, index_in
+from verl_server.weight_sync.receiver.open_memory import FLOATING, HeldMemory, check_view
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED = 1 << 24
+"""Elements that are compared at once: on a GPU the result takes a byte for each."""
+_SPOKEN_DIMENSIONS = 16
+"""Longer shapes come from nobody's model and are not repeated in errors."""
+
+Choose = Callable[[Sequence[Allocation]], int]
+"""Which of several copies of one box to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of the full tensor and where this rank reads it."""
+
+    box: Box
+    data: Tensor | TensorHandle
+
+    @property
+    def device_uuid(self) -> str:
+        """Of the GPU that holds it, in whatever process; empty for host memory and for tensors of this process."""
+        return self.data.allocation.device_uuid if isinstance(self.data, TensorHandle) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A full tensor: disjoint parts that cover it."""
+
+    name: str
+    """As the trainer calls it."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part]
+    memory: HeldMemory
+
+    def read(self, part: Part) -> Tensor:
+        """The part's elements, opened if they are not yet."""
+        return part.data if isinstance(part.data, Tensor) else self.memory.view(self.name, part.data)
+
+    def whole(self) -> Tensor:
+        """The full tensor. One in several parts is put together, in memory of its own."""
+        whole = box_at([0] * len(self.shape), self.shape)
+        if [part.box for part in self.parts] == [whole]:
+            return self.read(self.parts[0])
+        views = [(part.box, self.read(part)) for part in self.parts]
+        full = torch.empty(self.shape, dtype=self.dtype, device=views[0][1].device if views else None)
+        for box, view in views:
+            full[index_in(box, whole)].copy_(view)
+        return full
+
+    def is_same_memory(self, other: Source) -> bool:
+        """Whether both are one tensor under two names, now and for ever."""
+        return (
+            (self.dtype, self.shape) == (other.dtype, other.shape)
+            and len(self.parts) == len(other.parts)
+            and all(_is_same(a, b) for a, b in zip(self.parts, other.parts, strict=True))
+        )
+
+    def has_same_values(self, other: Source) -> bool:
+        """Whether all elements are equal, bit for bit, now."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        bits = _BITS[self.dtype.itemsize]
+        for mine in self.parts:
+            for theirs in other.parts:
+                common = common_box(mine.box, theirs.box)
+                if common is None:
+                    continue
+                a = self.read(mine)[index_in(common, mine.box)].view(bits)
+                b = other.read(theirs)[index_in(common, theirs.box)].view(bits)
+                rows = max(1, _COMPARED * len(a) // a.numel())
+                for x, y in zip(torch.split(a, rows), torch.split(b, rows), strict=True):
+                    if not torch.equal(x, y.to(x.device)):
+                        return False
+        return True
+
+
+def tensor_source(name: str, tensor: Tensor, memory: HeldMemory) -> Source:
+    """A full tensor that this process can read."""
+    tensor = tensor.detach()
+    return Source(name, tensor.dtype, tuple(tensor.shape), [_whole(tensor.shape, tensor)], memory)
+
+
+def handle_source(name: str, handle: TensorHandle, memory: HeldMemory) -> Source:
+    """A full tensor in another process's memory."""
+    try:
+        dtype = check_view(handle)
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"'{name}': {error}") from None
+    return Source(name, dtype, tuple(handle.shape), [_whole(handle.shape, handle)], memory)
+
+
+def described_source(source: TensorSource, allocations: list[Allocation], memory: HeldMemory, choose: Choose) -> Source:
+    """A tensor of a description; of equal boxes only the chosen copy is ever opened.
+
+    Raises WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
+    the tensor.
+    """
+    try:
+        dtype = FLOATING.get(source.dtype)
+        if dtype is None:
+            raise WeightUpdateError(
+                f"dtype {source.dtype[:40]} is not among {', '.join(FLOATING)}; weights are floating point."
+            )
+        if len(source.shape) > _SPOKEN_DIMENSIONS or min(source.shape, default=0) < 0:
+            raise WeightUpdateError("its shape is none of a tensor's.")
+        copies: dict[Box, list[TensorHandle]] = {}
+        for shard in source.shards:
+            box, handle = _checked(shard, source, allocations)
+            if all(start < stop for start, stop in box):
+                copies.setdefault(box, []).append(handle)
+        check_tiling(source.shape, list(copies))
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"'{source.name}': {error}") from None
+    parts = [Part(box, these[choose([h.allocation for h in these])]) for box, these in copies.items()]
+    return Source(source.name, dtype, tuple(source.shape), parts, memory)
+
+
+def _checked(shard: Shard, source: TensorSource, allocations: list[Allocation]) -> tuple[Box, TensorHandle]:
+    if not 0 <= shard.allocation < len(allocations):
+        raise WeightUpdateError(
+            f"a shard names allocation {shard.allocation}, but the description has {len(allocations)}."
+        )
+    dimensions = len(source.shape)
+    if len(shard.shape) != dimensions or len(shard.offset) != dimensions or len(shard.stride) != dimensions:
+        raise WeightUpdateError(f"a shard's shape, offset and stride do not have {dimensions} dimensions each.")
+    box = box_at(shard.offset, shard.shape)
+    if not all(0 <= start <= stop <= size for (start, stop), size in zip(box, source.shape, strict=True)):
+        raise WeightUpdateError(
+            f"a shard of shape {shard.shape} at offset {shard.offset} does not lie inside {source.shape}."
+        )
+    handle = TensorHandle(
+        allocation=allocations[shard.allocation],
+        dtype=source.dtype,
+        shape=shard.shape,
+        stride=shard.stride,
+        storage_offset=shard.storage_offset,
+    )
+    check_view(handle)
+    return box, handle
+
+
+def _whole(shape: Sequence[int], data: Tensor | TensorHandle) -> Part:
+    return Part(box_at([0] * len(shape), shape), data)
+
+
+def _is_same(a: Part, b: Part) -> bool:
+    if a.box != b.box:
+        return False
+    if isinstance(a.data, Tensor) and isinstance(b.data, Tensor):
+        return a.data.data_ptr() == b.data.data_ptr() and a.data.stride() == b.data.stride()
+    return isinstance(a.data, TensorHandle) and isinstance(b.data, TensorHandle) and a.data == b.data

@@ -1,0 +1,192 @@
+"""The server's side: named sources in, checked plans out, which replace weights in place.
+
+Held by each rank's `WeightSources`. The stager thread calls `stage`, `stage_named`, `plan` and `register`: they open
+the trainers' memory and check everything that can be checked (names, shapes, dtypes, bounds, coverage) without
+writing a byte. The loop calls the rest. All of it is thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import WeightUpdateError
+from verl_server.models.loader import WeightMap
+from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
+from verl_server.weight_sync.receiver.names import ModelNames
+from verl_server.weight_sync.receiver.open_memory import OpenAllocations, fault_in
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+from verl_server.weight_sync.receiver.registrations import Registrations
+from verl_server.weight_sync.receiver.sources import Source, described_source, handle_source, tensor_source
+from verl_server.weight_sync.sglang.payloads import give_back
+
+logger = logging.getLogger(__name__)
+
+REGISTRATIONS = 16
+"""How many are kept; more than one trainer's sets of tensors, few enough to bound what stays mapped."""
+
+
+class WeightReceiver:
+    """Opens what trainers describe and plans its way into this rank's parameters."""
+
+    def __init__(
+        self, weight_map: WeightMap, rank: int, size: int, device: torch.device, *, fused: bool = True
+    ) -> None:
+        """`fused=False` copies with torch alone (`ServerArgs.fused_weight_copy`)."""
+        self._map, self._names = weight_map, ModelNames(weight_map)
+        self._rank, self._size, self._device, self._fused = rank, size, device, fused
+        self._gpu = _plain_uuid(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else ""
+        self._memory = OpenAllocations(device)
+        self._registrations = Registrations(REGISTRATIONS, device)
+        self._warned = ""
+
+    # -- the stager ----------------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        description: WeightsDescription,
+        *,
+        strict_dtype: bool,
+        partial: bool,
+        checksums: Mapping[str, str] | None = None,
+        keep: bool = False,
+    ) -> UpdatePlan:
+        """Check an update that travels as a description, and open what this rank reads of it.
+
+        `keep` registers it under the description's id, as long as that is safe: what cannot be kept is opened for
+        this update only, and the sender will describe it again. Raises WeightUpdateError.
+        """
+        plan = self._described(description)
+        self._check(plan, strict_dtype, partial, checksums)
+        if keep:
+            try:
+                self._keep(description.id, plan)
+            except WeightUpdateError as error:
+                self._warn(f"Weights are not kept for pushes by id, so each is opened and planned anew: {error}")
+        return plan
+
+    def stage_named(
+        self,
+        named_tensors: Sequence[tuple[str, LocalSerializedTensor | TensorHandle]],
+        *,
+        strict_dtype: bool,
+        partial: bool,
+        checksums: Mapping[str, str] | None = None,
+    ) -> UpdatePlan:
+        """Check an update that travels as one handle for each tensor, or one for each rank, and open its memory."""
+        memory = self._memory.hold()
+        try:
+            names = self._names.settle([name for name, _ in named_tensors])
+            sources = [
+                (known, handle_source(name, self._handle(name, value), memory))
+                for known, (name, value) in zip(names, named_tensors, strict=True)
+                if known is not None
+            ]
+        finally:  # opening a pickled handle gives its reference back; so must not opening it
+            pickled = {value.allocation: None for _, value in named_tensors if isinstance(value, TensorHandle)}
+            give_back(allocation for allocation in pickled if allocation not in memory)
+        plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
+        self._check(plan, strict_dtype, partial, checksums)
+        return plan
+
+    def compared(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """Those of full tensors whose values `plan` looks at: a tied head that comes beside the embedding, and it."""
+        names = self._names.settle([name for name, _ in named_tensors])
+        given = {known: tensor for known, (_, tensor) in zip(names, named_tensors, strict=True) if known is not None}
+        pairs = [(alias, slot) for alias, slot in self._map.aliases.items() if alias in given and slot in given]
+        return [given[name] for pair in pairs for name in pair]
+
+    def plan(self, named_tensors: Sequence[tuple[str, Tensor]], *, strict_dtype: bool, partial: bool) -> UpdatePlan:
+        """Check full tensors of this process (a checkpoint's, or received ones) against the model.
+
+        Tensors on the meta device are only checked. Others may be filled later, but for those `compared`.
+        """
+        memory = self._memory.hold()
+        names = self._names.settle([name for name, _ in named_tensors])
+        sources = [
+            (known, tensor_source(name, tensor, memory))
+            for known, (name, tensor) in zip(names, named_tensors, strict=True)
+            if known is not None
+        ]
+        plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
+        plan.check(strict_dtype=strict_dtype, partial=partial)
+        return plan
+
+    def register(self, description: WeightsDescription, *, strict_dtype: bool) -> None:
+        """Open and plan a description now, for pushes by its id. Raises WeightUpdateError if it cannot be kept."""
+        plan = self._described(description)
+        self._check(plan, strict_dtype, True, None)
+        self._keep(description.id, plan)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def registered(self, id: str) -> UpdatePlan | None:
+        """The plan of a registration; None if it is not known (any more)."""
+        return self._registrations.get(id)
+
+    def forget(self, ids: list[str] | None) -> None:
+        """Close registrations, all of them for None. Unknown ids are ignored."""
+        self._registrations.forget(ids)
+
+    def finish(self, plan: UpdatePlan) -> None:
+        """The update is over, whatever its result, and the device is done with it: close what was opened for it."""
+        if not self._registrations.holds(plan):
+            plan.close()
+
+    def close(self) -> None:
+        """Forget every registration: with the weights released, nobody's memory stays mapped."""
+        self._registrations.forget(None)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _described(self, description: WeightsDescription) -> UpdatePlan:
+        memory = self._memory.hold()
+        names = self._names.settle([tensor.name for tensor in description.tensors])
+        sources: list[tuple[str, Source]] = [
+            (known, described_source(tensor, description.allocations, memory, self._nearest))
+            for known, tensor in zip(names, description.tensors, strict=True)
+            if known is not None
+        ]
+        return UpdatePlan(self._map, sources, memory, fused=self._fused)
+
+    def _check(self, plan: UpdatePlan, strict_dtype: bool, partial: bool, checksums: Mapping[str, str] | None) -> None:
+        plan.check(strict_dtype=strict_dtype, partial=partial)
+        fault_in(plan.sources)
+        if checksums:
+            plan.verify(checksums)
+
+    def _keep(self, id: str, plan: UpdatePlan) -> None:
+        if plan.changes_under_its_names:
+            raise WeightUpdateError(plan.changes_under_its_names)
+        self._registrations.put(id, plan)
+
+    def _handle(self, name: str, value: LocalSerializedTensor | TensorHandle) -> TensorHandle:
+        if isinstance(value, TensorHandle):
+            return value
+        if len(value.values) not in (1, self._size):
+            raise WeightUpdateError(
+                f"'{name}' has {len(value.values)} values, but this server has {self._size} tensor-parallel rank(s): "
+                "give one value for all, or one for each."
+            )
+        return value.get(self._rank)
+
+    def _nearest(self, copies: Sequence[Allocation]) -> int:
+        """A copy on this rank's own GPU, else one that other ranks do not read too, as far as there are enough."""
+        for i, allocation in enumerate(copies):
+            if self._gpu and _plain_uuid(allocation.device_uuid) == self._gpu:
+                return i
+        return self._rank % len(copies)
+
+    def _warn(self, message: str) -> None:
+        """Once in a row: the same would be said at every push."""
+        if message != self._warned:
+            self._warned = message
+            logger.warning(message)
+
+
+def _plain_uuid(uuid: str) -> str:
+    """Drivers and tools write it with and without this prefix."""
+    return uuid.removeprefix("GPU-")

@@ -1,0 +1,52 @@
+"""Doing one thing on every tensor-parallel rank, or knowing on every rank that it failed.
+
+Used by `WeightUpdater` and `WeightInspector`, whose methods run on all ranks at the same point of the command
+order, and by `Stager`, whose threads take the same requests in the same order: after `agree` all ranks continue,
+or all raise the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from verl_server.errors import VerlServerError, WeightUpdateError, error_for_status
+from verl_server.ipc.tp_group import TpGroup
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _Vote(msgspec.Struct, array_like=True):
+    error: str = ""
+    status: int = 200
+
+
+def agree(tp: TpGroup, step: Callable[[], T]) -> T:
+    """Run `step` on this rank. If it failed on any, raise the same error on all of them: the refusal
+    (WeightUpdateError and its kin), or a 500 for a fault. Raises RuntimeError if a rank is dead."""
+    mine, result = _Vote(), None
+    try:
+        result = step()
+    except VerlServerError as error:
+        mine = _Vote(str(error), error.status_code)
+    except Exception as error:
+        logger.exception("A weight or memory operation failed on rank %d", tp.rank)
+        mine = _Vote(f"{type(error).__name__}: {error}", 500)
+    votes = [msgspec.msgpack.decode(vote, type=_Vote) for vote in tp.gather(msgspec.msgpack.encode(mine))]
+    failed = {rank: vote for rank, vote in enumerate(votes) if vote.status != 200}
+    if failed:
+        raise _common_error(failed, tp.size)
+    return result  # type: ignore[return-value]
+
+
+def _common_error(failed: dict[int, _Vote], size: int) -> VerlServerError:
+    errors = list(dict.fromkeys(vote.error for vote in failed.values()))
+    text = errors[0]
+    if len(failed) < size or len(errors) > 1:
+        text = "; ".join(f"tensor-parallel rank {rank}: {vote.error}" for rank, vote in failed.items())
+    status = max(vote.status for vote in failed.values())
+    return error_for_status(status, text, WeightUpdateError)

@@ -1,0 +1,212 @@
+"""`KVCache`: one rank's KV pool and page table.
+
+Owned by the `ModelRunner`. `place` turns what the scheduler decided (`ForwardBatch`) into positions and slots, with
+which the attention backends index the pool. The pool lives in a `MemoryArena`: it never moves, though its memory may
+be given back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl_server.errors import BadRequestError
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.models.attention import Ints, to_device, token_positions
+from verl_server.models.config import ModelConfig
+from verl_server.server_args import ServerArgs
+from verl_server.worker.forward_batch import ForwardBatch
+from verl_server.worker.memory_arena import MemoryArena
+
+
+@dataclass(slots=True)
+class Placement:
+    """One step's indices, on the host. Entries in batch order: first those that decode, then prefill chunks."""
+
+    rows: Ints
+    """[entries] rows of the page table."""
+    cached: Ints
+    """[entries] tokens whose keys are in the pool already."""
+    extend: Ints
+    """[entries] new tokens."""
+    ids: Ints
+    """[tokens] token ids; -1: what the entry's row sampled last, known to the device only."""
+    positions: Ints
+    """[tokens] position of each new token in its sequence."""
+    slots: Ints
+    """[tokens] where its key and value go: page * page_size + offset."""
+    num_decodes: int
+    """Leading entries with one new token."""
+
+    @property
+    def starts(self) -> Ints:
+        """[entries] index of each entry's first new token."""
+        return np.cumsum(self.extend) - self.extend
+
+    @property
+    def last(self) -> Ints:
+        """[entries] index of each entry's last new token."""
+        return np.cumsum(self.extend) - 1
+
+
+class KVCache:
+    """The pool [layers, pages + 1, page_size, 2 (k, v), kv_heads, head_dim] and who has which page.
+
+    The last page is padding. In memory the keys of one head in one page lie together, and so do its values. Without
+    `paged_kernels` pages are zeroed when they are handed out (see `models.attention`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TpGroup,
+        server_args: ServerArgs,
+        device: torch.device,
+        dtype: torch.dtype,
+        context_length: int,
+        *,
+        paged_kernels: bool,
+    ) -> None:
+        self.device, self._dtype, self._args = device, dtype, server_args
+        self._paged_kernels = paged_kernels
+        self._config = config
+        self.page_size, self.max_rows = server_args.page_size, server_args.max_running_requests
+        self.kv_heads = max(1, config.num_kv_heads // tp.size)
+        self._columns = math.ceil(context_length / self.page_size)
+        pages = self._fitting_pages()
+        # The smallest count of all ranks: page ids are rank 0's, so every pool must hold them.
+        self.num_pages = min(pages, *(int(part) for part in tp.gather(str(pages).encode())))
+        self._check_room()
+        self._arena = MemoryArena(self._page_bytes * (self.num_pages + 1), device)
+        self.pool = self._pool_view()
+        self.layers = list(self.pool.unbind(0))
+        self.page_table = np.full((self.max_rows, self._columns), self.num_pages, dtype=np.int64)
+        """Of each row: its pages, in order. The scheduler decides, `place` writes."""
+        self.device_page_table = torch.full(
+            (self.max_rows + 1, self._columns), self.num_pages, dtype=torch.int32, device=device
+        )
+        """The same for the kernels (kept up to date with `paged_kernels` only); its last row is all padding."""
+        self._clear_padding()
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def place(self, batch: ForwardBatch) -> Placement:
+        """Write the step's pages into the page table, and say where its tokens are."""
+        cached, extend = _ints(batch.cached_lens), _ints(batch.extend_lens)
+        rows = _ints(batch.rows)
+        self._write_pages(batch)
+        ids = _ints(batch.input_ids)
+        if len(ids) == len(rows):
+            positions, row_of = cached, rows
+            num_decodes = len(rows)
+        else:
+            positions, row_of = token_positions(cached, extend), np.repeat(rows, extend)
+            num_decodes = int((extend != 1).argmax())
+        pages = self.page_table[row_of, positions // self.page_size]
+        return Placement(
+            rows, cached, extend, ids, positions, pages * self.page_size + positions % self.page_size, num_decodes
+        )
+
+    def trimmed_table(self, rows: Ints, lens: Ints) -> Ints:
+        """The step's part of the page table; columns beyond a request's length point to the padding page."""
+        pages = -(-lens // self.page_size)
+        columns = np.arange(int(pages.max()))
+        return np.where(columns < pages[:, None], self.page_table[rows, : len(columns)], self.num_pages)
+
+    def _write_pages(self, batch: ForwardBatch) -> None:
+        if not batch.page_updates:
+            return
+        for row, column, pages in batch.page_updates:
+            self.page_table[row, column : column + len(pages)] = pages
+        if self._paged_kernels:
+            self._write_device_table(batch)
+        else:
+            self._zero_new_pages(batch)
+
+    def _write_device_table(self, batch: ForwardBatch) -> None:
+        cells = {  # a later update of the same cell wins
+            row * self._columns + i: page
+            for row, column, pages in batch.page_updates
+            for i, page in enumerate(pages, column)
+        }
+        update = to_device(np.array([list(cells), list(cells.values())]), self.device)
+        self.device_page_table.view(-1).index_copy_(0, update[0], update[1].int())
+
+    def _zero_new_pages(self, batch: ForwardBatch) -> None:
+        """Zero those pages that no cached token is in: masked positions still enter `0 * v`."""
+        cached_of = dict(zip(batch.rows, batch.cached_lens, strict=True))
+        new: list[int] = []
+        for row, column, pages in batch.page_updates:
+            first_new = -(-cached_of.get(row, self._columns * self.page_size) // self.page_size)
+            new += pages[max(0, first_new - column) :]
+        if new:
+            self.pool.index_fill_(1, to_device(_ints(new), self.device), 0)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_held(self) -> int:
+        return self._arena.bytes_held
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the pool may be used."""
+        return self._arena.is_present
+
+    def release(self) -> None:
+        """Give the pool's memory back; its contents are lost."""
+        self._arena.release()
+
+    def resume(self) -> None:
+        """Take memory for the pool again; every page is handed out anew."""
+        self._arena.resume()
+        self._clear_padding()
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    def _pool_view(self) -> torch.Tensor:
+        pages, config = self.num_pages + 1, self._config
+        shape = (config.num_layers, pages, 2, self.kv_heads, self.page_size, config.head_dim)
+        return self._arena.view(0, shape, self._dtype).permute(0, 1, 4, 2, 3, 5)
+
+    def _clear_padding(self) -> None:
+        self.pool[:, -1].zero_()
+
+    @property
+    def _page_bytes(self) -> int:
+        per_token = 2 * self.kv_heads * self._config.head_dim * self._config.num_layers
+        return per_token * self.page_size * self._dtype.itemsize
+
+    def _fitting_pages(self) -> int:
+        """Pages that fit the memory settings, no more than the largest batch could use."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = free - total * (1 - self._args.mem_fraction_static)
+        else:
+            budget = self._args.kv_cache_gib * 2**30
+        pages = int(budget // self._page_bytes) - 1  # one for padding
+        pages = min(pages, self.max_rows * self._columns)
+        if self._args.max_total_tokens is not None:
+            pages = min(pages, self._args.max_total_tokens // self.page_size)
+        return pages
+
+    def _check_room(self) -> None:
+        if self.num_pages >= 1:
+            return
+        name = "mem_fraction_static" if self.device.type == "cuda" else "kv_cache_gib"
+        setting = f"{name}={getattr(self._args, name)}"
+        if self._args.max_total_tokens is not None:
+            setting += f", max_total_tokens={self._args.max_total_tokens}"
+        raise BadRequestError(
+            f"No room for a KV cache after the weights ({setting}, {self._page_bytes} bytes a page). "
+            "Raise the setting, free memory on the device, or use a smaller model or a larger tp_size."
+        )
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.asarray(values, dtype=np.int64)

@@ -1,0 +1,394 @@
+"""`ModelRunner`: one rank's model, KV cache and sampler; launches `ForwardBatch`es.
+
+Owned by a scheduler process. Rank 0's also samples. Device memory belongs to it: weights (written only through
+`weight_map`), the KV pool, and their release and resume. Both live in a `MemoryArena`: no tensor ever moves.
+On CUDA a launch waits for nothing: what a step needs is copied to the device in the stream's order, what it gave
+comes back through pinned memory, and `Step.result` waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from verl_server.errors import BadRequestError
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.kernels.device_arrays import upload
+from verl_server.models.attention import AttentionStep, plan_attention, to_device
+from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
+from verl_server.models.cpu_attention import CpuAttention
+from verl_server.models.loader import fill_dummy, load_checkpoint
+from verl_server.models.ops import Ops
+from verl_server.models.transformer import Decoder
+from verl_server.sampling.logprobs import PromptCandidates
+from verl_server.sampling.sampler import Sampled, Sampler
+from verl_server.server_args import ServerArgs
+from verl_server.worker.forward_batch import ForwardBatch, SampleSpec
+from verl_server.worker.kernel_choice import choose_kernels
+from verl_server.worker.kv_cache import KVCache, Placement
+from verl_server.worker.memory_arena import MemoryArena, aligned
+from verl_server.worker.running_step import RunningStep
+
+if TYPE_CHECKING:  # they need Triton
+    from verl_server.models.triton_attention import PagedBackend
+    from verl_server.worker.step_graphs import StepGraphs
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_LOGIT_BYTES = 256 * 2**20
+"""Bound on the fp32 logits held at once for prompt log-probabilities."""
+
+
+class ModelRunner:
+    def __init__(self, server_args: ServerArgs, tp: TpGroup, device: torch.device) -> None:
+        self.tp, self.device = tp, device
+        self._args = server_args
+        _set_threads(server_args, device)
+        dummy = server_args.load_format == "dummy"
+        folder = resolve_model_folder(server_args.model_path, server_args.revision, config_only=dummy)
+        self.config: ModelConfig = load_model_config(folder, server_args.context_length)
+        self.vocab_size = self.config.vocab_size
+        self.context_length = _context_length(server_args, self.config)
+        self.dtype = _compute_dtype(server_args, self.config, device)
+        choice = choose_kernels(server_args, device, self.dtype, self.config.head_dim)
+        paged = choice.attention == "triton"
+        self._triton_ops = choice.fused and device.type == "cuda"
+        self.model = self._build(choice.ops(device))
+        self.weight_map = self.model.weight_map()
+        if dummy:
+            fill_dummy(self.weight_map, server_args.random_seed, device)
+        else:
+            load_checkpoint(self.weight_map, folder)
+        self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
+        self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
+        self.sampler = Sampler(self.vocab_size, device, choice.choose)
+        self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
+        self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
+        """What each row's latest step sampled; a step may be planned before it is known to the host."""
+        self._paged = self._paged_backend() if paged else None
+        self._cpu_attention = None
+        if choice.cpu is not None and choice.attention == "cpp":
+            self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
+        self._graphs = None
+        if self._paged is not None and not server_args.disable_cuda_graph:
+            self._graphs = self._step_graphs(self._paged)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
+        """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others."""
+        placement = self.kv.place(batch)
+        prompt: dict[int, PromptCandidates] = {}
+        logits = None
+        if self._graphs is not None and not batch.prompt_logprobs:
+            logits = self._graphs.run(placement, batch.sample)
+        if logits is None:
+            hidden = self._hidden(placement)
+            prompt = self._prompt_logprobs(batch, hidden, placement)
+            last = to_device(placement.last[batch.sample], self.device)
+            logits = self.model.logits(hidden.index_select(0, last)) if batch.sample else hidden
+        if not batch.sample:
+            return RunningStep(None, prompt, self._event())
+        sampled = self._sample(batch, logits, placement, specs)
+        return RunningStep(sampled, prompt, self._event())
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Behind all that was submitted so far."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _hidden(self, placement: Placement) -> Tensor:
+        """Hidden states of all new tokens, launched operator by operator."""
+        if self._paged is None:
+            step, ids, rows = self._plan(placement)
+        else:
+            step, ids, rows = self._upload(self._paged, placement)
+        if (placement.ids < 0).any():
+            n = placement.num_decodes  # only these can have been sampled in a step that is not read yet
+            ids[:n] = torch.where(ids[:n] < 0, self._last_tokens[rows[:n]], ids[:n])
+        hidden: Tensor = self.model(ids, self.kv.layers, step)
+        return hidden
+
+    def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """The attention of a step without Triton's kernels, its ids and its rows, on the device."""
+        ids, rows = to_device(placement.ids, self.device), to_device(placement.rows, self.device)
+        if self._cpu_attention is not None:
+            return self._cpu_attention.plan(placement), ids, rows
+        lens = placement.cached + placement.extend
+        plan = plan_attention(
+            placement.cached,
+            placement.extend,
+            placement.slots,
+            self.kv.trimmed_table(placement.rows, lens),
+            self._num_heads,
+            self.kv.layers[0],
+            self.model.rotary.at(to_device(placement.positions, self.device)),
+        )
+        return plan, ids, rows
+
+    def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """The paged attention of a step, its ids and the rows of those that decode, on the device."""
+        from verl_server.kernels.paged_attention import SharedKeys
+        from verl_server.models.triton_attention import DecodePart, ExtendPart, PagedStep
+
+        n = placement.num_decodes
+        lens = placement.cached[:n] + 1
+        starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
+        dealt = backend.deal_out(placement.rows[:n], lens)
+        arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens]
+        arrays += [placement.rows[n:], placement.cached[n:], starts]
+        on_device = upload([*arrays, *dealt.arrays], self.device)
+        ids, positions, slots, rows, kv_lens, chunk_rows, cached, chunk_starts, work, *shared = on_device
+        decode, chunks = None, None
+        if n:
+            decode = DecodePart(rows, kv_lens, work, SharedKeys(*shared) if shared else None)
+        if n < len(placement.rows):
+            chunks = ExtendPart(chunk_rows, cached, chunk_starts, int(placement.extend[n:].max()))
+        return PagedStep(backend, positions, slots, decode, chunks), ids.long(), rows
+
+    def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
+        """Logits of a step from device tensors alone: what a CUDA graph holds, see `step_graphs.Forward`."""
+        head, tail = ids[: len(rows)], ids[len(rows) :]
+        head = torch.where(head < 0, self._last_tokens[rows], head)
+        hidden = self.model(torch.cat([head, tail]) if len(tail) else head, self.kv.layers, step)
+        return self.model.logits(hidden if last is None else hidden.index_select(0, last))
+
+    def _sample(
+        self, batch: ForwardBatch, logits: Tensor, placement: Placement, specs: list[SampleSpec] | None
+    ) -> Sampled | None:
+        """Sample on rank 0; where steps overlap every rank keeps the tokens on its device, for the next step."""
+        lens = (placement.cached + placement.extend)[batch.sample]
+        sampled = None if specs is None else self.sampler.launch(logits, specs, lens)
+        if self.overlaps:
+            ids = (
+                torch.empty(len(batch.sample), dtype=torch.int64, device=self.device)
+                if sampled is None
+                else sampled.ids
+            )
+            self.tp.broadcast(ids)
+            rows = to_device(placement.rows[batch.sample], self.device)
+            self._last_tokens.index_copy_(0, rows, ids)
+        return sampled
+
+    def _prompt_logprobs(
+        self, batch: ForwardBatch, hidden: Tensor, placement: Placement
+    ) -> dict[int, PromptCandidates]:
+        """All ranks take part (the logits are gathered); a bounded number of positions at a time."""
+        step = max(1, _PROMPT_LOGIT_BYTES // (4 * self.vocab_size))
+        result = {}
+        starts = placement.starts
+        for (entry, first, top_num, requested), next_id in zip(
+            batch.prompt_logprobs, batch.prompt_next_ids, strict=True
+        ):
+            begin, end = int(starts[entry]) + first, int(starts[entry]) + batch.extend_lens[entry]
+            targets = batch.input_ids[begin + 1 : end] + ([next_id] if next_id >= 0 else [])
+            result[entry] = PromptCandidates(targets, top_num, requested)
+            end = begin + len(targets)
+            for start in range(begin, end, step):
+                result[entry].launch(self.model.logits(hidden[start : min(start + step, end)]))
+        return result
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what this thread submitted.
+
+        Not for other threads: a stager may be receiving what its trainer has not sent yet.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def release_kv_cache(self) -> None:
+        """Give the KV pool's memory back; its contents are lost."""
+        self._release_scratch()
+        self.kv.release()
+
+    def resume_kv_cache(self) -> None:
+        """Take memory for the KV pool again; every page is handed out anew."""
+        self.kv.resume()
+
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether `warm_up` has something to do, and the memory for it is there."""
+        present = self._weights_arena.is_present and self.kv.is_present
+        return present and self._graphs is not None and self._graphs.num_left > 0
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds.
+
+        All ranks are asked: a release that failed on one may have left their memory unalike.
+        """
+        if self.tp.all_agree(self.can_warm_up) and self._graphs is not None:
+            self._graphs.capture_next()
+
+    def release_cuda_graphs(self) -> None:
+        """Give back the memory of captured graphs; until they are resumed, decode steps run without."""
+        if self._graphs is not None:
+            self.synchronize()
+            self._graphs.release()
+            self._release_scratch()
+
+    def resume_cuda_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.resume()
+
+    def release_weights(self) -> None:
+        """Give the weights' memory back; kept in host memory if `enable_weights_cpu_backup`, else lost."""
+        self._release_scratch()
+        self._weights_arena.release(keep_contents=self._args.enable_weights_cpu_backup)
+
+    def resume_weights(self) -> bool:
+        """Take memory for the weights again; True if they are what they were when they were released.
+
+        Else they are zeros (vocabulary padding stays so) until a full update fills them.
+        """
+        restored = self._weights_arena.resume()
+        if not restored:
+            self._clear_weights()
+        return restored
+
+    def memory_figures(self) -> dict[str, float | int]:
+        """Bytes held now for weights and KV, in whole pages; KV capacity in tokens; CUDA graphs, held and to come."""
+        figures: dict[str, float | int] = {
+            "weight_bytes": self._weights_arena.bytes_held,
+            "kv_cache_bytes": self.kv.bytes_held,
+            "token_capacity": self.num_pages * self.page_size,
+        }
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            figures |= {"device_free_bytes": free, "device_total_bytes": total}
+        if self._graphs is not None:
+            figures |= {"cuda_graphs": self._graphs.num_captured, "cuda_graphs_to_capture": self._graphs.num_left}
+        return figures
+
+    def _release_scratch(self) -> None:
+        """Activations' memory, which the allocators keep for the next step, goes back too."""
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            _trim_heap()
+
+    def _clear_weights(self) -> None:
+        """Fresh memory must read as zeros: rows of vocabulary padding are never written again."""
+        if self.device.type == "cuda":
+            self._weights_arena.contents.zero_()
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    def _build(self, ops: Ops) -> Decoder:
+        """The decoder without memory, then its parameters one after another in the weights arena, all zero."""
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.device("meta"):
+                model = Decoder(self.config, self.tp, self.context_length, self.device, ops).eval()
+        finally:
+            torch.set_default_dtype(previous)
+        self._weights_arena = MemoryArena(sum(aligned(p.nbytes) for p in model.parameters()), self.device)
+        self._clear_weights()
+        offset = 0
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                view = self._weights_arena.view(offset, parameter.shape, parameter.dtype)
+                setattr(module, name, nn.Parameter(view, requires_grad=False))
+                offset += aligned(parameter.nbytes)
+        return model
+
+    @property
+    def _num_heads(self) -> int:
+        return self.config.num_heads // self.tp.size
+
+    def _paged_backend(self) -> PagedBackend:
+        from verl_server.kernels.paged_attention import PagedAttention
+        from verl_server.models.triton_attention import PagedBackend
+
+        cascade = not (self._args.disable_cascade_attention or self._args.disable_radix_cache)
+        kernels = PagedAttention(
+            num_heads=self._num_heads,
+            kv_heads=self.kv.kv_heads,
+            head_dim=self.config.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device,
+            most_shared=self.max_rows if cascade else 0,
+        )
+        return PagedBackend(
+            kernels,
+            self.model.rotary,
+            self.kv.device_page_table,
+            self.kv.page_table,
+            self.page_size,
+            fused=self._triton_ops,
+        )
+
+    def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
+        from verl_server.worker.step_graphs import StepGraphs
+
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self.vocab_size, self._args.cuda_graph_max_bs)
+
+
+def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
+    """The device of a rank: `gpu_uuids` by UUID, else `base_gpu_id` + local rank, or the CPU."""
+    if server_args.device == "cpu" or (server_args.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadRequestError("device='cuda', but torch sees no CUDA device. Use device='cpu' or check the driver.")
+    local_rank = tp_rank % server_args.ranks_per_node
+    count = torch.cuda.device_count()
+    if server_args.gpu_uuids:
+        wanted = server_args.gpu_uuids[local_rank].removeprefix("GPU-").lower()
+        uuids = [str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").lower() for i in range(count)]
+        if wanted not in uuids:
+            raise BadRequestError(
+                f"gpu_uuids names {server_args.gpu_uuids[local_rank]}, but this process sees {uuids} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})."
+            )
+        return torch.device("cuda", uuids.index(wanted))
+    ordinal = server_args.base_gpu_id + local_rank
+    if ordinal >= count:
+        raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
+    return torch.device("cuda", ordinal)
+
+
+def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if (server_args.context_length or 0) > longest:
+        raise BadRequestError(
+            f"context_length={server_args.context_length} exceeds the model's max_position_embeddings={longest}."
+        )
+    return server_args.context_length or longest
+
+
+def _compute_dtype(server_args: ServerArgs, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if server_args.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else config.dtype
+    dtype: torch.dtype = getattr(torch, server_args.dtype)
+    return dtype
+
+
+def _set_threads(server_args: ServerArgs, device: torch.device) -> None:
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
+    else:
+        torch.cuda.set_device(device)
+
+
+def _trim_heap() -> None:
+    """glibc keeps freed blocks below its mmap threshold; ask it to give them to the system."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # another libc: large blocks are mapped one by one there too

@@ -1,0 +1,138 @@
+"""`Prepared`: what staging leaves for the loop to carry out, on one rank.
+
+Made by `WeightSources` on the stager's thread, carried out by `WeightUpdater` on the loop: `ready`, and when all ranks
+are, `commit` and `confirm`, and in any case `discard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+
+Window = list[tuple[str, Tensor]]
+"""Tensors that arrived together."""
+
+
+class Prepared(Protocol):
+    @property
+    def names(self) -> list[str]:
+        """Parameters that `commit` writes; known when it is ready."""
+
+    def ready(self) -> None:
+        """The last look before the first write, with generation stopped. Raises if it lost its ground meanwhile."""
+
+    def commit(self) -> None:
+        """Write; the device may still be busy with it. An error may leave some of it written."""
+
+    def confirm(self) -> None:
+        """After the device is done: raise if what was read is not what was meant."""
+
+    def discard(self) -> None:
+        """Let go of what was opened, committed or not. Called once, on the loop or the stager's thread."""
+
+
+class Planned:
+    """Copies whose sources are all in reach."""
+
+    def __init__(
+        self, plan: UpdatePlan, let_go: Callable[[], None], checksums: Mapping[str, str] | None = None
+    ) -> None:
+        """`checksums` were compared while staging; the owner may have written since, so they are again."""
+        self._plan, self._let_go, self._checksums = plan, let_go, checksums
+        self.names = plan.names
+
+    def ready(self) -> None:
+        self._plan.check_memory()
+
+    def commit(self) -> None:
+        self._plan.commit()
+
+    def confirm(self) -> None:
+        if self._checksums:
+            self._plan.verify(self._checksums)
+
+    def discard(self) -> None:
+        self._let_go()
+
+
+class Received:
+    """What a process group brings, all of it in memory before the first write.
+
+    Received while staging, or else in `ready`, with generation stopped.
+    """
+
+    def __init__(self, receive: Callable[[], UpdatePlan], let_go: Callable[[], None]) -> None:
+        self._receive, self._let_go = receive, let_go
+        self._plan: UpdatePlan | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return self._plan.names if self._plan is not None else []
+
+    def ready(self) -> None:
+        if self._plan is None:
+            self._plan = self._receive()
+
+    def commit(self) -> None:
+        assert self._plan is not None
+        self._plan.commit()
+
+    def confirm(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+        self._let_go()
+
+
+class Streamed:
+    """More than may be held at once: received and copied window by window, with generation stopped."""
+
+    def __init__(
+        self,
+        names: list[str],
+        windows: Iterable[Window],
+        write: Callable[[Window], None],
+        let_go: Callable[[], None],
+    ) -> None:
+        self.names = names
+        self._windows, self._write, self._let_go = windows, write, let_go
+
+    def ready(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        for window in self._windows:
+            self._write(window)
+
+    def confirm(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        self._let_go()
+
+
+class Done:
+    """Staging was all there was to do (a registration, a joined group); `undo` if its caller was refused meanwhile."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.names: list[str] = []
+        self._undo, self._wanted = undo, False
+
+    def ready(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        self._wanted = True
+
+    def confirm(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        if not self._wanted:
+            self._undo()

@@ -1,0 +1,202 @@
+"""`TpWorker`: runs commands on this tensor-parallel rank.
+
+Rank 0's belongs to the `Scheduler`: every command is broadcast to the other ranks first, then carried out here.
+The other ranks have nothing but a worker in `follow()`: they take no decision and hold no queue, so all ranks
+run the same steps, stage the same requests and write the same updates in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, StagedReq, WeightReq
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.worker.prepared import Prepared
+from verl_server.worker.stager import Staged
+
+logger = logging.getLogger(__name__)
+
+
+class StopCommand(msgspec.Struct, tag=True):
+    """Rank 0 is leaving in good order."""
+
+
+class WarmUpCommand(msgspec.Struct, tag=True):
+    """Use a moment in which nothing runs."""
+
+
+class StageCommand(msgspec.Struct, tag=True):
+    """Begin to stage a request."""
+
+    req: StagedReq
+
+
+class RunStagedCommand(msgspec.Struct, tag=True):
+    """Carry out a request that every rank staged."""
+
+    id: int
+
+
+class DropStagedCommand(msgspec.Struct, tag=True):
+    """Let go of a request that was, or is being, staged."""
+
+    id: int
+
+
+Command = ForwardBatch | WeightReq | WarmUpCommand | StageCommand | RunStagedCommand | DropStagedCommand | StopCommand
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+
+
+class Step(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> ForwardOutput:
+        """Wait until it is computed; its output. Called once, on rank 0 only, in the order of launches."""
+
+
+class Runner(Protocol):
+    """What scheduling needs of a `ModelRunner`."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    context_length: int
+    vocab_size: int
+    device: torch.device
+    overlaps: bool
+    """`launch` returns before the step is computed: the next one can be planned meanwhile."""
+
+    @property
+    def can_warm_up(self) -> bool:
+        """Whether `warm_up` has something left to do, and could do it now."""
+
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
+        """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
+
+    def warm_up(self) -> None:
+        """Prepare a part of what later steps would have to wait for; some ten milliseconds."""
+
+    def memory_figures(self) -> dict[str, Any]: ...
+
+
+class Weights(Protocol):
+    """What scheduling needs of a `WeightUpdater`."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def check(self, req: WeightReq) -> None: ...
+
+    def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply: ...
+
+    def refusal(self) -> str | None: ...
+
+
+class Staging(Protocol):
+    """What scheduling needs of a `Stager`."""
+
+    def submit(self, req: StagedReq) -> None: ...
+
+    def finished(self) -> list[tuple[int, VerlServerError | None]]: ...
+
+    def take(self, request_id: int) -> Staged: ...
+
+    def drop(self, request_id: int) -> None: ...
+
+
+class TpWorker:
+    """One rank's model runner, weight updater and stager behind one sequence of commands."""
+
+    def __init__(self, runner: Runner, weights: Weights, stager: Staging, tp: TpGroup) -> None:
+        self.runner = runner
+        self.weights = weights
+        self.stager = stager
+        self.tp = tp
+
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec]) -> Step:
+        """Begin one step on all ranks (rank 0)."""
+        self._broadcast(batch)
+        return self.runner.launch(batch, specs)
+
+    def warm_up(self) -> None:
+        """Use a moment in which nothing runs, on all ranks (rank 0)."""
+        self._broadcast(WarmUpCommand())
+        self.runner.warm_up()
+
+    def control(self, req: WeightReq) -> ControlReply:
+        """Carry out a weight or memory request on all ranks (rank 0)."""
+        self._broadcast(req)
+        return self.weights.handle(req)
+
+    def stage(self, req: StagedReq) -> None:
+        """Let all ranks' stagers begin with `req`; rank 0's has the outcome in `stager.finished()` (rank 0)."""
+        self._broadcast(StageCommand(req))
+        self.stager.submit(req)
+
+    def run_staged(self, req: StagedReq) -> ControlReply:
+        """Carry out a request that all ranks staged (rank 0)."""
+        self._broadcast(RunStagedCommand(req.id))
+        return self._run_staged(req.id)
+
+    def drop_staged(self, req: StagedReq) -> None:
+        """Let all ranks let go of a request that was given to `stage` (rank 0)."""
+        self._broadcast(DropStagedCommand(req.id))
+        self.stager.drop(req.id)
+
+    def stop(self) -> None:
+        """Let the other ranks end (rank 0)."""
+        self._broadcast(StopCommand())
+
+    def follow(self) -> None:
+        """Carry out rank 0's commands until it stops. Raises when rank 0 is gone without a word."""
+        while True:
+            try:
+                data = self.tp.broadcast_command(None)
+            except RuntimeError as error:
+                raise ConnectionError(f"rank {self.tp.rank} lost rank 0, which decides what runs: {error}") from error
+            command = _COMMANDS.decode(data)
+            if isinstance(command, StopCommand):
+                return
+            match command:
+                case ForwardBatch():
+                    self.runner.launch(command, None)
+                case WarmUpCommand():
+                    self.runner.warm_up()
+                case StageCommand(req):
+                    self.stager.submit(req)
+                case RunStagedCommand(id):
+                    self._run_staged(id)
+                case DropStagedCommand(id):
+                    self.stager.drop(id)
+                case _:
+                    self.weights.handle(command)
+
+    def is_recoverable(self, error: Exception) -> bool:
+        """Whether the next step can run after `error` in a step.
+
+        Not with several ranks, which may wait for each other inside a collective, and not on CUDA, where any
+        error but a failed allocation leaves the context unusable.
+        """
+        if self.tp.size > 1:
+            return False
+        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or self.runner.device.type == "cpu"
+
+    def _run_staged(self, request_id: int) -> ControlReply:
+        staged = self.stager.take(request_id)
+        return self.weights.handle(staged.req, staged.prepared)
+
+    def _broadcast(self, command: Command) -> None:
+        if self.tp.size > 1:
+            self.tp.broadcast_command(msgspec.msgpack.encode(command))

@@ -1,0 +1,186 @@
+"""`WeightGroups`: the process groups that trainers of other hosts send weights through, by name.
+
+Part of each rank's `WeightSources`. Joining and receiving happen on the stager's threads. What fits
+`weight_receive_bytes` is received completely before anything is written, so a trainer that dies leaves the old
+weights; more is received window by window by the commit, with generation stopped, and a failure is torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from verl_server.errors import BadRequestError, ControlTimeoutError, VerlServerError, WeightUpdateError
+from verl_server.io_struct import InitWeightsUpdateGroupReq, UpdateWeightsFromDistributedReq
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.group.process_group import WeightGroup
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
+from verl_server.worker.model_runner import ModelRunner
+from verl_server.worker.prepared import Done, Prepared, Received, Streamed, Window
+
+
+class WeightGroups:
+    def __init__(self, receiver: WeightReceiver, runner: ModelRunner, tp: TpGroup, server_args: ServerArgs) -> None:
+        self._receiver, self._runner, self._args = receiver, runner, server_args
+        self._rank, self._size = tp.rank, tp.size
+        self._groups: dict[str, WeightGroup] = {}
+        self._lock = threading.Lock()
+        self._budget = ReceiveBudget(server_args.weight_receive_bytes, server_args.control_timeout)
+
+    def join(self, req: InitWeightsUpdateGroupReq) -> Done:
+        """Meet the trainer, for at most `control_timeout` seconds. Raises BadRequestError, WeightUpdateError."""
+        with self._lock:
+            if req.group_name in self._groups:
+                raise BadRequestError(
+                    f"Failed to initialize custom process group: '{req.group_name}' exists. Destroy it first."
+                )
+        group = WeightGroup.join(req, self._rank, self._runner.device, self._args.control_timeout)
+        with self._lock:
+            self._groups[req.group_name] = group
+        return Done(lambda: self._undo_join(req.group_name))
+
+    def destroy(self, name: str) -> None:
+        """Leave a group; what is being received from it fails. Bounded."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+        if group is None:
+            raise BadRequestError("The group to be destroyed does not exist.")
+        group.close()
+
+    def lost(self, name: str) -> None:
+        """Some rank cannot receive from it any more, so none may: it stays in the table, broken, until destroyed."""
+        with self._lock:
+            group = self._groups.get(name)
+        if group is not None:
+            group.close()
+
+    def receive(self, req: UpdateWeightsFromDistributedReq) -> Prepared:
+        """Receive, or prepare to. Also what is going to be refused, or the trainer's broadcasts would never end."""
+        with self._lock:
+            group = self._groups.get(req.group_name)
+        if group is None:
+            raise BadRequestError(
+                f"There is no process group '{req.group_name}'. Call init_weights_update_group first."
+            )
+        limit = self._args.weight_receive_bytes
+        held = min(total_bytes(req), limit)
+        self._budget.acquire(held)
+        try:
+            windows = Arriving(group.receive(req.names, req.dtypes, req.shapes, req.load_format, limit))
+            if total_bytes(req) > limit:
+                return self._streamed(req, group, windows, held)
+            received = Received(
+                lambda: self._plan([entry for window in windows for entry in window], req),
+                lambda: self._let_go(group, windows, held),
+            )
+            # Two NCCL communicators have no common order: beside a tensor-parallel model's, this one could deadlock.
+            if not (self._size > 1 and self._runner.device.type == "cuda"):
+                received.ready()
+                self._runner.synchronize()
+            return received
+        except BaseException:
+            self._budget.release(held)
+            raise
+
+    def _streamed(
+        self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, windows: Arriving, held: int
+    ) -> Streamed:
+        described = zip(req.names, req.dtypes, req.shapes, strict=True)
+        try:
+            plan = self._plan(
+                [(name, torch.empty(shape, dtype=torch_dtype(d), device="meta")) for name, d, shape in described], req
+            )
+        except VerlServerError:
+            for _ in windows:
+                pass
+            raise
+
+        def write(window: Window) -> None:
+            part = self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True)
+            part.commit()
+            self._runner.synchronize()  # the next window may take this one's memory
+            part.close()
+
+        return Streamed(plan.names, windows, write, lambda: self._let_go(group, windows, held))
+
+    def _plan(self, tensors: Window, req: UpdateWeightsFromDistributedReq) -> UpdatePlan:
+        return self._receiver.plan(tensors, strict_dtype=req.strict_dtype, partial=req.partial)
+
+    def _let_go(self, group: WeightGroup, windows: Arriving, held: int) -> None:
+        if not windows.complete:  # nobody can tell where in its stream of broadcasts the trainer is
+            group.close()
+        self._budget.release(held)
+
+    def _undo_join(self, name: str) -> None:
+        with contextlib.suppress(BadRequestError):
+            self.destroy(name)
+
+
+class Arriving:
+    """The windows of one update. A trainer that goes away is no refusal: all ranks must learn that the group is lost,
+
+    which they do by the status of the error.
+    """
+
+    def __init__(self, windows: Iterator[Window]) -> None:
+        self._windows = windows
+        self.complete = False
+
+    def __iter__(self) -> Iterator[Window]:
+        try:
+            yield from self._windows
+        except WeightUpdateError as error:
+            raise VerlServerError(str(error)) from error
+        self.complete = True
+
+
+class ReceiveBudget:
+    """Bytes that received tensors hold until they were written. Requests behind wait for those before them."""
+
+    def __init__(self, nbytes: int, timeout: float) -> None:
+        self._free, self._timeout = nbytes, timeout
+        self._changed = threading.Condition()
+
+    def acquire(self, nbytes: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: nbytes <= self._free, self._timeout):
+                raise ControlTimeoutError(
+                    f"Tensors received earlier were not written within {self._timeout:g} s (control_timeout), so "
+                    "there is no room to receive more (weight_receive_bytes)."
+                )
+            self._free -= nbytes
+
+    def release(self, nbytes: int) -> None:
+        with self._changed:
+            self._free += nbytes
+            self._changed.notify_all()
+
+
+def check_lists(req: UpdateWeightsFromDistributedReq) -> None:
+    """Raise BadRequestError if names, dtypes and shapes do not describe tensors."""
+    counts = [len(req.names), len(req.dtypes), len(req.shapes)]
+    if len(set(counts)) != 1 or not req.names:
+        raise BadRequestError(f"names, dtypes and shapes must be equally long and not empty; they have {counts}.")
+    if req.load_format not in (None, "auto", "flattened_bucket"):
+        raise BadRequestError(f"load_format={req.load_format!r} is not supported; use null or 'flattened_bucket'.")
+    for name, dtype, shape in zip(req.names, req.dtypes, req.shapes, strict=True):
+        torch_dtype(dtype)
+        if min(shape, default=0) < 0 or math.prod(shape) >= 2**48:
+            raise BadRequestError(f"'{name[:100]}': {shape[:16]} is no tensor's shape.")
+
+
+def total_bytes(req: UpdateWeightsFromDistributedReq) -> int:
+    return sum(math.prod(shape) * torch_dtype(d).itemsize for d, shape in zip(req.dtypes, req.shapes, strict=True))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadRequestError(f"dtype {name[:50]!r} is none of torch's.")
+    return dtype

@@ -1,0 +1,186 @@
+"""`WeightSources`: where new weights come from, and what must be done before they can be written.
+
+One on each rank. The stager's threads call `prepare`: open the trainer's memory, read a checkpoint, join a process
+group, receive from it, check everything against the model, write nothing. The loop carries out what comes out of it,
+looks registrations up, and on rank 0 asks `check`: what can be refused by looking at the request. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from verl_server.errors import BadRequestError, UnknownRegistrationError, VerlServerError
+from verl_server.io_struct import (
+    BeginWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
+    StagedReq,
+    UpdateReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    WeightReq,
+)
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.models.config import resolve_model_folder
+from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.handles import TensorHandle
+from verl_server.weight_sync.receiver.disk import Checkpoint
+from verl_server.weight_sync.receiver.plan import UpdatePlan
+from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
+from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
+from verl_server.worker.model_runner import ModelRunner
+from verl_server.worker.prepared import Done, Planned, Prepared
+from verl_server.worker.weight_groups import WeightGroups, check_lists
+
+
+class WeightSources:
+    def __init__(self, runner: ModelRunner, tp: TpGroup, server_args: ServerArgs) -> None:
+        self._rank, self._size, self._device = tp.rank, tp.size, runner.device
+        self._receiver = WeightReceiver(
+            runner.weight_map, tp.rank, tp.size, runner.device, fused=server_args.fused_weight_copy
+        )
+        self.groups = WeightGroups(self._receiver, runner, tp, server_args)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def check(self, req: WeightReq) -> None:
+        """Raise what is wrong with `req` itself, before anything is opened or waited for (rank 0, on arrival)."""
+        match req:
+            case UpdateWeightsFromTensorReq():
+                _check_source(req, self._size)
+                if req.registration is not None:
+                    self._registered(req)
+            case UpdateWeightsFromDiskReq():
+                if req.load_format not in (None, "auto", "safetensors"):
+                    raise BadRequestError(
+                        f"load_format={req.load_format!r} is not supported; use 'auto' or 'safetensors'."
+                    )
+            case UpdateWeightsFromDistributedReq():
+                _check_selector(req.selector)
+                check_lists(req)
+            case BeginWeightUpdateReq():
+                _check_selector(req.selector)
+
+    def registered(self, req: UpdateReq) -> Planned:
+        """The copies of a push by id that was not staged. Raises UnknownRegistrationError."""
+        assert isinstance(req, UpdateWeightsFromTensorReq)
+        return Planned(self._registered(req), lambda: None)
+
+    def forget(self, ids: list[str] | None) -> None:
+        """Close registrations, all of them for None. Unknown ids are ignored."""
+        self._receiver.forget(ids)
+
+    def release(self) -> None:
+        """The weights are released: their trainers may free what they registered."""
+        self._receiver.close()
+
+    # -- the stager ----------------------------------------------------------------------------------------------
+
+    def adopt_thread(self) -> None:
+        """Make the calling thread fit for `prepare`: this rank's device, a stream beside the steps', no autograd.
+
+        (A new thread has device 0 current, where it would make a second context, and records gradients.)
+        """
+        torch.set_grad_enabled(False)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def prepare(self, req: StagedReq) -> Prepared:
+        """Everything but the writing, on this rank. What a failure opened is closed again."""
+        match req:
+            case UpdateWeightsFromTensorReq():
+                return self._tensors(req)
+            case UpdateWeightsFromDiskReq():
+                return self._checkpoint(req)
+            case UpdateWeightsFromDistributedReq():
+                return self.groups.receive(req)
+            case RegisterWeightsReq():
+                self._receiver.register(req.description, strict_dtype=req.strict_dtype)
+                return Done(lambda: self._receiver.forget([req.description.id]))
+            case InitWeightsUpdateGroupReq():
+                return self.groups.join(req)
+
+    def refused(self, req: StagedReq, error: VerlServerError) -> None:
+        """Some rank could not prepare it. After a fault of a group (no mere refusal) it is lost to all ranks."""
+        if isinstance(req, UpdateWeightsFromDistributedReq) and error.status_code >= 500:
+            self.groups.lost(req.group_name)
+
+    def abandoned(self, req: StagedReq) -> None:
+        """It will not be prepared. What its sender counts on all the same: received broadcasts, counted references."""
+        if isinstance(req, UpdateWeightsFromDistributedReq):
+            self.groups.lost(req.group_name)  # the next receive would get this update's broadcasts
+        elif isinstance(req, UpdateWeightsFromTensorReq) and req.serialized_named_tensors:
+            with contextlib.suppress(VerlServerError):
+                give_back(handle.allocation for _, handle in self._parsed(req))
+
+    def _tensors(self, req: UpdateWeightsFromTensorReq) -> Planned:
+        strict, partial, checksums = req.strict_dtype, req.partial, req.checksums
+        if req.registration is not None:
+            plan = self._registered(req)
+            plan.verify(checksums or {})
+            return Planned(plan, lambda: None, checksums)
+        if req.description is not None:
+            plan = self._receiver.stage(
+                req.description, strict_dtype=strict, partial=partial, checksums=checksums, keep=req.keep
+            )
+        else:
+            named = req.named_tensors if req.named_tensors is not None else self._parsed(req)
+            plan = self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
+        return Planned(plan, lambda: self._receiver.finish(plan), checksums)
+
+    def _parsed(self, req: UpdateWeightsFromTensorReq) -> list[tuple[str, TensorHandle]]:
+        """This rank's entry of SGLang's pickles."""
+        payloads = req.serialized_named_tensors or []
+        return parse_payload(payloads[self._rank if len(payloads) > 1 else 0], req.load_format, rank=self._rank)
+
+    def _registered(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
+        plan = self._receiver.registered(req.registration or "")
+        if plan is None:
+            raise UnknownRegistrationError(
+                f"No weights are registered under '{req.registration}' (any more: the server forgets them when it "
+                "releases its weights, or when their owner ends). Send their description."
+            )
+        plan.check(strict_dtype=req.strict_dtype, partial=req.partial)
+        return plan
+
+    def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> Planned:
+        with Checkpoint(resolve_model_folder(req.model_path, None)) as checkpoint:
+            checkpoint.read(self._receiver.compared(checkpoint.tensors))
+            plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
+            checkpoint.read(plan.sources)  # this rank's slices
+        return Planned(plan, plan.close)
+
+
+def needs_staging(req: StagedReq) -> bool:
+    """Whether there is anything to open, check or wait for. Not for a push by id: all of that was done before."""
+    return not (isinstance(req, UpdateWeightsFromTensorReq) and req.registration is not None and not req.checksums)
+
+
+def _check_source(req: UpdateWeightsFromTensorReq, size: int) -> None:
+    names = ("named_tensors", "description", "registration", "serialized_named_tensors")
+    given = [name for name in names if getattr(req, name) is not None]
+    if len(given) != 1:
+        raise BadRequestError(
+            f"update_weights_from_tensor takes exactly one of {', '.join(names)}; "
+            f"it got {' and '.join(given) or 'none of them'}."
+        )
+    payloads = req.serialized_named_tensors
+    if payloads is None and req.load_format not in (None, "auto"):
+        raise BadRequestError(
+            f"load_format={req.load_format!r} is not supported, but for serialized_named_tensors; leave it unset."
+        )
+    if payloads is not None and len(payloads) not in (1, size):
+        raise BadRequestError(
+            f"serialized_named_tensors has {len(payloads)} entries, but this server has {size} tensor-parallel rank(s)."
+        )
+    if req.keep and req.description is None:
+        raise BadRequestError("keep=True is for a `description`, which it registers.")
+
+
+def _check_selector(selector: str) -> None:
+    if selector not in ("all", "target"):
+        raise BadRequestError(f"selector={selector!r}: there is no draft model here; leave it unset.")

@@ -1,0 +1,334 @@
+"""`WeightUpdater`: the only writer of a rank's weights, of their version, and of what memory is there.
+
+One in each scheduler process. `handle` runs on every tensor-parallel rank at the same point of the command
+order, with no step in flight; around it the scheduler drains requests and renews its prefix cache. Who may do
+what (docs/scheduler-states.md has the rest: sessions, staging, generation):
+
+    weights     generate  update, session  release(weights)  resume(weights)  after a success
+    ----------  --------  ---------------  ----------------  ---------------  ---------------------------------
+    serving     yes       yes              -> asleep         400              serving
+    torn        503       yes              -> asleep         400              serving as soon as every parameter
+    not_loaded  503       yes              -> asleep         400              was written since
+    asleep      503       400              400               -> as before, if a backup restored it; not_loaded
+
+    kv_cache released: generation 503; updates work. Releasing twice or resuming what is there: 400.
+
+Every write belongs to a session (`UpdateSession`); a single update is a session of one call. From the first write
+until its session ends the weights count as *torn*, so no fault of any kind, and no writer that goes away, can leave
+half an update being served. All ranks vote before the first write, whether each can, and again after the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
+from verl_server.io_struct import (
+    BeginWeightUpdateReq,
+    ControlReply,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
+    UpdateReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightReq,
+    WeightsCheckerReq,
+)
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.server_args import ServerArgs
+from verl_server.worker.agreement import agree
+from verl_server.worker.model_runner import ModelRunner
+from verl_server.worker.prepared import Prepared
+from verl_server.worker.stager import discard
+from verl_server.worker.update_session import State, UpdateSession
+from verl_server.worker.weight_inspector import WeightInspector
+from verl_server.worker.weight_sources import WeightSources
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+_IN_SESSION = "a session wrote some of them and has not ended"
+Outcome = tuple[str, Any]
+"""(message, payload) of a reply."""
+
+
+class WeightUpdater:
+    def __init__(self, runner: ModelRunner, tp: TpGroup, sources: WeightSources, server_args: ServerArgs) -> None:
+        self.state: State = "serving"
+        self.version = server_args.weight_version
+        self.epoch = 0
+        """Counts up whenever KV pages that were computed before may serve no new request any more."""
+        self._newest_number = int(self.version) if self.version.isdecimal() else 0
+        self._runner, self._tp, self._sources = runner, tp, sources
+        self._inspector = WeightInspector(runner.weight_map, tp)
+        self._session: UpdateSession | None = None
+        self._unwritten: dict[str, None] = {}
+        """Parameters that must still be written before the weights can serve (torn, not_loaded)."""
+        self._torn_by = ""
+        self._released: dict[str, None] = {}
+        self._before_sleep: tuple[State, dict[str, None]] | None = None
+        """State and unwritten parameters that a backup brings back."""
+
+    def check(self, req: WeightReq) -> None:
+        """Raise what is wrong with `req` itself (rank 0, on arrival). Opens and changes nothing."""
+        self._sources.check(req)
+
+    def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
+        """Carry out a request on every rank; rank 0's reply is the answer. Raises only if a rank is dead.
+
+        `prepared` is what staging left for a staged request; it is let go of here, whatever the result.
+        """
+        try:
+            message, payload = self._dispatch(req, prepared)
+        except VerlServerError as error:
+            return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        finally:
+            if prepared is not None:
+                discard(prepared)
+        return ControlReply(id=req.id, success=True, message=message, payload=payload)
+
+    def refusal(self) -> str | None:
+        """Why generation cannot be served now; None if it can."""
+        if self.state == "asleep":
+            return "The weights are released. Call resume_memory_occupation(['weights']), then update them."
+        if self.state == "not_loaded":
+            return f"The weights are not loaded since they were resumed: {self._still_unwritten()}"
+        if self.state == "torn":
+            return f"The weights are torn ({self._torn_by}): {self._still_unwritten()}"
+        if "kv_cache" in self._released:
+            return "The KV cache is released. Call resume_memory_occupation(['kv_cache'])."
+        return None
+
+    def _dispatch(self, req: WeightReq, prepared: Prepared | None) -> Outcome:
+        if isinstance(req, UpdateReq):
+            return self._update(req, prepared)
+        match req:
+            case BeginWeightUpdateReq():
+                return self._begin(req)
+            case EndWeightUpdateReq():
+                return self._end(req)
+            case RegisterWeightsReq():
+                assert prepared is not None
+                prepared.commit()
+                self._sources.forget(req.forget)
+                return f"Registered {len(req.description.tensors)} tensors.", {"registration": req.description.id}
+            case UnregisterWeightsReq():
+                self._sources.forget(req.registrations)
+                return "Success", None
+            case InitWeightsUpdateGroupReq():
+                assert prepared is not None
+                prepared.commit()
+                return "Succeeded to initialize custom process group.", None
+            case DestroyWeightsUpdateGroupReq():
+                agree(self._tp, lambda: self._sources.groups.destroy(req.group_name))
+                return "Succeeded to destroy custom process group.", None
+            case UpdateWeightVersionReq():
+                self._label(req.new_version)
+                return f"Weight version updated to {self.version}", {
+                    "new_version": self.version,
+                    "weight_version": self.version,
+                }
+            case GetWeightsByNameReq():
+                self._need_weights("read")
+                return "Success", self._inspector.rows(req)
+            case WeightsCheckerReq():
+                return self._check(req)
+            case ReleaseMemoryOccupationReq():
+                return self._release(req.tags)
+            case ResumeMemoryOccupationReq():
+                return self._resume(req.tags)
+
+    # -- updates -----------------------------------------------------------------------------------------------
+
+    def _update(self, req: UpdateReq, prepared: Prepared | None) -> Outcome:
+        if isinstance(req, UpdateWeightsFromTensorReq):
+            self._sources.forget(req.forget)
+        self._need_weights("updated")
+        start = time.perf_counter()
+        session = self._session or self._new_session()
+        names = self._write(session, req, prepared)
+        session.label = req.weight_version or session.label
+        payload: dict[str, Any] = {"num_tensors": len(names), "seconds": {"commit": time.perf_counter() - start}}
+        if self._session is not None:
+            return "Success", payload
+        return self._settle(session), payload | {"weight_version": self.version}
+
+    def _write(self, session: UpdateSession, req: UpdateReq, prepared: Prepared | None) -> list[str]:
+        """Copy on all ranks, or raise on all. Two votes: a rank that cannot write keeps all others from writing."""
+
+        def find() -> Prepared:
+            update = self._sources.registered(req) if prepared is None else prepared
+            update.ready()
+            return update
+
+        update = agree(self._tp, find)
+        self._tear("an update failed half way")
+        try:
+            agree(self._tp, lambda: self._copy(update))
+        except VerlServerError as error:
+            session.fail()
+            self.epoch += 1
+            if error.status_code < 500:  # those promise that nothing was changed
+                raise VerlServerError(str(error)) from error
+            raise
+        session.wrote(update.names)
+        self._tear(_IN_SESSION)
+        return update.names
+
+    def _copy(self, update: Prepared) -> None:
+        try:
+            update.commit()
+            self._runner.synchronize()
+            update.confirm()
+        except RuntimeError as error:
+            # A CUDA context is lost with its first error: torn "until a full update" would be for ever.
+            if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
+                raise SystemExit(f"The device failed while weights were copied: {error}") from error
+            raise
+
+    def _settle(self, session: UpdateSession) -> str:
+        """What the session wrote is the new version."""
+        self._unwritten = session.still_unwritten() if not session.failed else {}
+        self.state = session.state if self._unwritten else "serving"
+        self.epoch += 1
+        self._label(session.label or str(self._newest_number + 1))
+        logger.debug("Weights are now version %s: %d parameters", self.version, len(session.written))
+        message = f"Success Weight version updated to {self.version}."
+        if self._unwritten:
+            message += f" Not serving yet: {self._still_unwritten()}"
+        return message
+
+    def _new_session(self) -> UpdateSession:
+        return UpdateSession(self.state, self._unwritten)
+
+    def _begin(self, req: BeginWeightUpdateReq) -> Outcome:
+        self._need_weights("updated")
+        self._session = self._new_session()
+        self._session.full = req.full
+        return "Success", None
+
+    def _end(self, req: EndWeightUpdateReq) -> Outcome:
+        session = self._session
+        assert session is not None, "rank 0 lets nobody end what is not open"
+        if req.discard:
+            self._session = None
+            if not session.touched:
+                return "Success The session wrote nothing; the old weights go on.", None
+            self.epoch += 1
+            self._tear("a session wrote some of them and was given up")
+            return f"Success The weights are torn: {self._still_unwritten()}", None
+        missing = session.missing(self._runner.weight_map.slots)
+        if missing:
+            raise WeightUpdateError(
+                f"The session cannot end: {'a write failed, and ' if session.failed else ''}{len(missing)} parameters "
+                f"are missing ({_listed(missing)}). Bring them and end it again, or discard it."
+            )
+        session.label = req.weight_version or session.label
+        self._session = None
+        if session.touched:
+            return self._settle(session), {"weight_version": self.version, "num_tensors": len(session.written)}
+        if session.label is not None:
+            self._label(session.label)
+        return "Success The session wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
+
+    def _tear(self, reason: str) -> None:
+        self.state, self._torn_by = "torn", reason
+        self._unwritten = dict.fromkeys(self._runner.weight_map.slots)
+
+    def _label(self, version: str) -> None:
+        """Default labels count on from the largest number seen, so that none is used twice."""
+        self.version = version
+        if version.isdecimal():
+            self._newest_number = max(self._newest_number, int(version))
+
+    def _check(self, req: WeightsCheckerReq) -> Outcome:
+        self._need_weights("checked")
+        if req.action != "reset_tensors":
+            return self._inspector.check(req)
+        self.epoch += 1
+        self._tear("they were reset by weights_checker")
+        agree(self._tp, self._inspector.reset)
+        return "The weights are noise now; update all of them.", None
+
+    def _need_weights(self, what: str) -> None:
+        if self.state == "asleep":
+            raise WeightUpdateError(
+                f"The weights are released and cannot be {what}. Call resume_memory_occupation(['weights']) first."
+            )
+
+    def _still_unwritten(self) -> str:
+        names, total = list(self._unwritten), len(self._runner.weight_map.slots)
+        return f"update the remaining {len(names)} of {total} parameters ({_listed(names)})."
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def _release(self, tags: list[str] | None) -> Outcome:
+        present = [tag for tag in MEMORY_TAGS if tag not in self._released]
+        for tag in _chosen(tags, present, "released already"):
+            # Marked before it is done: should it fail on a rank, resume puts all ranks in order again.
+            self._released[tag] = None
+            self.epoch += 1
+            if tag == "weights":
+                before, self._before_sleep = (self.state, self._unwritten), None
+                self.state = "asleep"
+                self._sources.release()
+                agree(self._tp, self._runner.release_weights)
+                self._before_sleep = before
+            elif tag == "kv_cache":
+                agree(self._tp, self._runner.release_kv_cache)
+            else:
+                self._runner.release_cuda_graphs()
+        return "Success", None
+
+    def _resume(self, tags: list[str] | None) -> Outcome:
+        for tag in _chosen(tags, list(self._released), "not released"):
+            if tag == "weights":
+                restored = self._take_or_none(self._runner.resume_weights, self._runner.release_weights)
+                everywhere = all(flag == b"1" for flag in self._tp.gather(b"1" if restored else b"0"))
+                if everywhere and self._before_sleep is not None:
+                    self.state, self._unwritten = self._before_sleep
+                else:
+                    self.state, self._unwritten = "not_loaded", dict.fromkeys(self._runner.weight_map.slots)
+            elif tag == "kv_cache":
+                self._take_or_none(self._runner.resume_kv_cache, self._runner.release_kv_cache)
+            else:
+                self._runner.resume_cuda_graphs()
+            del self._released[tag]
+        return "Success", None
+
+    def _take_or_none(self, take: Callable[[], T], give_back: Callable[[], None]) -> T:
+        """Memory may be short on one rank only: then no rank keeps it."""
+        try:
+            return agree(self._tp, take)
+        except VerlServerError:
+            with contextlib.suppress(Exception):
+                give_back()
+            raise
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _chosen(tags: list[str] | None, possible: list[str], why_not: str) -> list[str]:
+    """The tags that a request names (all possible ones if it names none); BadRequestError if one is not possible."""
+    unknown = [tag for tag in tags or [] if tag not in MEMORY_TAGS]
+    if unknown:
+        raise BadRequestError(f"Unknown memory tags {unknown}; known: {', '.join(MEMORY_TAGS)}.")
+    wrong = [tag for tag in tags or [] if tag not in possible]
+    if wrong or not possible:
+        raise BadRequestError(f"{', '.join(wrong or MEMORY_TAGS)}: {why_not}.")
+    return list(dict.fromkeys(tags or possible))
