@@ -26,10 +26,11 @@ test: $(STAMP)  ## the test suite: CPU only, no network, no downloads
 test-cuda: $(STAMP)  ## only the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)
 
-lint: $(STAMP)  ## ruff (lint and format) and mypy --strict
+lint: $(STAMP)  ## ruff (lint and format), mypy --strict, and which folder may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from verl_server import Engine, EngineBase, HttpServerEngineAdapter
-from verl_server.ipc.collectives import free_port
+from verl_server.ipc.sockets import free_port
 from verl_server.models.tiny import make_model_folder
 from verl_server.server.launch import launch_server_from_verl_engine
 from verl_server.server_args import ServerArgs

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl_server.kernels.device_arrays import token_positions
 from verl_server.models import attention
-from verl_server.models.attention import attend_groups, plan_attention, token_positions
+from verl_server.models.attention import attend_groups, plan_attention
 
 PAGE, HEAD_DIM = 4, 8
 CACHED, EXTEND = np.array([9, 0, 6, 3, 0, 4, 8]), np.array([1, 1, 1, 5, 6, 2, 1])

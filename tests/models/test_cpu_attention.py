@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from verl_server.kernels.cpu.kernels import HEAD_DIMS, CpuKernels
-from verl_server.models.attention import plan_attention, token_positions
+from verl_server.kernels.device_arrays import token_positions
+from verl_server.models.attention import plan_attention
 from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.layers import RMSNorm, RotaryEmbedding
 from verl_server.worker.kv_cache import Placement

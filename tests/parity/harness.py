@@ -11,9 +11,10 @@ import torch
 
 from verl_server.io_struct import TokenLogprobs
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
-from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner
 
 GREEDY = {"temperature": 0.0}

@@ -16,7 +16,8 @@ import torch
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.loader import iter_checkpoint
-from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput
+from verl_server.sampling.spec import ForwardOutput
+from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner
 
 

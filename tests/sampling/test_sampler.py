@@ -14,8 +14,8 @@ from verl_server.kernels import draw
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampler
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
-from verl_server.worker.forward_batch import ForwardOutput, SampleSpec
 
 VOCAB = 50
 

@@ -37,11 +37,12 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
-from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
 from verl_server.worker.tp_worker import TpWorker

@@ -34,8 +34,8 @@ from verl_server.io_struct import (
     UpdateWeightsFromTensorReq,
 )
 from verl_server.ipc.child_process import ChildProcess
-from verl_server.ipc.collectives import free_port
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.sockets import free_port
 from verl_server.models.loader import iter_checkpoint
 from verl_server.models.tiny import make_model_folder
 from verl_server.sampling_params import SamplingParams

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_server.scheduler.memory_pool import PagePool
-from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 
 PAGE = 4
 

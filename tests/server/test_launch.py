@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from verl_server import Engine, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
-from verl_server.ipc.collectives import free_port
-from verl_server.server.http_process import bind_socket
+from verl_server.ipc.sockets import bind_socket, free_port
 from verl_server.server.launch import launch_server_from_verl_engine
 
 SMALL: dict[str, Any] = {"kv_cache_gib": 0.05, "cpu_threads": 1}

@@ -25,7 +25,7 @@ from verl_server.engine.joint_ranks import JointRanks
 from verl_server.engine.rank_group import RankGroup
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.io_struct import UpdateWeightsFromTensorReq
-from verl_server.ipc.collectives import free_port
+from verl_server.ipc.sockets import free_port
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher

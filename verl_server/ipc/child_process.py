@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_server.errors import ServerLaunchError
-from verl_server.ipc.collectives import clean_child_env
+from verl_server.ipc.child_env import clean_child_env
 
 _LOG_TAIL_LINES = 40
 _LOG_LINE_BYTES = 4096

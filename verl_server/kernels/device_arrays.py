@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
+
 _ALIGNMENT = 4
 """int32s at which arrays start: Triton compiles kernels apart for pointers that are not aligned to 16 bytes."""
 
@@ -39,6 +41,17 @@ def upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> l
     _fill(staging, starts, arrays)
     buffer = staging.to(device, non_blocking=True)
     return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+
+def token_positions(cached: Ints, extend: Ints) -> Ints:
+    """Position in its sequence of every new token, concatenated."""
+    offsets = np.cumsum(extend) - extend
+    return np.arange(int(extend.sum())) - np.repeat(offsets - cached, extend)
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

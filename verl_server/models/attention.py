@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl_server.kernels.device_arrays import Ints, to_device
 from verl_server.models.layers import RMSNorm, rotate
 from verl_server.models.ops import unit_rms
-
-Ints = npt.NDArray[np.int64]
 
 _FREE_PADDING = 4096
 """Query-key pairs of padding that cost less than one more group."""
@@ -33,6 +31,36 @@ _FREE_PADDING = 4096
 _GATHERED_BYTES = 2**23
 """Keys and values gathered at once on the CPU: still in its cache when they are attended to, and from a block that the
 C library keeps. (Those above 32 MiB are mapped anew each time, and filled with zeros first: twice the step's time.)"""
+
+
+@dataclass(slots=True)
+class Placement:
+    """One step's indices, on the host. Entries in batch order: first those that decode, then prefill chunks."""
+
+    rows: Ints
+    """[entries] rows of the page table."""
+    cached: Ints
+    """[entries] tokens whose keys are in the pool already."""
+    extend: Ints
+    """[entries] new tokens."""
+    ids: Ints
+    """[tokens] token ids; -1: what the entry's row sampled last, known to the device only."""
+    positions: Ints
+    """[tokens] position of each new token in its sequence."""
+    slots: Ints
+    """[tokens] where its key and value go: page * page_size + offset."""
+    num_decodes: int
+    """Leading entries with one new token."""
+
+    @property
+    def starts(self) -> Ints:
+        """[entries] index of each entry's first new token."""
+        return np.cumsum(self.extend) - self.extend
+
+    @property
+    def last(self) -> Ints:
+        """[entries] index of each entry's last new token."""
+        return np.cumsum(self.extend) - 1
 
 
 @dataclass
@@ -197,17 +225,6 @@ def _attend_gathered(q: Tensor, kv_layer: Tensor, gathers: list[Gather], folded:
     if folded:
         return out.view(n, kv_heads, length, shared, head_dim).transpose(1, 2)
     return out.transpose(1, 2)
-
-
-def token_positions(cached: Ints, extend: Ints) -> Ints:
-    """Position in its sequence of every new token, concatenated."""
-    offsets = np.cumsum(extend) - extend
-    return np.arange(int(extend.sum())) - np.repeat(offsets - cached, extend)
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:

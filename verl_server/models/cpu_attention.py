@@ -8,13 +8,25 @@ lie; tokens of prompts are attended to in PyTorch, in the groups of `attention.p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from verl_server.kernels.cpu.kernels import LANES, AttentionArgs, CpuKernels
-from verl_server.models.attention import AttentionGroup, Heads, attend_groups, plan_groups, split_heads
+from verl_server.kernels.device_arrays import Ints
+from verl_server.models.attention import AttentionGroup, Heads, Placement, attend_groups, plan_groups, split_heads
 from verl_server.models.layers import RotaryEmbedding
-from verl_server.worker.kv_cache import KVCache, Placement
+
+
+class PagedPool(Protocol):
+    """What this backend needs of a `KVCache`."""
+
+    kv_heads: int
+    page_size: int
+    page_table: Ints
+    layers: list[Tensor]
+
+    def trimmed_table(self, rows: Ints, lens: Ints) -> Ints: ...
 
 
 @dataclass
@@ -47,7 +59,7 @@ class CpuStep:
 
 
 class CpuAttention:
-    def __init__(self, kernels: CpuKernels, rotary: RotaryEmbedding, kv: KVCache, num_heads: int) -> None:
+    def __init__(self, kernels: CpuKernels, rotary: RotaryEmbedding, kv: PagedPool, num_heads: int) -> None:
         self._kernels, self._kv, self._num_heads = kernels, kv, num_heads
         self._cos, self._sin = rotary.tables
 

@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from verl_server.kernels.device_arrays import Ints
 from verl_server.kernels.paged_attention import PagedAttention, SharedKeys
 from verl_server.kernels.rotary import norm_rotate_store
 from verl_server.kernels.shared_keys import find_runs
-from verl_server.models.attention import Heads, Ints, norm_and_rotate
+from verl_server.models.attention import Heads, norm_and_rotate
 from verl_server.models.layers import RotaryEmbedding
 
 _LEAST_KEYS = 64

@@ -16,8 +16,8 @@ import uvicorn
 from tyro.conf import Positional
 
 from verl_server.ipc.child_process import child_main
+from verl_server.ipc.sockets import bind_socket
 from verl_server.rollout.env_server import create_env_app, load_factory, uvicorn_config
-from verl_server.server.http_process import bind_socket
 
 
 @dataclass(frozen=True)

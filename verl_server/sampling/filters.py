@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from verl_server.models.attention import to_device
-from verl_server.worker.forward_batch import SampleSpec
+from verl_server.kernels.device_arrays import to_device
+from verl_server.sampling.spec import SampleSpec
 
 _FEW = 1024
 """Candidates that are looked at before all are sorted."""

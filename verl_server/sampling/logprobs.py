@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
+from verl_server.kernels.device_arrays import to_device
 from verl_server.kernels.draw import LOWEST
-from verl_server.models.attention import to_device
 
 
 def to_host(tensor: Tensor) -> Tensor:

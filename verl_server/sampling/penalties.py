@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_server.models.attention import Ints, to_device
-from verl_server.worker.forward_batch import SampleSpec
+from verl_server.kernels.device_arrays import Ints, to_device
+from verl_server.sampling.spec import SampleSpec
 
 
 @dataclass

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from verl_server.io_struct import TokenLogprobs
 from verl_server.kernels import draw
-from verl_server.models.attention import Ints, to_device
+from verl_server.kernels.device_arrays import Ints, to_device
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import Candidates, NamedCandidates, NamedTokens, TopCandidates, to_host
 from verl_server.sampling.penalties import Penalties
-from verl_server.worker.forward_batch import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 
 
 @dataclass

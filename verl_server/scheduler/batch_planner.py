@@ -16,13 +16,30 @@ from __future__ import annotations
 
 import bisect
 
-from verl_server.scheduler.memory_pool import PagePool, ReqToTokenPool
-from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
 _MAX_SKIPPED = 256  # waiting requests looked at beyond those that cannot start yet
+
+
+class PageTableRows:
+    """The free rows of the page table; each running request holds one."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def alloc(self) -> int:
+        return self._free.pop()
+
+    def free(self, row: int) -> None:
+        self._free.append(row)
 
 
 class BatchPlanner:
@@ -39,7 +56,7 @@ class BatchPlanner:
         self.page_size = page_size
         self.chunked_prefill_size = chunked_prefill_size
         self.pages = PagePool(num_pages)
-        self.rows = ReqToTokenPool(max_rows)
+        self.rows = PageTableRows(max_rows)
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
         self.waiting: list[Req] = []
         """In order of arrival, retracted requests among them."""

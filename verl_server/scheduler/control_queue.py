@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
@@ -28,6 +29,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
+    SchedulerOutput,
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
@@ -36,17 +38,36 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.scheduler.stats import internal_state
+from verl_server.scheduler.batch_planner import BatchPlanner
+from verl_server.scheduler.schedule_batch import Req
+from verl_server.worker.tp_worker import TpWorker
 from verl_server.worker.update_session import SessionFence
 from verl_server.worker.weight_sources import needs_staging
-
-if TYPE_CHECKING:
-    from verl_server.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 _GIVEN_UP = 499
 """Status of what nobody waits for any more."""
+
+
+class Generation(Protocol):
+    """What the control queue needs of the `Scheduler`."""
+
+    planner: BatchPlanner
+    worker: TpWorker
+    requests: dict[str, Req]
+    send: Callable[[SchedulerOutput], None]
+    clock: Callable[[], float]
+
+    def has_runnable(self) -> bool: ...
+
+    def settle(self) -> None: ...
+
+    def emit(self) -> None: ...
+
+    def abort_all(self, message: str, status_code: int | None = None) -> None: ...
+
+    def internal_state(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +89,7 @@ class _PendingFlush:
 class ControlQueue:
     """Control requests in order of arrival, the paused state, and the session that holds generation."""
 
-    def __init__(self, scheduler: Scheduler, timeout: float, default_lease: float) -> None:
+    def __init__(self, scheduler: Generation, timeout: float, default_lease: float) -> None:
         self._scheduler = scheduler
         self._timeout = timeout
         self._queue: deque[_Pending] = deque()
@@ -93,7 +114,7 @@ class ControlQueue:
         now = self._scheduler.clock()
         match req:
             case GetInternalStateReq():
-                self._reply(ControlReply(id=req.id, success=True, payload=internal_state(self._scheduler)))
+                self._reply(ControlReply(id=req.id, success=True, payload=self._scheduler.internal_state()))
             case PauseGenerationReq():
                 self._pause(req)
             case ContinueGenerationReq():

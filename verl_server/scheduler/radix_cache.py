@@ -17,9 +17,34 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from verl_server.scheduler.memory_pool import PagePool
-
 _FREED = -1
+
+
+class PagePool:
+    """Free list of KV pages 0..num_pages-1."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def alloc(self, count: int) -> list[int]:
+        """Take `count` pages; the caller has made sure that they are there."""
+        assert count <= len(self._free), f"asked for {count} KV pages, {len(self._free)} are free"
+        cut = len(self._free) - count
+        taken = self._free[cut:]
+        del self._free[cut:]
+        return taken
+
+    def free(self, pages: list[int]) -> None:
+        self._free.extend(pages)
+
+    def free_pages(self) -> list[int]:
+        """A copy of the free list, for `check_invariants`."""
+        return list(self._free)
 
 
 class PageNode:

@@ -27,8 +27,9 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
 )
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.scheduler.radix_cache import PageNode
-from verl_server.worker.forward_batch import ForwardBatch, ForwardOutput, SampleSpec
+from verl_server.worker.forward_batch import ForwardBatch
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
@@ -27,12 +28,12 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     WithdrawReq,
 )
+from verl_server.sampling.spec import ForwardOutput
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control_queue import ControlQueue
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
-from verl_server.worker.forward_batch import ForwardOutput
 from verl_server.worker.tp_worker import Step, TpWorker
 
 logger = logging.getLogger(__name__)
@@ -289,6 +290,36 @@ class Scheduler:
             del self.requests[req.rid]
         self.planner.remove_finished(finished)
         self.stats.count_step(num_tokens)
+
+    def internal_state(self) -> dict[str, Any]:
+        """Load, memory and weight figures, for `/server_info`, `/v1/loads` and `/metrics`."""
+        planner, weights, stats = self.planner, self.worker.weights, self.stats
+        total, used = planner.max_tokens(), planner.num_used_tokens()
+        prompt_tokens, cached_tokens = planner.num_prompt_tokens, planner.num_cached_tokens
+        return {
+            "num_running_reqs": len(planner.running),
+            "num_waiting_reqs": len(planner.waiting),
+            "num_used_tokens": used,
+            "max_total_num_tokens": total,
+            "token_usage": used / total,
+            "cache_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+            "num_cached_pages": planner.cache.num_shareable,
+            "gen_throughput": stats.gen_throughput(),
+            "num_retractions": planner.num_retractions,
+            "num_requests": stats.num_requests,
+            "num_aborted_requests": stats.num_aborted,
+            "num_steps": stats.num_steps,
+            "prompt_tokens_total": prompt_tokens,
+            "cached_tokens_total": cached_tokens,
+            "output_tokens_total": stats.num_output_tokens,
+            "weight_version": weights.version,
+            "weights_state": weights.state,
+            "refusal": weights.refusal(),
+            "paused": self.control.paused,
+            "draining": self.control.draining,
+            "session": self.control.session.name if self.control.session.is_open else None,
+            "memory": self.worker.runner.memory_figures(),
+        }
 
     def check_invariants(self, *, deep: bool) -> None:
         """Page accounting, and that every live request is either waiting or running."""

@@ -18,7 +18,7 @@ from verl_server.server.auth import AuthMiddleware
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.sglang.admin_routes import ADMIN_PATHS, ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
-from verl_server.server.responses import ClientDisconnectedError, error_b, error_c, error_object, json_response
+from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -41,9 +41,9 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Errors no route has a shape of its own for: C for the caller's, B for ours."""
+    """The answer to an error that its route does not shape itself."""
     assert isinstance(error, VerlServerError)
-    return error_c(error) if error.status_code < 500 else error_b(error)
+    return bad_request(error) if error.status_code < 500 else status_error(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import threading
@@ -12,6 +11,7 @@ import threading
 import uvicorn
 
 from verl_server.errors import ServerLaunchError
+from verl_server.ipc.sockets import BACKLOG
 from verl_server.server.app import create_app
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -19,27 +19,7 @@ from verl_server.server_args import ServerArgs
 _KEEP_ALIVE = 600
 """Longer than any client keeps an idle connection (ours: 60 s), so that no request meets a closing one."""
 _GRACEFUL = 5
-_BACKLOG = 4096
 _MAIN_THREAD_POLL = 0.5
-
-
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket (port 0: a free one); raises ServerLaunchError naming the address and the remedy."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        # Listening at once: on Linux two sockets may share an address until the first one listens.
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        reason = "it is in use by another process" if error.errno == errno.EADDRINUSE else str(error)
-        raise ServerLaunchError(
-            f"Cannot listen on {host}:{port}: {reason}. Choose another port, or port=0 for a free one."
-        ) from error
-    sock.set_inheritable(False)
-    return sock
 
 
 class HttpServer:
@@ -60,7 +40,7 @@ class HttpServer:
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_GRACEFUL,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             server_header=False,
         )
         self._uvicorn = uvicorn.Server(config)

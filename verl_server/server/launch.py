@@ -27,7 +27,8 @@ import httpx
 from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
-from verl_server.server.http_process import HttpServer, bind_socket
+from verl_server.ipc.sockets import bind_socket
+from verl_server.server.http_process import HttpServer
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs

@@ -1,6 +1,6 @@
 """HTTP plumbing of all routes: bounded body, strict JSON, error bodies, event streams, disconnects.
 
-Error shapes (SGLang's): `error_a` {"error": {"message"}}, `error_object` {"object": "error", ...}, and
+Error shapes (SGLang's): `message_error` {"error": {"message"}}, `error_object` {"object": "error", ...}, and
 {"success": false, "message"} for weight routes. Every error that has one of our exceptions behind it names
 its class in the `X-Verl-Error` header, from which `HttpServerEngineAdapter` raises the same class.
 """
@@ -67,8 +67,8 @@ def error_headers(error: Exception) -> dict[str, str]:
     return headers
 
 
-def error_a(error: VerlServerError) -> Response:
-    """Shape A, or A' (a string) for an unknown sampling parameter."""
+def message_error(error: VerlServerError) -> Response:
+    """{"error": {"message"}}, or {"error": "..."} for an unknown sampling parameter."""
     message = str(error)
     if message.startswith("sampling_params: unknown field"):
         content: dict[str, Any] = {"error": message.removeprefix("sampling_params: ")}
@@ -78,21 +78,21 @@ def error_a(error: VerlServerError) -> Response:
 
 
 def error_object(message: str, status_code: int, kind: str) -> dict[str, Any]:
-    """Shapes B, C and E: `kind` is the status as text, "Bad Request" or an OpenAI error type."""
+    """{"object": "error", ...}; `kind` is the status code as text, "Bad Request" or an OpenAI error type."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status_code}
 
 
-def error_b(error: VerlServerError) -> Response:
+def status_error(error: VerlServerError) -> Response:
     content = error_object(str(error), error.status_code, str(error.status_code))
     return json_response(content, error.status_code, error_headers(error))
 
 
-def error_c(error: VerlServerError) -> Response:
+def bad_request(error: VerlServerError) -> Response:
     content = error_object(str(error), error.status_code, "Bad Request")
     return json_response(content, error.status_code, error_headers(error))
 
 
-def error_e(error: VerlServerError) -> Response:
+def openai_error(error: VerlServerError) -> Response:
     content = error_object(str(error), error.status_code, openai_error_type(error))
     return json_response(content, error.status_code, error_headers(error))
 

@@ -8,48 +8,18 @@ be given back.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.models.attention import Ints, to_device, token_positions
+from verl_server.kernels.device_arrays import Ints, to_device, token_positions
+from verl_server.models.attention import Placement
 from verl_server.models.config import ModelConfig
 from verl_server.server_args import ServerArgs
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.memory_arena import MemoryArena
-
-
-@dataclass(slots=True)
-class Placement:
-    """One step's indices, on the host. Entries in batch order: first those that decode, then prefill chunks."""
-
-    rows: Ints
-    """[entries] rows of the page table."""
-    cached: Ints
-    """[entries] tokens whose keys are in the pool already."""
-    extend: Ints
-    """[entries] new tokens."""
-    ids: Ints
-    """[tokens] token ids; -1: what the entry's row sampled last, known to the device only."""
-    positions: Ints
-    """[tokens] position of each new token in its sequence."""
-    slots: Ints
-    """[tokens] where its key and value go: page * page_size + offset."""
-    num_decodes: int
-    """Leading entries with one new token."""
-
-    @property
-    def starts(self) -> Ints:
-        """[entries] index of each entry's first new token."""
-        return np.cumsum(self.extend) - self.extend
-
-    @property
-    def last(self) -> Ints:
-        """[entries] index of each entry's last new token."""
-        return np.cumsum(self.extend) - 1
 
 
 class KVCache:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels.device_arrays import upload
-from verl_server.models.attention import AttentionStep, plan_attention, to_device
+from verl_server.kernels.device_arrays import to_device, upload
+from verl_server.models.attention import AttentionStep, Placement, plan_attention
 from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
 from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.loader import fill_dummy, load_checkpoint
@@ -28,12 +29,12 @@ from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampled, Sampler
+from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.server_args import ServerArgs
-from verl_server.worker.forward_batch import ForwardBatch, SampleSpec
+from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache, Placement
+from verl_server.worker.kv_cache import KVCache
 from verl_server.worker.memory_arena import MemoryArena, aligned
-from verl_server.worker.running_step import RunningStep
 
 if TYPE_CHECKING:  # they need Triton
     from verl_server.models.triton_attention import PagedBackend
@@ -43,6 +44,25 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_LOGIT_BYTES = 256 * 2**20
 """Bound on the fp32 logits held at once for prompt log-probabilities."""
+
+
+@dataclass
+class RunningStep:
+    """A step that was launched, until the `Scheduler` reads its result: one step later where steps overlap."""
+
+    sampled: Sampled | None
+    """None if nothing is sampled, and on ranks that do not sample."""
+    prompt: dict[int, PromptCandidates] = field(default_factory=dict)
+    done: torch.cuda.Event | None = None
+    """Recorded behind the last copy to the host; None if the step was computed while it was launched."""
+
+    def result(self) -> ForwardOutput:
+        """Wait until the step is computed; what it gave."""
+        if self.done is not None:
+            self.done.synchronize()
+        output = ForwardOutput([], [], [], []) if self.sampled is None else self.sampled.read()
+        output.prompt_logprobs = {entry: prompt.read() for entry, prompt in self.prompt.items()}
+        return output
 
 
 class ModelRunner:

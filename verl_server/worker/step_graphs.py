@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels.device_arrays import PackedInts
+from verl_server.kernels.device_arrays import Ints, PackedInts
 from verl_server.kernels.paged_attention import SharedKeys
-from verl_server.models.attention import Ints
+from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
-from verl_server.worker.kv_cache import KVCache, Placement
+from verl_server.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

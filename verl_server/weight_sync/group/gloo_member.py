@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from verl_server.io_struct import InitWeightsUpdateGroupReq
-from verl_server.ipc.collectives import clean_child_env
-from verl_server.weight_sync.group.group_connection import connect_gloo
+from verl_server.ipc.child_env import clean_child_env
+from verl_server.weight_sync.group.group_connection import Meeting, connect_gloo
 
 _START_SECONDS = 60.0
 _CANARY_BYTES = 16
@@ -57,7 +56,7 @@ class GlooMember:
             self.abort()
             raise
 
-    def join(self, req: InitWeightsUpdateGroupReq, group_rank: int, address: str, timeout: float) -> None:
+    def join(self, req: Meeting, group_rank: int, address: str, timeout: float) -> None:
         """Raises RuntimeError if the group does not form within `timeout` seconds."""
         self._send(
             host=req.master_address,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,17 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
+
+
+class Meeting(Protocol):
+    """Where and as whom to join: the fields of `InitWeightsUpdateGroupReq`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
 
 
 def connect_gloo(

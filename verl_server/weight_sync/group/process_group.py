@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_server.errors import BadRequestError, WeightUpdateError
-from verl_server.io_struct import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group.gloo_member import GlooMember
-from verl_server.weight_sync.group.group_connection import Lifeline, connect_nccl, in_thread
+from verl_server.weight_sync.group.group_connection import Lifeline, Meeting, connect_nccl, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class WeightGroup:
         self._member, self._lifeline, self._timeout = member, lifeline, timeout
 
     @classmethod
-    def join(cls, req: InitWeightsUpdateGroupReq, rank: int, device: torch.device, timeout: float) -> WeightGroup:
+    def join(cls, req: Meeting, rank: int, device: torch.device, timeout: float) -> WeightGroup:
         """Meet the others as `req.rank_offset + rank`, in at most `timeout` seconds.
 
         With Gloo this returns when all ranks are there; with NCCL, as in SGLang, when the trainer's store is: the
@@ -198,7 +197,7 @@ class WeightGroup:
 class NcclMember:
     """This process as a member, with a stream of its own."""
 
-    def __init__(self, req: InitWeightsUpdateGroupReq, group_rank: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, req: Meeting, group_rank: int, device: torch.device, timeout: float) -> None:
         limit = datetime.timedelta(seconds=timeout)
         store = TCPStore(req.master_address, req.master_port, req.world_size, False, limit)
         self._device = device
@@ -284,7 +283,7 @@ def _windows(
     return [everything] if flattened or everything.nbytes <= window_bytes else windows
 
 
-def _check_layout(req: InitWeightsUpdateGroupReq, rank: int, device: torch.device) -> None:
+def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
     if req.backend not in ("nccl", "gloo"):
         raise BadRequestError(f"backend={req.backend!r} is not supported; use 'nccl' or 'gloo'.")
     if req.backend == "nccl" and device.type != "cuda":

@@ -28,9 +28,9 @@ from verl_server.server.generation import Generation
 from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
-    error_e,
     error_object,
     json_response,
+    openai_error,
     openai_error_type,
     read_json,
     sse,
@@ -110,7 +110,7 @@ class OpenAIApi:
             obj.text, obj.input_ids = _split_prompt(body.prompt)
             generation = await self._manager.submit(obj)
         except VerlServerError as error:
-            return error_e(error)
+            return openai_error(error)
         return await self._answer(request, body, generation, TextChoices(self._text(), self._model_name, body))
 
     async def chat_completions(self, request: Request) -> Response:
@@ -131,7 +131,7 @@ class OpenAIApi:
             )
             generation = await self._manager.submit(obj)
         except VerlServerError as error:
-            return error_e(error)
+            return openai_error(error)
         return await self._answer(request, body, generation, ChatChoices(self._text(), self._model_name, body))
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
@@ -163,7 +163,7 @@ class OpenAIApi:
             await unless_disconnected(request, generation.wait())
             return json_response(choices.response(generation.states))
         except VerlServerError as error:
-            return error_e(error)
+            return openai_error(error)
         finally:
             generation.close()
 
@@ -175,7 +175,7 @@ class OpenAIApi:
             self._manager.check_serving()
             tokens, count = self._tokens(body)
         except VerlServerError as error:
-            return error_e(error)
+            return openai_error(error)
         return json_response({"tokens": tokens, "count": count, "max_model_len": self._manager.context_length})
 
     def _tokens(self, body: TokenizeRequest) -> tuple[list[Any], int | list[int]]:
@@ -200,7 +200,7 @@ class OpenAIApi:
             decode = self._text().decoder(body.skip_special_tokens)
             _check_detokenizable(body.tokens, int(self._manager.scheduler_info["vocab_size"]))
         except VerlServerError as error:
-            return error_e(error)
+            return openai_error(error)
         nested = bool(body.tokens) and isinstance(body.tokens[0], list)
         text = [decode(ids) for ids in body.tokens] if nested else decode(body.tokens)  # type: ignore[arg-type]
         return json_response({"text": text})

@@ -37,10 +37,10 @@ from verl_server.io_struct import (
     WeightsCheckerReq,
 )
 from verl_server.server.responses import (
-    error_a,
-    error_c,
+    bad_request,
     error_headers,
     json_response,
+    message_error,
     read_json,
     unless_disconnected,
 )
@@ -118,7 +118,7 @@ class ControlApi:
         except ValueError:
             timeout = -1.0
         if not 0 <= timeout < float("inf"):
-            return error_c(BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}."))
+            return bad_request(BadRequestError(f"timeout must be a number of seconds >= 0, not {given!r}."))
         reply = await self._control(request, FlushCacheReq(timeout=timeout))
         if reply.success:
             return PlainTextResponse(_FLUSHED)
@@ -163,7 +163,7 @@ class ControlApi:
 
     async def get_weights_by_name(self, request: Request) -> Response:
         reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
-        return json_response(reply.payload) if reply.success else _error_a(reply)
+        return json_response(reply.payload) if reply.success else _message_error(reply)
 
     async def weights_checker(self, request: Request) -> Response:
         reply = await self._control(request, await self._parse(request, WeightsCheckerReq))
@@ -174,11 +174,11 @@ class ControlApi:
 
     async def release_memory_occupation(self, request: Request) -> Response:
         reply = await self._control(request, await self._parse(request, ReleaseMemoryOccupationReq))
-        return json_response(None) if reply.success else _error_a(reply)
+        return json_response(None) if reply.success else _message_error(reply)
 
     async def resume_memory_occupation(self, request: Request) -> Response:
         reply = await self._control(request, await self._parse(request, ResumeMemoryOccupationReq))
-        return json_response(None) if reply.success else _error_a(reply)
+        return json_response(None) if reply.success else _message_error(reply)
 
     # -- shared ---------------------------------------------------------------------------------------------
 
@@ -214,8 +214,8 @@ def _success(reply: ControlReply, **extra: Any) -> Response:
 
 
 def _message_or_error(reply: ControlReply, message: str) -> Response:
-    return json_response({"message": message, "status": "ok"}) if reply.success else _error_a(reply)
+    return json_response({"message": message, "status": "ok"}) if reply.success else _message_error(reply)
 
 
-def _error_a(reply: ControlReply) -> Response:
-    return error_a(error_for_status(reply.status_code, reply.message))
+def _message_error(reply: ControlReply) -> Response:
+    return message_error(error_for_status(reply.status_code, reply.message))

@@ -31,13 +31,13 @@ from verl_server.server.metrics import CONTENT_TYPE
 from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
-    error_a,
-    error_b,
-    error_c,
+    bad_request,
     json_response,
+    message_error,
     read_json,
     result_response,
     sse,
+    status_error,
     unless_disconnected,
 )
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -90,7 +90,7 @@ class NativeApi:
         try:
             body = await read_json(request, self._args.max_request_bytes)
         except BadRequestError as error:
-            return error_c(error)
+            return bad_request(error)
         try:
             obj = GenerateReqInput.parse(body)
             self._manager.metrics.fields_ignored("/generate", len(unknown_fields(body)))
@@ -126,12 +126,12 @@ class NativeApi:
         try:
             await self._check_live()
         except VerlServerError as error:
-            return error_b(error)
+            return status_error(error)
         return Response()
 
     async def ready(self, request: Request) -> Response:
         if self._manager.controls.is_paused:
-            return error_b(ServerUnavailableError("Generation is paused."))
+            return status_error(ServerUnavailableError("Generation is paused."))
         return await self.health(request)
 
     async def health_generate(self, request: Request) -> Response:
@@ -151,9 +151,9 @@ class NativeApi:
             finally:
                 generation.close()
         except TimeoutError:
-            return error_b(ServerUnavailableError(f"No token within {_HEALTH_TIMEOUT:.0f} s."))
+            return status_error(ServerUnavailableError(f"No token within {_HEALTH_TIMEOUT:.0f} s."))
         except VerlServerError as error:
-            return error_b(error)
+            return status_error(error)
         return Response()
 
     async def _probe(self, generation: Generation) -> None:
@@ -251,7 +251,7 @@ class NativeApi:
 
 
 def _generate_error(error: VerlServerError) -> Response:
-    return error_a(error) if error.status_code < 500 and error.status_code != 413 else error_b(error)
+    return message_error(error) if error.status_code < 500 and error.status_code != 413 else status_error(error)
 
 
 def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, Any]:
