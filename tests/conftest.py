@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a test that reaches for the network fails at once
@@ -13,9 +14,24 @@ import torch
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must be chosen before one is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests import fork_server
 from verl_server.kernels.cpu.kernels import CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.tiny import make_model_folder
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("VERL_SERVER_TEST_PROCESSES") != "real" and not torch.cuda.is_available():
+        fork_server.install()
+
+
+@pytest.fixture
+def real_processes() -> Iterator[None]:
+    """Children of this test are fresh interpreters, as users have them."""
+    fork_server.use_real_processes()
+    yield
+    if fork_server.is_running():
+        fork_server.use_forks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Run a module of checks under torchrun, and read what its ranks say."""
+"""Run a module of checks on the ranks of a torchrun (or on forks with its environment), and read what they report."""
 
 from __future__ import annotations
 
@@ -8,22 +8,43 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, TextIO
+
+from tests import fork_server
+from verl_server.ipc.sockets import free_port
+
+
+def _ranks(nproc: int, module: str, arguments: list[str], log: TextIO) -> list[subprocess.Popen[Any]]:
+    """What torchrun starts, without torchrun and without its imports."""
+    common = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": 0, "ROLE_NAME": "default", "OMP_NUM_THREADS": 1}
+    places = [{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(nproc)]
+    envs = [os.environ | {name: str(value) for name, value in (common | place).items()} for place in places]
+    return [fork_server.run_module(module, *arguments, stdout=log, stderr=log, env=env) for env in envs]
 
 
 def torchrun(nproc: int, module: str, *arguments: str | Path, results: Path, timeout: float = 280) -> None:
     """A launch that hangs is killed with all its ranks: the checks that are missing then say where."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command += ["-m", module, *map(str, arguments), str(results)]
+    given = [*map(str, arguments), str(results)]
     with (results / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        if fork_server.is_running():
+            processes = _ranks(nproc, module, given, log)
+        else:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+            command += ["-m", module, *given]
+            processes = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)]
+        deadline = time.monotonic() + timeout
         try:
-            process.wait(timeout)
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_results(folder: Path, rank: int) -> dict[str, str]:

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import fork_server
 from tests.weight_sync.group.test_process_group import Trainer
 from tests.weight_sync.group_trainer import SHAPES
 from verl_server import HttpServerEngineAdapter, WeightUpdateError
@@ -38,8 +38,8 @@ def server(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[HttpSer
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.compat.sglang_client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    process = fork_server.run_module(
+        "tests.compat.sglang_client", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     yield process
     process.kill()

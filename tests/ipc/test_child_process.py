@@ -14,6 +14,8 @@ import pytest
 from verl_server.errors import ServerLaunchError
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 
+pytestmark = pytest.mark.usefixtures("real_processes")
+
 _CHILD = """
 import os, signal, sys, time
 from verl_server.ipc.child_process import child_main

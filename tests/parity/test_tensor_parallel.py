@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import fork_server
 from tests.parity.harness import Reference, Sequence, spec_of
 from verl_server.models.tiny import make_model_folder
 
@@ -20,8 +20,12 @@ ROOT = Path(__file__).parents[2]
 def run_ranks(folder: Path, size: int, meet: Path) -> list[dict[str, Any]]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parity.tp_rank", str(rank), str(size), str(folder), f"file://{meet}"],
+        fork_server.run_module(
+            "tests.parity.tp_rank",
+            str(rank),
+            str(size),
+            str(folder),
+            f"file://{meet}",
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,

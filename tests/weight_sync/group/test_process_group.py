@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import fork_server
 from tests.weight_sync.group_trainer import SHAPES, tensors
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
@@ -100,8 +101,11 @@ class Trainer:
 
     def __init__(self, world_size: int = 2, name: str = "weights", backend: str = "gloo") -> None:
         self.world_size, self.name, self.backend = world_size, name, backend
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.weight_sync.group_trainer", backend, str(world_size), name],
+        self.process = fork_server.run_module(
+            "tests.weight_sync.group_trainer",
+            backend,
+            str(world_size),
+            name,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

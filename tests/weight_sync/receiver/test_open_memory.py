@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from tests import fork_server
 from tests.weight_sync.described import SharedMemory
 from tests.weight_sync.fakes import EMBED
 from verl_server.errors import WeightUpdateError
@@ -27,8 +27,9 @@ class Owner:
     """`owner.py`, or another of its kind, in a process of its own."""
 
     def __init__(self, module: str = "owner", *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.weight_sync.{module}", *arguments],
+        self.process = fork_server.run_module(
+            f"tests.weight_sync.{module}",
+            *arguments,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
