@@ -6,47 +6,28 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from tests import fork_server
 from verl_server import HttpServerEngineAdapter
 from verl_server.errors import UpdateConflictError
+from verl_server.models.tiny import make_model_folder
 
 NORM = "model.norm.weight"
-LONG = {"temperature": 0.0, "max_new_tokens": 450, "ignore_eos": True}
-TRAINER = f"""
-import sys, torch
-from verl_server import HttpServerEngineAdapter
-
-engine = HttpServerEngineAdapter.attach(sys.argv[1])
-named = [("{NORM}", torch.full((int(sys.argv[3]),), 2.0))]
-if sys.argv[2] == "registered":
-    engine.register_weights(named)
-    push = engine.push_weights
-else:
-    push = lambda: engine.update_weights_from_tensor(named)
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    push()
-except KeyboardInterrupt as error:
-    named[0][1].fill_(3.0)
-    print(*error.__notes__, flush=True)
-sys.stdin.readline()
-print(push()[0], flush=True)
-"""
+LONG = {"temperature": 0.0, "max_new_tokens": 20_000, "ignore_eos": True}
+"""Longer than any wait of these tests, also on a loaded machine: the requests must outlive what is given up."""
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[HttpServerEngineAdapter]:
-    with HttpServerEngineAdapter(model_path=str(tiny_llama), kv_cache_gib=0.1, cpu_threads=1, port=0) as engine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServerEngineAdapter]:
+    folder = make_model_folder(tmp_path_factory.mktemp("long"), "llama", max_position_embeddings=32_768)
+    with HttpServerEngineAdapter(model_path=str(folder), kv_cache_gib=0.3, cpu_threads=1, port=0) as engine:
         yield engine
 
 
@@ -67,7 +48,7 @@ def wait_for(engine: HttpServerEngineAdapter, **expected: Any) -> dict[str, Any]
 @contextlib.contextmanager
 def long_requests(engine: HttpServerEngineAdapter) -> Iterator[None]:
     """Requests that a push in mode "wait" has to wait for; they are ended at the end."""
-    prompts = [[5, 6, n] for n in range(128)]
+    prompts = [[5, 6, n] for n in range(8)]
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(engine.generate, input_ids=prompts, sampling_params=LONG)
         wait_for(engine, num_running_reqs=len(prompts))
@@ -83,7 +64,8 @@ def trainer(engine: HttpServerEngineAdapter, how: str) -> Iterator[subprocess.Po
     """A process that is ready to push."""
     size = str(len(engine.get_weights_by_name(NORM)))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", TRAINER, str(engine.url), how, size], **pipes) as process:
+    arguments = str(engine.url), how, NORM, size
+    with fork_server.run_module("tests.engine.giving_up_trainer", *arguments, **pipes) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process

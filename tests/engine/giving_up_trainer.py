@@ -1,0 +1,33 @@
+"""A trainer process of `test_give_up`: `URL registered|once PARAMETER SIZE`. It pushes at each line on its stdin."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from verl_server import HttpServerEngineAdapter
+
+
+def main(url: str, how: str, parameter: str, size: str) -> None:
+    engine = HttpServerEngineAdapter.attach(url)
+    named = [(parameter, torch.full((int(size),), 2.0))]
+    if how == "registered":
+        engine.register_weights(named)
+
+    def push() -> tuple[bool, str]:
+        return engine.push_weights() if how == "registered" else engine.update_weights_from_tensor(named)
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        push()
+    except KeyboardInterrupt as error:
+        named[0][1].fill_(3.0)
+        print(*error.__notes__, flush=True)
+    sys.stdin.readline()
+    print(push()[0], flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
