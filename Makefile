@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-cuda lint format bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-cuda breaks lint format wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,8 +20,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train a tiny policy against HTTP environments; leaves runs/demo/report.html
 	$(BIN)/verl-server demo $(ARGS)
 
-test: $(STAMP)  ## the test suite: CPU only, no network, no downloads
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
+	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+
+test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 test-cuda: $(STAMP)  ## only the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)
@@ -36,6 +39,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+wheel: $(STAMP)  ## dist/verl_server-*.whl
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+check-wheel: wheel  ## install the wheel into an environment of its own and run a short demo from there
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	folder=$$(mktemp -d) && cd $$folder && $(CURDIR)/.venv-wheel/bin/verl-server demo --steps 3 --episodes 32 --pace-episodes 32 \
+		&& test -s runs/demo/report.html && rm -r $$folder
+
 bench: $(STAMP)  ## CPU benchmarks, one JSON line a figure
 	$(BIN)/python -m benchmarks.offline --device cpu --shape tiny $(ARGS)
 
@@ -49,4 +63,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
