@@ -17,8 +17,8 @@ from verl_server import Engine
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, summarize
 
 

@@ -20,10 +20,10 @@ from verl_server.errors import ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import compare_pace
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import StopReason, Task
 
 
@@ -233,7 +233,7 @@ def test_a_real_environment_server_that_dies(engine: Engine, tiny_llama: Path) -
     assert time.monotonic() - start < 30
 
 
-def test_sessions_end_with_their_environment_class() -> None:
+def test_episodes_end_with_their_environment_class() -> None:
     async def main() -> None:
         async with env_server(GuessNumber) as url:
             loop = AgentLoop(FakeEngine(), url, WordRenderer(), limits=Limits(max_turns=5, max_new_tokens=1))

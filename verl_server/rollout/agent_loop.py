@@ -1,6 +1,6 @@
 """`AgentLoop`: many episodes at once, each at its own pace.
 
-Called by trainers and by `verl-server rollout`. Every episode has its own environment session and sends its
+Called by trainers and by `verl-server rollout`. Every episode has its own environment and sends its
 turns to the engine when they are due, so the server batches whatever is due at the moment and a slow
 environment holds up nobody else. `run_lockstep` plays the same episodes the old way, for comparison: one
 batched generate per turn, then wait for all environments.
@@ -21,8 +21,8 @@ from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.environment import RemoteEnvironment
+from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
-from verl_server.rollout.session import EnvSession, Limits, Session
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 T = TypeVar("T")
@@ -49,14 +49,14 @@ class AgentLoop:
     def __init__(
         self,
         engine: EngineBase | str,
-        environment: str | Callable[[], EnvSession],
+        environment: str | Callable[[], EnvClient],
         renderer: Renderer,
         *,
         sampling_params: dict[str, Any] | None = None,
         limits: Limits | None = None,
         max_concurrency: int | None = None,
     ) -> None:
-        """`max_concurrency` bounds the episodes (hence environment sessions) at one time; None is no bound."""
+        """`max_concurrency` bounds the episodes (hence environments) at one time; None is no bound."""
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
         self._attached = HttpServerEngineAdapter.attach(engine) if isinstance(engine, str) else None
@@ -89,9 +89,9 @@ class AgentLoop:
         async def play(task: Task) -> Trajectory:
             async with slots:
                 waited = clock()
-                session = self._session(task, clock)
-                session.trajectory.events.append(Event("queue", 0.0, waited))
-                trajectory = await session.play(self.engine)
+                episode = self._episode(task, clock)
+                episode.trajectory.events.append(Event("queue", 0.0, waited))
+                trajectory = await episode.play(self.engine)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
@@ -113,47 +113,47 @@ class AgentLoop:
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
         for start in range(0, len(tasks), size):
-            sessions = [self._session(task, clock) for task in tasks[start : start + size]]
+            episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
             try:
-                await self._play_lockstep(sessions, clock)
+                await self._play_lockstep(episodes, clock)
             finally:
-                await _all(session.close() for session in sessions)
-            trajectories += [session.trajectory for session in sessions]
+                await _all(episode.close() for episode in episodes)
+            trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
             if on_finish is not None:
                 on_finish(trajectory)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
-    async def _play_lockstep(self, sessions: list[Session], clock: Callable[[], float]) -> None:
-        await _all(session.open() for session in sessions)
-        while alive := [session for session in sessions if not session.is_over]:
+    async def _play_lockstep(self, episodes: list[Episode], clock: Callable[[], float]) -> None:
+        await _all(episode.open() for episode in episodes)
+        while alive := [episode for episode in episodes if not episode.is_over]:
             pending = alive
             while pending:
                 results = await self._generate_batch(pending, clock)
                 pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
-            await _all(session.act() for session in alive)
+            await _all(episode.act() for episode in alive)
 
-    async def _generate_batch(self, sessions: list[Session], clock: Callable[[], float]) -> list[dict[str, Any]]:
+    async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> list[dict[str, Any]]:
         start = clock()
-        requests = [session.request() for session in sessions]
+        requests = [episode.request() for episode in episodes]
         results: list[dict[str, Any]] = await self.engine.async_generate(
             input_ids=[request["input_ids"] for request in requests],
             sampling_params=[request["sampling_params"] for request in requests],
             return_logprob=True,
             timeout=self.limits.generate_timeout,
         )
-        for session in sessions:
-            session.trajectory.events.append(Event("generate", start, clock()))
+        for episode in episodes:
+            episode.trajectory.events.append(Event("generate", start, clock()))
         return results
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _session(self, task: Task, clock: Callable[[], float]) -> Session:
+    def _episode(self, task: Task, clock: Callable[[], float]) -> Episode:
         if isinstance(self._environment, str):
-            environment: EnvSession = RemoteEnvironment(self._environment, self.limits.env)
+            environment: EnvClient = RemoteEnvironment(self._environment, self.limits.env)
         else:
             environment = self._environment()
-        return Session(
+        return Episode(
             task, environment, self._renderer, self._sampling_params, self.limits, self._context_length, clock
         )
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
 
 

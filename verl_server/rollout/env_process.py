@@ -32,10 +32,10 @@ class EnvServerArgs:
     """Bind address. Anyone who reaches it can play, so loopback unless the network is trusted."""
     port: int = 8000
     """TCP port; 0 picks a free one."""
-    max_sessions: int = 1024
-    """Most concurrent sessions."""
-    session_timeout: float = 3600.0
-    """Seconds without a message after which a session is ended."""
+    max_concurrent_envs: int = 1024
+    """Most concurrent connections, each with an environment of its own."""
+    idle_timeout: float = 3600.0
+    """Seconds without a message after which a connection is closed."""
 
 
 class _Server(uvicorn.Server):
@@ -52,7 +52,7 @@ class _Server(uvicorn.Server):
 def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
     """Serve until told to stop; `on_ready(url)` is called when connections are answered."""
     factory = load_factory(args.environment, json.loads(args.kwargs))
-    app = create_env_app(factory, max_sessions=args.max_sessions, session_timeout=args.session_timeout)
+    app = create_env_app(factory, max_concurrent_envs=args.max_concurrent_envs, idle_timeout=args.idle_timeout)
     with bind_socket(args.host, args.port) as sock:
         url = f"http://{args.host}:{sock.getsockname()[1]}"
         _Server(uvicorn_config(app), lambda: on_ready(url)).run([sock])

@@ -1,6 +1,6 @@
 """Serve any `Environment` class over HTTP with OpenEnv's protocol, so that OpenEnv's clients can play it too.
 
-`create_env_app(factory)` is the ASGI application: a WebSocket session at `/ws` owns one environment;
+`create_env_app(factory)` is the ASGI application: a WebSocket connection at `/ws` owns one environment;
 `/health`, `/metadata`, `/schema` and the one-shot `/reset`, `/step`, `/state` answer as OpenEnv's server does.
 `EnvServer` serves one in a child process, `python -m verl_server.rollout.env_process` in the foreground.
 """
@@ -66,7 +66,7 @@ class _Hosted:
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         if self._environment is None:
-            raise _MessageError("EXECUTION_ERROR", "step before reset: this session has no episode yet.")
+            raise _MessageError("EXECUTION_ERROR", "step before reset: this connection has no episode yet.")
         observation, reward, done = await self._call(self._environment.step, action)
         if reward is not None and not math.isfinite(reward := float(reward)):
             raise ValueError(f"the reward is {reward}; JSON would turn it into no reward.")
@@ -98,27 +98,27 @@ class _Hosted:
 class _EnvApp:
     """The routes over one factory."""
 
-    def __init__(self, factory: EnvFactory, name: str, max_sessions: int, session_timeout: float) -> None:
+    def __init__(self, factory: EnvFactory, name: str, max_concurrent_envs: int, idle_timeout: float) -> None:
         self.factory = factory
         self.name = name
-        self.max_sessions = max_sessions
-        self.session_timeout = session_timeout
-        self.sessions = 0
+        self.max_concurrent_envs = max_concurrent_envs
+        self.idle_timeout = idle_timeout
+        self.concurrent_envs = 0
 
     async def websocket(self, socket: WebSocket) -> None:
         await socket.accept()
-        if self.sessions >= self.max_sessions:
-            await _send_error(socket, "CAPACITY_REACHED", f"All {self.max_sessions} sessions are taken.")
+        if self.concurrent_envs >= self.max_concurrent_envs:
+            await _send_error(socket, "CAPACITY_REACHED", f"All {self.max_concurrent_envs} environments are taken.")
             await socket.close()
             return
-        self.sessions += 1
+        self.concurrent_envs += 1
         hosted = _Hosted(self.factory)
         try:
             await self._serve(socket, hosted)
         except WebSocketDisconnect:
             pass
         finally:
-            self.sessions -= 1
+            self.concurrent_envs -= 1
             await hosted.close()
             with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client closed first
                 await socket.close()
@@ -126,9 +126,9 @@ class _EnvApp:
     async def _serve(self, socket: WebSocket, hosted: _Hosted) -> None:
         while True:
             try:
-                raw = await asyncio.wait_for(socket.receive_text(), self.session_timeout)
+                raw = await asyncio.wait_for(socket.receive_text(), self.idle_timeout)
             except TimeoutError:
-                await _send_error(socket, "SESSION_ERROR", f"No message for {self.session_timeout:.0f} s.")
+                await _send_error(socket, "SESSION_ERROR", f"No message for {self.idle_timeout:.0f} s.")
                 return
             except KeyError:  # a binary frame
                 await _send_error(socket, "INVALID_JSON", "Messages are text frames.")
@@ -164,7 +164,7 @@ class _EnvApp:
         }
 
     # -- plain HTTP -----------------------------------------------------------------------------------------
-    # As in OpenEnv, these have no session: each request has an environment of its own.
+    # As in OpenEnv, these have no connection of their own: each request has an environment of its own.
 
     async def reset(self, request: Request) -> JSONResponse:
         return await self._once(request, lambda hosted, body: hosted.reset(body))
@@ -204,15 +204,15 @@ class _EnvApp:
 
 
 def create_env_app(
-    factory: EnvFactory, *, name: str | None = None, max_sessions: int = 1024, session_timeout: float = 3600.0
+    factory: EnvFactory, *, name: str | None = None, max_concurrent_envs: int = 1024, idle_timeout: float = 3600.0
 ) -> Starlette:
-    """The application that serves environments made by `factory()`, one for each WebSocket session.
+    """The application that serves environments made by `factory()`, one for each WebSocket connection.
 
-    Beyond `max_sessions` a client is told CAPACITY_REACHED; a session without a message for
-    `session_timeout` seconds is ended.
+    Beyond `max_concurrent_envs` a client is told CAPACITY_REACHED; a connection without a message for
+    `idle_timeout` seconds is ended.
     """
     name = name or str(getattr(factory, "__name__", type(factory).__name__))
-    app = _EnvApp(factory, name, max_sessions, session_timeout)
+    app = _EnvApp(factory, name, max_concurrent_envs, idle_timeout)
     return Starlette(
         routes=[
             WebSocketRoute("/ws", app.websocket),

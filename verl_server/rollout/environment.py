@@ -1,8 +1,8 @@
 """Environments: what one is, and how a rollout reaches one over HTTP.
 
-`Environment` is what a user writes; `env_server` serves it. `RemoteEnvironment` is one session with any server
+`Environment` is what a user writes; `env_server` serves it. `RemoteEnvironment` is one connection to any server
 that speaks OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`, and
-whose environment lives as long as the connection. Owned by a `Session`. Every wait has a bound, and every
+whose environment lives as long as the connection. Owned by an `Episode`. Every wait has a bound, and every
 fault of the other side is an `EnvError`: it costs one trajectory.
 """
 
@@ -41,7 +41,7 @@ class EnvTimeoutError(EnvError, TimeoutError):
 
 
 class EnvBusyError(EnvError):
-    """The server has no free session now."""
+    """The server has no room for another environment now."""
 
 
 class Environment(Protocol):
@@ -75,14 +75,14 @@ class EnvTimeouts:
     """Seconds that an environment may take."""
 
     connect: float = 30.0
-    """To accept a session, waiting for a free one included."""
+    """To accept a connection, waiting for a free environment included."""
     reset: float = 120.0
     step: float = 120.0
     close: float = 2.0
 
 
 class RemoteEnvironment:
-    """One session with an OpenEnv server. Use as `async with`; not shared between tasks."""
+    """One connection to an OpenEnv server. Use as `async with`; not shared between tasks."""
 
     def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
         self.url = websocket_url(url)
@@ -114,7 +114,7 @@ class RemoteEnvironment:
         return await self._exchange({"type": "state"}, "state", self._timeouts.step)
 
     async def close(self) -> None:
-        """End the session; bounded, never raises, idempotent."""
+        """End the connection; bounded, never raises, idempotent."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
@@ -156,10 +156,10 @@ class RemoteEnvironment:
         return _step_result(await self._exchange(message, "observation", timeout), self.url)
 
     async def _exchange(self, message: dict[str, Any], answer: str, timeout: float) -> dict[str, Any]:
-        """Send and receive one message; after a fault the session is of no use any more."""
+        """Send and receive one message; after a fault the connection is of no use any more."""
         socket = self._socket
         if socket is None:
-            raise EnvError(f"{self.url}: the session is not open; call reset() first.")
+            raise EnvError(f"{self.url}: the connection is not open; call reset() first.")
 
         async def exchange() -> str | bytes:
             with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed: recv tells

@@ -1,6 +1,6 @@
 """Between an environment's words and the policy's tokens.
 
-A `Session` asks its renderer for the tokens of each observation and for the action that sampled tokens mean.
+An `Episode` asks its renderer for the tokens of each observation and for the action that sampled tokens mean.
 Observations become tokens once, in the order they arrive; what the policy sampled stays as sampled.
 """
 

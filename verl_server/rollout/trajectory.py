@@ -1,6 +1,6 @@
 """`Trajectory`: what one episode leaves behind, token by token.
 
-Filled by a `Session`, read by the trainer and the report. Token in, token out: `tokens` is exactly what the
+Filled by an `Episode`, read by the trainer and the report. Token in, token out: `tokens` is exactly what the
 policy read and sampled, never text that was tokenized again. An episode that its environment or the server
 broke off has no reward: it is counted, and nobody mistakes it for a loss.
 """

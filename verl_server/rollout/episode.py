@@ -1,4 +1,4 @@
-"""`Session`: one policy plays one episode. `AgentLoop` runs many of them, interleaved or in lock step.
+"""`Episode`: one policy plays one episode. `AgentLoop` runs many of them, interleaved or in lock step.
 
 An episode is `open`, then turns of `request` -> generate -> `accept` -> `act` until `trajectory.stop_reason`
 is set. `play` does all of that at the episode's own pace. No method raises for a fault of the environment or
@@ -38,7 +38,7 @@ class Generator(Protocol):
     ) -> Any: ...
 
 
-class EnvSession(Protocol):
+class EnvClient(Protocol):
     """The part of `RemoteEnvironment` that an episode needs."""
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult: ...
@@ -62,11 +62,11 @@ class Limits:
     env: EnvTimeouts = field(default_factory=EnvTimeouts)
 
 
-class Session:
+class Episode:
     def __init__(
         self,
         task: Task,
-        environment: EnvSession,
+        environment: EnvClient,
         renderer: Renderer,
         sampling_params: dict[str, Any],
         limits: Limits,
