@@ -11,7 +11,9 @@ import pytest
 from verl_server.cli import main
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
+from verl_server.rollout.cli import RolloutArgs
 from verl_server.rollout.env_server import EnvServer, load_factory
+from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,19 @@ def test_the_reasoning_gym_example() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     assert "arithmetic problem" in result.stdout
     assert "trajectories=8" in result.stdout
+
+
+def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RolloutArgs] = []
+    monkeypatch.setattr("verl_server.rollout.cli.rollout", lambda args: seen.append(args) or 0)
+    bounds = {"connect": 1.0, "capacity": 2.0, "reset": 3.0, "step": 4.0, "close": 5.0}
+    flags = [f"--env-timeouts.{name}={seconds}" for name, seconds in bounds.items()]
+    flags += ["--generate-timeout=6", "--trajectory-timeout=7", "--straggler-timeout=8", "--straggler-fraction=0.5"]
+    assert main(["rollout", "--server", "http://s", "--environment", "http://e", *flags]) == 0
+    limits = seen[0].limits()
+    assert limits.env == EnvTimeouts(**bounds)
+    assert (limits.generate_timeout, limits.trajectory_timeout) == (6, 7)
+    assert (limits.straggler_timeout, limits.straggler_fraction) == (8, 0.5)
 
 
 @pytest.mark.parametrize(

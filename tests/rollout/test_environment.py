@@ -24,7 +24,7 @@ from verl_server.rollout.environment import (
     websocket_url,
 )
 
-QUICK = EnvTimeouts(connect=0.5, reset=0.3, step=0.3, close=0.3)
+QUICK = EnvTimeouts(connect=0.5, capacity=0.5, reset=0.3, step=0.3, close=0.3)
 
 
 class Counter:
@@ -110,7 +110,7 @@ def test_connections_do_not_share_environments_and_are_bounded() -> None:
             first, second, third = (RemoteEnvironment(url, QUICK) for _ in range(3))
             await first.reset(1)
             await second.reset(2)
-            with pytest.raises(EnvBusyError, match="All 2 environments are taken"):
+            with pytest.raises(EnvBusyError, match=r"All 2 environments are taken.*EnvTimeouts\.capacity"):
                 await third.reset(3)
             asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(first.close()))
             assert (await third.reset(3)).observation == {"text": "3 left"}  # as soon as a place is free
@@ -204,7 +204,7 @@ async def _hang_up(connection: ServerConnection) -> None:
 @pytest.mark.parametrize(
     ("behave", "kind", "says"),
     [
-        (_silent, EnvTimeoutError, "did not answer `reset` within 0.3 s"),
+        (_silent, EnvTimeoutError, "did not answer `reset` within 0.3 s \\(EnvTimeouts.reset"),
         (_hang_up, EnvError, "did not answer `reset`"),
         (answering("not json"), EnvError, "not JSON"),
         (answering(b"\xff\xfe"), EnvError, "not JSON"),

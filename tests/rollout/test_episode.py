@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.rollout.fakes import FakeEnvironment, FakePolicy, WordRenderer, generated, says
-from verl_server.errors import ControlTimeoutError
-from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.errors import BadRequestError, ControlTimeoutError
+from verl_server.rollout.environment import EnvError, EnvTimeoutError, EnvTimeouts
 from verl_server.rollout.episode import Episode, Limits
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory, append_jsonl, read_jsonl, summarize
 
@@ -149,6 +149,30 @@ def test_the_time_limit_ends_a_hung_environment() -> None:
     trajectory = play(episode_of(environment, Limits(trajectory_timeout=0.05)), FakePolicy([generated([1])]))
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.TIME_LIMIT, None)
     assert environment.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (Limits, "max_turns", 0),
+        (Limits, "max_tokens", 0),
+        (Limits, "trajectory_timeout", 0.0),
+        (Limits, "straggler_timeout", -1.0),
+        (Limits, "straggler_fraction", 1.5),
+        (EnvTimeouts, "step", 0.0),
+        (EnvTimeouts, "capacity", float("nan")),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused_by_name(kind: Any, field: str, value: float) -> None:
+    with pytest.raises(BadRequestError, match=rf"{kind.__name__}\.{field} must be .*{value}"):
+        kind(**{field: value})
+
+
+def test_an_abort_at_the_last_token_that_fits_ends_the_episode() -> None:
+    environment = FakeEnvironment(says("ab"))
+    trajectory = play(episode_of(environment, context=4), FakePolicy([generated(codes("xy"), "abort")]))
+    assert (trajectory.stop_reason, trajectory.tokens) == (StopReason.CONTEXT_FULL, codes("abxy"))
+    assert environment.actions == []
 
 
 def test_cancelling_closes_the_environment() -> None:

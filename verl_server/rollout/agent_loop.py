@@ -23,6 +23,7 @@ from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class AgentLoop:
         self._renderer = renderer
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
-        self._context_length = int(self.engine.scheduler_info["context_length"])
+        self._capacity = _sequence_capacity(self.engine.scheduler_info)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     # -- each at its own pace -------------------------------------------------------------------------------
@@ -85,18 +86,21 @@ class AgentLoop:
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
         clock = _Clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
+        watch = StragglerWatch(self.limits, len(tasks))
 
         async def play(task: Task) -> Trajectory:
             async with slots:
                 waited = clock()
                 episode = self._episode(task, clock)
                 episode.trajectory.events.append(Event("queue", 0.0, waited))
-                trajectory = await episode.play(self.engine)
+                with watch.playing(episode):
+                    trajectory = await episode.play(self.engine)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
 
-        trajectories = await _all(play(task) for task in tasks)
+        with watch:
+            trajectories = await _all(play(task) for task in tasks)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
     # -- in lock step ---------------------------------------------------------------------------------------
@@ -153,9 +157,7 @@ class AgentLoop:
             environment: EnvClient = RemoteEnvironment(self._environment, self.limits.env)
         else:
             environment = self._environment()
-        return Episode(
-            task, environment, self._renderer, self._sampling_params, self.limits, self._context_length, clock
-        )
+        return Episode(task, environment, self._renderer, self._sampling_params, self.limits, self._capacity, clock)
 
     def _checked(self, rollout: Rollout) -> Rollout:
         """A server that answered nobody is no matter of single trajectories."""
@@ -175,6 +177,15 @@ class AgentLoop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _sequence_capacity(scheduler_info: dict[str, Any]) -> int:
+    """Tokens of the longest sequence that the context length and the whole KV cache allow."""
+    context_length = int(scheduler_info["context_length"])
+    longest_input = scheduler_info.get("max_req_input_len")
+    if longest_input is None:
+        return context_length
+    return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
 
 
 class _Clock:

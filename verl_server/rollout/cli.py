@@ -6,13 +6,14 @@ verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.environment import EnvTimeouts
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
@@ -45,8 +46,28 @@ class RolloutArgs:
     max_new_tokens: int = 512
     """Per turn."""
     temperature: float = 1.0
+    generate_timeout: float = 600.0
+    """Seconds for the generation of one turn."""
+    trajectory_timeout: float = 3600.0
+    """Seconds for one episode."""
+    straggler_timeout: float | None = None
+    """Seconds after which the last episodes are ended, counted from the moment when every episode has started and
+    `straggler_fraction` of them have ended. None waits for all."""
+    straggler_fraction: float = 0.9
+    env_timeouts: EnvTimeouts = field(default_factory=EnvTimeouts)
     api_key: str | None = None
     """Of the rollout server."""
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_turns=self.max_turns,
+            max_new_tokens=self.max_new_tokens,
+            generate_timeout=self.generate_timeout,
+            trajectory_timeout=self.trajectory_timeout,
+            straggler_timeout=self.straggler_timeout,
+            straggler_fraction=self.straggler_fraction,
+            env=self.env_timeouts,
+        )
 
 
 def rollout(args: RolloutArgs) -> int:
@@ -55,7 +76,6 @@ def rollout(args: RolloutArgs) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
     keys = {"observation_key": args.observation_key, "action_key": args.action_key}
     renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
-    limits = Limits(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens)
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
 
     def keep(trajectory: Trajectory) -> None:
@@ -68,7 +88,7 @@ def rollout(args: RolloutArgs) -> int:
             args.environment,
             renderer,
             sampling_params={"temperature": args.temperature},
-            limits=limits,
+            limits=args.limits(),
             max_concurrency=args.max_concurrency,
         ) as loop,
     ):

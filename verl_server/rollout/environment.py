@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -72,13 +72,29 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvTimeouts:
-    """Seconds that an environment may take."""
+    """Time bounds of one environment, in seconds. A bound that is exceeded ends the episode without a reward."""
 
-    connect: float = 30.0
-    """To accept a connection, waiting for a free environment included."""
-    reset: float = 120.0
-    step: float = 120.0
+    connect: float = 10.0
+    """To accept one connection."""
+    capacity: float = 60.0
+    """To have room for one more environment, when the server is full."""
+    reset: float = 60.0
+    """To answer `reset`, which may have to start a sandbox."""
+    step: float = 30.0
+    """To answer one `step`."""
     close: float = 2.0
+    """To close the connection. It is dropped afterwards."""
+
+    def __post_init__(self) -> None:
+        check_seconds("EnvTimeouts", self, [field.name for field in fields(self)])
+
+
+def check_seconds(owner: str, values: object, names: Iterable[str]) -> None:
+    """Raise BadRequestError unless each named attribute is a positive number of seconds or None."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not value > 0:
+            raise BadRequestError(f"{owner}.{name} must be more than 0 seconds, not {value}.")
 
 
 class RemoteEnvironment:
@@ -91,39 +107,42 @@ class RemoteEnvironment:
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
-        """Start an episode. A server that is full is asked again until `timeouts.connect` is over."""
+        """Start an episode. A server that is full is asked again until `timeouts.capacity` is over."""
         data = {"seed": seed} | options if seed is not None else options
-        deadline = time.monotonic() + self._timeouts.connect
+        deadline = time.monotonic() + self._timeouts.capacity
         pause = 0.02
         while True:
             try:
-                await self._connect(deadline)
-                return await self._ask({"type": "reset", "data": data}, self._timeouts.reset)
-            except EnvBusyError:
+                await self._connect()
+                return await self._ask({"type": "reset", "data": data}, "reset")
+            except EnvBusyError as error:
                 await self.close()
                 if time.monotonic() + pause > deadline:
-                    raise
+                    waited = f"waited {self._timeouts.capacity:.3g} s for room; the bound is EnvTimeouts.capacity"
+                    raise EnvBusyError(f"{error} ({waited})") from None
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
 
     async def step(self, action: Action) -> StepResult:
-        return await self._ask({"type": "step", "data": action}, self._timeouts.step)
+        return await self._ask({"type": "step", "data": action}, "step")
 
     async def state(self) -> dict[str, Any]:
         """The environment's own account of itself."""
-        return await self._exchange({"type": "state"}, "state", self._timeouts.step)
+        return await self._exchange({"type": "state"}, "state", "step")
 
     async def close(self) -> None:
         """End the connection; bounded, never raises, idempotent."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(self._timeouts.close):
-                await socket.send(orjson.dumps({"type": "close"}).decode())
-                await socket.close()
-        if socket.transport is not None:
-            socket.transport.abort()
+        try:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(self._timeouts.close):
+                    await socket.send(orjson.dumps({"type": "close"}).decode())
+                    await socket.close()
+        finally:
+            if socket.transport is not None:
+                socket.transport.abort()
 
     async def __aenter__(self) -> RemoteEnvironment:
         return self
@@ -133,10 +152,9 @@ class RemoteEnvironment:
 
     # -- the wire -------------------------------------------------------------------------------------------
 
-    async def _connect(self, deadline: float) -> None:
+    async def _connect(self) -> None:
         if self._socket is not None:
             return
-        bound = max(0.001, deadline - time.monotonic())
 
         async def open_socket() -> ClientConnection:
             return await connect(
@@ -150,13 +168,16 @@ class RemoteEnvironment:
                 proxy=None if _is_local(self.url) else True,
             )
 
-        self._socket = await self._bounded(open_socket, bound, "accept a connection")
+        self._socket = await self._bounded(open_socket, "connect", "accept a connection")
 
-    async def _ask(self, message: dict[str, Any], timeout: float) -> StepResult:
-        return _step_result(await self._exchange(message, "observation", timeout), self.url)
+    async def _ask(self, message: dict[str, Any], bound: str) -> StepResult:
+        return _step_result(await self._exchange(message, "observation", bound), self.url)
 
-    async def _exchange(self, message: dict[str, Any], answer: str, timeout: float) -> dict[str, Any]:
-        """Send and receive one message; after a fault the connection is of no use any more."""
+    async def _exchange(self, message: dict[str, Any], answer: str, bound: str) -> dict[str, Any]:
+        """Send and receive one message within the named bound of `EnvTimeouts`.
+
+        After a fault the connection is of no use any more.
+        """
         socket = self._socket
         if socket is None:
             raise EnvError(f"{self.url}: the connection is not open; call reset() first.")
@@ -166,15 +187,16 @@ class RemoteEnvironment:
                 await socket.send(orjson.dumps(message).decode())
             return await socket.recv()
 
-        raw = await self._bounded(exchange, timeout, f"answer `{message['type']}`")
+        raw = await self._bounded(exchange, bound, f"answer `{message['type']}`")
         return _payload(raw, answer, self.url)
 
-    async def _bounded(self, work: Callable[[], Awaitable[T]], timeout: float, what: str) -> T:
+    async def _bounded(self, work: Callable[[], Awaitable[T]], bound: str, what: str) -> T:
+        timeout = getattr(self._timeouts, bound)
         try:
             async with asyncio.timeout(timeout):
                 return await work()
         except TimeoutError:
-            raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s.") from None
+            raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s (EnvTimeouts.{bound}).") from None
         except InvalidStatus as error:
             raise EnvError(f"{self.url} answered HTTP {error.response.status_code}, not a WebSocket.") from None
         except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError) as error:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_server.errors import VerlServerError
-from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
 from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
@@ -58,8 +58,26 @@ class Limits:
     generate_timeout: float = 600.0
     """One turn's generation."""
     trajectory_timeout: float = 3600.0
-    """The whole episode."""
+    """The whole episode, from its start (not from its place in the queue). Ends it as TIME_LIMIT."""
+    straggler_timeout: float | None = None
+    """How long the last episodes of a batch may hold up the others. The time counts from the moment when every
+    episode has started and at least `straggler_fraction` of them have ended. The episodes that still run after it end
+    as STRAGGLER: they keep their tokens, have no reward, their generation is aborted and their connection closed.
+    None waits for all. The time should be longer than an honest episode, or training sees the short ones only."""
+    straggler_fraction: float = 0.9
+    """Share of a batch's episodes, rounded down but at least one, that must have ended before
+    `straggler_timeout` counts."""
     env: EnvTimeouts = field(default_factory=EnvTimeouts)
+    """Bounds of each call to the environment."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_new_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadRequestError(f"Limits.{name} must be at least 1, not {value}.")
+        check_seconds("Limits", self, ("generate_timeout", "trajectory_timeout", "straggler_timeout"))
+        if not 0 < self.straggler_fraction <= 1:
+            raise BadRequestError(f"Limits.straggler_fraction must be in (0, 1], not {self.straggler_fraction}.")
 
 
 class Episode:
@@ -70,9 +88,10 @@ class Episode:
         renderer: Renderer,
         sampling_params: dict[str, Any],
         limits: Limits,
-        context_length: int,
+        capacity: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`capacity` is the length in tokens of the longest sequence that the server can hold."""
         self.trajectory = Trajectory(task=task)
         self._environment = environment
         self._renderer = renderer
@@ -80,8 +99,9 @@ class Episode:
         self._limits = limits
         self._clock = clock
         own = limits.max_tokens
-        self._capacity = context_length if own is None else min(own, context_length)
-        self._when_full = StopReason.CONTEXT_FULL if own is None or own >= context_length else StopReason.MAX_TOKENS
+        self._capacity = capacity if own is None else min(own, capacity)
+        self._when_full = StopReason.CONTEXT_FULL if own is None or own >= capacity else StopReason.MAX_TOKENS
+        self._deadline: asyncio.Timeout | None = None
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +110,7 @@ class Episode:
     async def play(self, generator: Generator) -> Trajectory:
         """The whole episode, within its time limit. Cancelling it ends the trajectory as aborted."""
         try:
-            async with asyncio.timeout(self._limits.trajectory_timeout):
+            async with asyncio.timeout(self._limits.trajectory_timeout) as self._deadline:
                 await self.open()
                 while not self.is_over:
                     await self.generate(generator)
@@ -104,6 +124,13 @@ class Episode:
         finally:
             await self.close()
         return self.trajectory
+
+    def cut(self, reason: StopReason, error: str) -> None:
+        """End an episode that `play` plays now: whatever it waits for is cancelled."""
+        if self.is_over or self._deadline is None or self._deadline.expired():
+            return  # it closes its connection already
+        self.trajectory.finish(reason, error)
+        self._deadline.reschedule(0)
 
     # -- the environment's side -----------------------------------------------------------------------------
 
@@ -191,7 +218,9 @@ class Episode:
             if trajectory.resumes > _MAX_RESUMES:
                 trajectory.finish(StopReason.ABORTED, f"The server aborted the episode {_MAX_RESUMES} times.")
                 return True
-            return len(trajectory.tokens) >= self._capacity
+            if len(trajectory.tokens) < self._capacity:
+                return False
+            trajectory.finish(self._when_full)  # aborted at the very token that filled it
         if finish == "length" and in_turn < self._limits.max_new_tokens:
             trajectory.finish(self._when_full)  # cut short by the trajectory's limit, not by the turn's
         return True
