@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 Observation = dict[str, Any]
 Action = dict[str, Any]
+Info = dict[str, Any]
+
+ResetReturn = Observation | str | tuple[Observation | str, Info]
+StepReturn = tuple[Observation | str, float | None, bool] | tuple[Observation | str, float | None, bool, bool, Info]
 
 MAX_MESSAGE_BYTES = 100 * 2**20
 """OpenEnv's own limit: observations may be screenshots."""
@@ -45,19 +49,31 @@ class EnvBusyError(EnvError):
 
 
 class Environment(Protocol):
-    """One episode at a time. Either method may be `async`; `close()` is called at the end if there is one.
+    """What a user writes. One environment plays one episode at a time; either method may be `async`.
 
-    A class may also carry `action_schema` and `observation_schema` (JSON schemas) and a `state` property.
+    An observation is a dict, or a string, which is sent as {"text": string}. Optional members of the class:
+
+    - `action_schema`, a JSON schema. An action that violates it is refused with VALIDATION_ERROR and the name of the
+      field. `step` is not called, and the episode goes on: the client may send another action. (An `AgentLoop` ends
+      the episode as ENV_ERROR: the policy's text was packed wrongly. Judge what the text says in `step`.)
+    - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
+    - `state`, a property that is a dict.
+    - `close()`, called when the client leaves.
     """
 
-    def reset(self, seed: int | None = None) -> Observation | Awaitable[Observation]:
-        """Start an episode that is a function of `seed`. May take `episode_id` and other keywords as well."""
+    def reset(self, seed: int | None = None) -> ResetReturn | Awaitable[ResetReturn]:
+        """Start an episode that is a function of `seed`, and return its first observation or (observation, info).
+
+        `reset` may take `episode_id` and other keywords as well.
+        """
         ...
 
-    def step(
-        self, action: Action
-    ) -> tuple[Observation, float | None, bool] | Awaitable[tuple[Observation, float | None, bool]]:
-        """Act; returns observation, reward (None: no reward for this step) and whether the episode is over."""
+    def step(self, action: Action) -> StepReturn | Awaitable[StepReturn]:
+        """Act, and return (observation, reward, done).
+
+        The reward is None if this step has none. Gymnasium's (observation, reward, terminated, truncated, info) means
+        `done = terminated or truncated`; `info` is not sent.
+        """
         ...
 
 
