@@ -1,6 +1,6 @@
 """`ActionSchema`: checks actions against the JSON schema that an environment declares.
 
-One belongs to each environment server. The schema is checked when the server starts, an action before each `step`.
+Each environment server has one. The schema itself is checked when the server starts, an action before each `step`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _LONGEST_MESSAGE = 500
 
 
 class ActionSchema:
+    """The JSON schema of one environment's actions."""
+
     def __init__(self, name: str, schema: Any) -> None:
-        """`name` is the environment's, for messages. Raises BadRequestError if `schema` is no JSON schema."""
+        """`name` is the environment's name, for messages. Raises BadRequestError if `schema` is not a JSON schema."""
         if not isinstance(schema, dict):
             raise BadRequestError(f"{name}.action_schema must be a dict (a JSON schema), not {schema!r}.")
         self._name = name
@@ -28,12 +30,12 @@ class ActionSchema:
         except SchemaError as error:
             where = error.json_path.removeprefix("$")
             raise BadRequestError(
-                f"{name}.action_schema{where} is no valid JSON schema: {error.message[:_LONGEST_MESSAGE]}"
+                f"{name}.action_schema{where} is not a valid JSON schema: {error.message[:_LONGEST_MESSAGE]}"
             ) from None
         self._validator = validator(schema, registry=Registry())  # an empty registry: no schema is downloaded
 
     def violation(self, action: dict[str, Any]) -> str | None:
-        """What is wrong with an action, with the field's path; None if it fits the schema."""
+        """A sentence that names the field of `action` that violates the schema, and why. None if none does."""
         error = best_match(self._validator.iter_errors(action))
         if error is None:
             return None

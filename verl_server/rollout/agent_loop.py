@@ -1,9 +1,9 @@
-"""`AgentLoop`: many episodes at once, each at its own pace.
+"""`AgentLoop`: plays many episodes at once, each at its own pace.
 
-Called by trainers and by `verl-server rollout`. Every episode has its own environment and sends its
-turns to the engine when they are due, so the server batches whatever is due at the moment and a slow
-environment holds up nobody else. `run_lockstep` plays the same episodes the old way, for comparison: one
-batched generate per turn, then wait for all environments.
+Trainers and `verl-server rollout` call it. Every episode has an environment of its own, and sends its next turn to the
+engine as soon as that environment has answered. The server batches the turns that are due, and a slow environment
+delays no other episode. For comparison, `run_lockstep` plays the same episodes in lock step: one batched generation for
+each turn, then a wait for all environments.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OnFinish = Callable[[Trajectory], None]
 
 
 class Rollout(msgspec.Struct, kw_only=True):
-    """What a run gave."""
+    """The result of one run."""
 
     trajectories: list[Trajectory]
-    """In the order of the tasks."""
+    """One trajectory for each task, in the order of the tasks."""
     seconds: float
     """Wall time of the whole run."""
 
@@ -43,8 +43,8 @@ class Rollout(msgspec.Struct, kw_only=True):
 class AgentLoop:
     """Plays tasks with a policy (an engine or a server's URL) against environments (a server's URL).
 
-    A context manager. `run` and `run_lockstep` are synchronous and reuse one event loop, hence connections;
-    inside an event loop of your own, await `arun` instead.
+    Use it as a context manager. `run` and `run_lockstep` are synchronous, and share one event loop whose connections
+    stay open between runs. Code that runs in an event loop awaits `arun` instead.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class AgentLoop:
         limits: Limits | None = None,
         max_concurrency: int | None = None,
     ) -> None:
-        """`max_concurrency` bounds the episodes (hence environments) at one time; None is no bound."""
+        """Connect to the engine, which is a URL or an engine object.
+
+        `environment` is the URL of an environment server, or a function that returns the client of one environment.
+        `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
+        """
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
         self._attached = HttpServerEngineAdapter.attach(engine) if isinstance(engine, str) else None
@@ -73,17 +77,18 @@ class AgentLoop:
     # -- each at its own pace -------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """Play all tasks; `on_finish` is called with each trajectory as it ends.
+        """Play all tasks. `on_finish` is called with each trajectory when it ends.
 
-        Faults cost their own trajectory. Raises only if no generation succeeded at all.
+        A fault ends its own trajectory only. Raises ServerUnavailableError if every trajectory failed to generate.
         """
         return self._runner.run(self.arun(tasks, on_finish))
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` on this loop's event loop, whose connections to the engine are open."""
+        """Run a coroutine on this loop's event loop, whose connections to the engine are open."""
         return self._runner.run(work)
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
+        """`run`, awaited in the caller's event loop."""
         clock = _Clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
         watch = StragglerWatch(self.limits, len(tasks))
@@ -106,9 +111,10 @@ class AgentLoop:
     # -- in lock step ---------------------------------------------------------------------------------------
 
     def run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """The same episodes, all waiting for the slowest at every turn; batches of `max_concurrency`.
+        """Play all tasks in batches of `max_concurrency`. Every turn waits for the slowest episode of its batch.
 
-        A generate that fails is one failure of the whole batch, and raises.
+        The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not. A
+        generation that fails raises, because it fails for the whole batch.
         """
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
@@ -160,14 +166,14 @@ class AgentLoop:
         return Episode(task, environment, self._renderer, self._sampling_params, self.limits, self._capacity, clock)
 
     def _checked(self, rollout: Rollout) -> Rollout:
-        """A server that answered nobody is no matter of single trajectories."""
+        """`rollout` itself. Raises if every trajectory failed to generate: then the server is at fault."""
         failed = [t for t in rollout.trajectories if t.stop_reason is StopReason.GENERATION_ERROR]
         if failed and len(failed) == len(rollout.trajectories):
             raise ServerUnavailableError(f"No generation succeeded. The last error: {failed[-1].error}")
         return rollout
 
     def close(self) -> None:
-        """Close connections; the engine stays up."""
+        """Close the connections. The engine keeps running."""
         self._runner.close()
         if self._attached is not None:
             self._attached.shutdown()
@@ -189,7 +195,7 @@ def _sequence_capacity(scheduler_info: dict[str, Any]) -> int:
 
 
 class _Clock:
-    """Seconds since it was made."""
+    """A call returns the seconds since the clock was created."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -199,7 +205,10 @@ class _Clock:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; if one raises, the others are cancelled and awaited first."""
+    """Run coroutines side by side and return their results in order.
+
+    If one raises, the others are cancelled and awaited before its error is raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]

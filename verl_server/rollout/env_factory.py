@@ -1,7 +1,7 @@
-"""From "MODULE:CLASS" to a checked factory of environments.
+"""`load_factory`: from "MODULE:CLASS" to a checked factory of environments.
 
-Called when an environment server starts, so that a name that is wrong, a method that is missing or an argument that
-does not fit is one clear error before the first client arrives. Every fault is a BadRequestError.
+An environment server calls it at its start. A wrong name, a missing method or an argument that does not fit is one
+BadRequestError, before the first client connects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EnvFactory = Callable[[], Any]
 """A class, or a function that returns an environment."""
 
 METHODS = {"reset": "reset(seed=None)", "step": "step(action)"}
-"""Methods that every environment has, as they are written."""
+"""The methods that every environment must have, and their signatures."""
 
 
 def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvFactory:
@@ -50,7 +50,7 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
 
 
 def missing_method(environment: Any) -> str | None:
-    """The first method that an environment (or its class) should have and has not, as it is written."""
+    """The signature of the first method that an environment (or its class) lacks, None if it has all."""
     return next((written for name, written in METHODS.items() if not callable(getattr(environment, name, None))), None)
 
 
@@ -62,7 +62,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _import_module(name: str, folder: str) -> ModuleType:
-    """Import `name`; `folder` ("" is the current one) is searched first."""
+    """Import the module `name`, which is searched in `folder` first ("" is the current folder)."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -80,7 +80,7 @@ def _import_module(name: str, folder: str) -> ModuleType:
 
 
 def _raised_at(error: Exception) -> str:
-    """The line of the user's code that raised, as a sentence."""
+    """A sentence that names the line of the user's code that raised, "" if none did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     last = frames[-1]
     return "" if last.filename == __file__ else f" Raised at {last.filename}:{last.lineno}."
@@ -97,7 +97,7 @@ def _environment_classes(module: ModuleType) -> list[str]:
 
 def _check_class(environment: str, factory: Any) -> None:
     if not inspect.isclass(factory):
-        return  # what a function returns is checked when it has returned it
+        return  # the environment that a function returns is checked when the first client connects
     missing = missing_method(factory)
     if missing is not None:
         raise BadRequestError(
@@ -113,7 +113,7 @@ def _check_arguments(environment: str, factory: EnvFactory, kwargs: dict[str, An
     try:
         signature = inspect.signature(factory)
     except ValueError:
-        return  # compiled code need not have one
+        return  # a class that is written in C may have no signature
     try:
         signature.bind(**kwargs)
     except TypeError as error:
@@ -132,7 +132,7 @@ def accepted(method: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]
 
 
 class _Bound:
-    """A factory with arguments that still shows the class's name, documentation and schemas."""
+    """A factory with its arguments. It has the attributes of the class: name, documentation and schemas."""
 
     def __init__(self, factory: EnvFactory, kwargs: dict[str, Any]) -> None:
         self._factory = factory

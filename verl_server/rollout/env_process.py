@@ -28,16 +28,16 @@ class EnvServerArgs:
     """Serve an environment with OpenEnv's protocol, one environment for each connection."""
 
     environment: Positional[str]
-    """MODULE:CLASS or FILE.py:CLASS. The current folder is searched first. In place of a class it may be a function
-    that returns an environment."""
+    """MODULE:CLASS or FILE.py:CLASS. The module is searched in the current folder first. In place of the class, a
+    function that returns an environment can be named."""
     kwargs: str = "{}"
-    """Keyword arguments of the class, as a JSON object."""
+    """JSON object with the keyword arguments of the class."""
     host: str = "127.0.0.1"
-    """Bind address. Anyone who reaches it can play, so it should be loopback unless the network is trusted."""
+    """Address to listen on. There are no keys: whoever reaches the address can use the environment."""
     port: int = 8000
-    """TCP port; 0 picks a free one."""
+    """TCP port. 0 selects a free one."""
     max_concurrent_envs: int = 1024
-    """Most concurrent connections, each with an environment of its own."""
+    """Most connections at one time, each with an environment of its own."""
     idle_timeout: float = 3600.0
     """Seconds without a message after which a connection is closed."""
 
@@ -54,7 +54,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
-    """Serve until a signal or the end of the parent; call `on_ready(url)` when connections are answered."""
+    """Serve until SIGTERM, Ctrl-C or the end of the parent. `on_ready(url)` is called when the server answers."""
     factory = load_factory(args.environment, _keyword_arguments(args.kwargs))
     app = create_env_app(factory, max_concurrent_envs=args.max_concurrent_envs, idle_timeout=args.idle_timeout)
     with bind_socket(args.host, args.port) as sock:

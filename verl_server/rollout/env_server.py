@@ -1,8 +1,8 @@
-"""Serve any `Environment` class over HTTP with OpenEnv's protocol, so that OpenEnv's clients can play it too.
+"""The environment server: serves an `Environment` class over HTTP with OpenEnv's protocol.
 
-`create_env_app(factory)` is the ASGI application: a WebSocket connection at `/ws` owns one environment;
-`/health`, `/metadata`, `/schema` and the one-shot `/reset`, `/step`, `/state` answer as OpenEnv's server does.
-`EnvServer` serves one in a child process, `verl-server env serve` in the foreground.
+`create_env_app(factory)` is the ASGI application. Each WebSocket connection at `/ws` owns one environment. `/health`,
+`/metadata`, `/schema` and the one-shot `/reset`, `/step` and `/state` answer as OpenEnv's server does, so OpenEnv's own
+clients can use it. `EnvServer` runs the server in a child process, `verl-server env serve` in the foreground.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Message(NamedTuple):
+    """A client's message."""
+
     kind: Any
     data: dict[str, Any]
 
@@ -69,9 +71,9 @@ class _EnvApp:
                 await socket.close()
 
     async def _serve(self, socket: WebSocket, hosted: HostedEnv) -> None:
-        """Answer messages until the client closes, leaves or says nothing for too long.
+        """Answer messages until the client leaves or has sent none for `idle_timeout` seconds.
 
-        A client that leaves in the middle of a step frees its environment at once.
+        A client may leave in the middle of a step. Then the wait for the step is cancelled.
         """
         inbox: asyncio.Queue[_Message | EnvMessageError] = asyncio.Queue(1)
         reading = asyncio.ensure_future(_read(socket, inbox))
@@ -102,7 +104,7 @@ class _EnvApp:
                 await _send_error(socket, error.code, str(error))
 
     # -- plain HTTP -----------------------------------------------------------------------------------------
-    # As in OpenEnv, these have no connection of their own: each request has an environment of its own.
+    # As in OpenEnv's server, each request has an environment of its own, which ends with the request.
 
     async def reset(self, request: Request) -> Response:
         return await self._once(request, lambda hosted, body: hosted.reset(body))
@@ -146,8 +148,9 @@ def create_env_app(
 ) -> Starlette:
     """The application that serves environments made by `factory()`, one for each WebSocket connection.
 
-    Beyond `max_concurrent_envs` a client is told CAPACITY_REACHED; a connection without a message for
-    `idle_timeout` seconds is ended.
+    While `max_concurrent_envs` connections are open, a further client receives the error CAPACITY_REACHED. A connection
+    that has carried no message for `idle_timeout` seconds is closed. Raises BadRequestError if the factory declares an
+    `action_schema` that is not a JSON schema.
     """
     name = name or str(getattr(factory, "__name__", type(factory).__name__))
     app = _EnvApp(factory, name, max_concurrent_envs, idle_timeout)
@@ -162,7 +165,7 @@ def create_env_app(
 
 
 async def _read(socket: WebSocket, inbox: asyncio.Queue[_Message | EnvMessageError]) -> None:
-    """Put the client's messages, and the faults of those that cannot be read, into `inbox` until the client leaves."""
+    """Put the client's messages into `inbox` until the client leaves; an error in place of one that is malformed."""
     while (frame := await socket.receive())["type"] != "websocket.disconnect":
         try:
             message = _message(frame.get("text"))
@@ -200,9 +203,9 @@ async def _answer(message: _Message, hosted: HostedEnv) -> bytes:
 
 
 async def _played(call: Awaitable[dict[str, Any]], kind: str | None = None) -> bytes:
-    """The JSON of what a call into the environment returned, as the `data` of a message of type `kind` if there is one.
+    """The result of a call into the environment as JSON, inside a message of type `kind` if that is given.
 
-    Whatever the call raises becomes the client's error message.
+    Every exception of the environment is raised as an EnvMessageError.
     """
     try:
         data = await call
@@ -224,11 +227,11 @@ async def _send_error(socket: WebSocket, code: str, message: str) -> None:
     await socket.send_text(orjson.dumps({"type": "error", "data": {"message": message, "code": code}}).decode())
 
 
-# -- running one --------------------------------------------------------------------------------------------
+# -- in a child process ------------------------------------------------------------------------------------------
 
 
 class EnvServer:
-    """An environment server in a child process; a context manager. It never outlives its parent."""
+    """An environment server in a child process, which ends with its parent at the latest. A context manager."""
 
     def __init__(
         self,
@@ -241,9 +244,10 @@ class EnvServer:
         idle_timeout: float = 3600.0,
         startup_timeout: float = 60.0,
     ) -> None:
-        """Serve "MODULE:CLASS" or "FILE.py:CLASS" with keyword arguments `kwargs`; port 0 is a free one.
+        """Start a server for "MODULE:CLASS" or "FILE.py:CLASS" and wait until it answers.
 
-        Ready when the constructor returns. Raises ServerLaunchError if the environment cannot be loaded.
+        `kwargs` are the keyword arguments of the class. Port 0 selects a free port. Raises ServerLaunchError if the
+        environment cannot be loaded or the server takes longer than `startup_timeout` seconds.
         """
         argument = {
             "environment": environment,
@@ -275,6 +279,7 @@ class EnvServer:
 
 
 def uvicorn_config(app: Starlette) -> uvicorn.Config:
+    """Settings for large messages, long steps and many connections at once."""
     return uvicorn.Config(
         app,
         log_config=None,

@@ -1,9 +1,9 @@
-"""Environments: what one is, and how a rollout reaches one over HTTP.
+"""Environments: the interface that a user implements, and the client of an environment server.
 
-`Environment` is what a user writes; `env_server` serves it. `RemoteEnvironment` is one connection to any server
-that speaks OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`, and
-whose environment lives as long as the connection. Owned by an `Episode`. Every wait has a bound, and every
-fault of the other side is an `EnvError`: it costs one trajectory.
+`Environment` is the interface; `env_server` serves it. `RemoteEnvironment` is one connection to any server that speaks
+OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`. An environment lives as long
+as its connection, which belongs to one `Episode`. Every wait has a bound. Every fault of the environment or its server
+is an `EnvError`, which ends one trajectory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ ResetReturn = Observation | str | tuple[Observation | str, Info]
 StepReturn = tuple[Observation | str, float | None, bool] | tuple[Observation | str, float | None, bool, bool, Info]
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""OpenEnv's own limit: observations may be screenshots."""
+"""OpenEnv's limit. Observations may be screenshots."""
 
 
 class EnvError(VerlServerError):
-    """The environment failed: it refused, answered with an error or with nonsense, or went away."""
+    """The environment failed: it refused a call, answered with an error or with invalid data, or disconnected."""
 
 
 class EnvTimeoutError(EnvError, TimeoutError):
-    """The environment did not answer within its bound."""
+    """The environment did not answer in time."""
 
 
 class EnvBusyError(EnvError):
@@ -49,37 +49,38 @@ class EnvBusyError(EnvError):
 
 
 class Environment(Protocol):
-    """What a user writes. One environment plays one episode at a time; either method may be `async`.
+    """The interface that a user implements. An environment plays one episode at a time. Both methods may be `async`.
 
     An observation is a dict, or a string, which is sent as {"text": string}. Optional members of the class:
 
     - `action_schema`, a JSON schema. An action that violates it is refused with VALIDATION_ERROR and the name of the
-      field. `step` is not called, and the episode goes on: the client may send another action. (An `AgentLoop` ends
-      the episode as ENV_ERROR: the policy's text was packed wrongly. Judge what the text says in `step`.)
+      field. `step` is not called, and the episode goes on: the client may send another action. An `AgentLoop` sends
+      none and ends the episode as ENV_ERROR, without a reward. So the schema should describe how a renderer packs the
+      policy's text, and `step` should judge what the text says.
     - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
     - `state`, a property that is a dict.
     - `close()`, called when the client leaves.
     """
 
     def reset(self, seed: int | None = None) -> ResetReturn | Awaitable[ResetReturn]:
-        """Start an episode that is a function of `seed`, and return its first observation or (observation, info).
+        """Start an episode that depends on `seed` only. Returns its first observation, or (observation, info).
 
-        `reset` may take `episode_id` and other keywords as well.
+        `reset` may take `episode_id` and other keyword arguments, too.
         """
         ...
 
     def step(self, action: Action) -> StepReturn | Awaitable[StepReturn]:
-        """Act, and return (observation, reward, done).
+        """Play an action. Returns (observation, reward, done); the reward is None if the step has none.
 
-        The reward is None if this step has none. Gymnasium's (observation, reward, terminated, truncated, info) means
-        `done = terminated or truncated`; `info` is not sent.
+        Gymnasium's (observation, reward, terminated, truncated, info) is accepted: `done` is then `terminated or
+        truncated`, and `info` is not sent to the client.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment said."""
+    """An environment's answer to `reset` (reward None) or `step`."""
 
     observation: Observation
     reward: float | None
@@ -88,18 +89,18 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvTimeouts:
-    """Time bounds of one environment, in seconds. A bound that is exceeded ends the episode without a reward."""
+    """Times for one environment, in seconds. An episode that exceeds one of them ends without a reward."""
 
     connect: float = 10.0
-    """To accept one connection."""
+    """Time for opening the connection."""
     capacity: float = 60.0
-    """To have room for one more environment, when the server is full."""
+    """Time for which a server that is full is asked again."""
     reset: float = 60.0
-    """To answer `reset`, which may have to start a sandbox."""
+    """Time for `reset`, which may have to start a sandbox."""
     step: float = 30.0
-    """To answer one `step`."""
+    """Time for one `step`."""
     close: float = 2.0
-    """To close the connection. It is dropped afterwards."""
+    """Time for closing the connection, which is dropped afterwards."""
 
     def __post_init__(self) -> None:
         check_seconds("EnvTimeouts", self, [field.name for field in fields(self)])
@@ -114,7 +115,7 @@ def check_seconds(owner: str, values: object, names: Iterable[str]) -> None:
 
 
 class RemoteEnvironment:
-    """One connection to an OpenEnv server. Use as `async with`; not shared between tasks."""
+    """One connection to an OpenEnv server, for one asyncio task. Use it with `async with`."""
 
     def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
         self.url = websocket_url(url)
@@ -123,7 +124,10 @@ class RemoteEnvironment:
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
-        """Start an episode. A server that is full is asked again until `timeouts.capacity` is over."""
+        """Connect if there is no connection, and start an episode.
+
+        Raises EnvBusyError if the server is full for longer than `timeouts.capacity`.
+        """
         data = {"seed": seed} | options if seed is not None else options
         deadline = time.monotonic() + self._timeouts.capacity
         pause = 0.02
@@ -143,11 +147,11 @@ class RemoteEnvironment:
         return await self._ask({"type": "step", "data": action}, "step")
 
     async def state(self) -> dict[str, Any]:
-        """The environment's own account of itself."""
+        """The environment's `state`, a dict."""
         return await self._exchange({"type": "state"}, "state", "step")
 
     async def close(self) -> None:
-        """End the connection; bounded, never raises, idempotent."""
+        """Close the connection within `timeouts.close`. Raises nothing and may be called twice."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
@@ -180,7 +184,7 @@ class RemoteEnvironment:
                 close_timeout=self._timeouts.close,
                 max_size=MAX_MESSAGE_BYTES,
                 compression=None,
-                ping_interval=None,  # an environment that computes for minutes need not answer pings
+                ping_interval=None,  # an environment that computes for minutes may not answer pings
                 proxy=None if _is_local(self.url) else True,
             )
 
@@ -190,16 +194,16 @@ class RemoteEnvironment:
         return _step_result(await self._exchange(message, "observation", bound), self.url)
 
     async def _exchange(self, message: dict[str, Any], answer: str, bound: str) -> dict[str, Any]:
-        """Send and receive one message within the named bound of `EnvTimeouts`.
+        """Send a message and return the `data` of its answer. `bound` names the field of `EnvTimeouts` that applies.
 
-        After a fault the connection is of no use any more.
+        After an error the connection cannot be used any more.
         """
         socket = self._socket
         if socket is None:
             raise EnvError(f"{self.url}: the connection is not open; call reset() first.")
 
         async def exchange() -> str | bytes:
-            with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed: recv tells
+            with contextlib.suppress(ConnectionClosed):  # recv returns what was sent before, or raises
                 await socket.send(orjson.dumps(message).decode())
             return await socket.recv()
 
@@ -220,7 +224,7 @@ class RemoteEnvironment:
 
 
 def websocket_url(url: str) -> str:
-    """The `/ws` address of a server named by http://, https://, ws:// or wss:// URL, or host:port."""
+    """The `/ws` address of a server, from an http://, https://, ws:// or wss:// URL or from host:port."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     scheme, _, rest = base.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -235,7 +239,7 @@ def _is_local(url: str) -> bool:
 
 
 def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
-    """The `data` of a message of the expected type; anything else raises."""
+    """The `data` of a message of type `answer`. Raises EnvError for everything else."""
     try:
         message = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -255,9 +259,9 @@ def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
 def _step_result(data: dict[str, Any], url: str) -> StepResult:
     observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
     if not isinstance(observation, dict):
-        raise EnvError(f"{url} sent an observation that is no object: {str(observation)[:200]}")
+        raise EnvError(f"{url} sent an observation that is not an object: {str(observation)[:200]}")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise EnvError(f"{url} sent a reward that is no finite number: {reward!r}")
+        raise EnvError(f"{url} sent a reward that is not a finite number: {reward!r}")
     if not isinstance(done, bool):
         raise EnvError(f"{url} sent `done` that is not true or false: {done!r}")
     return StepResult(observation, None if reward is None else float(reward), done)

@@ -1,8 +1,8 @@
-"""`Episode`: one policy plays one episode. `AgentLoop` runs many of them, interleaved or in lock step.
+"""`Episode`: one policy plays one episode. `AgentLoop` runs many episodes, interleaved or in lock step.
 
-An episode is `open`, then turns of `request` -> generate -> `accept` -> `act` until `trajectory.stop_reason`
-is set. `play` does all of that at the episode's own pace. No method raises for a fault of the environment or
-the server: the trajectory says what happened.
+An episode begins with `open`. Turns of `request`, generation, `accept` and `act` follow until `trajectory.stop_reason`
+is set. `play` does all of it at the episode's own pace. A fault of the environment or of the server raises nothing: it
+ends the trajectory, which keeps the reason and the error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 _MAX_RESUMES = 1000
-"""Aborts that one episode may live through; with `_RESUME_PAUSE` a server that only aborts ends it."""
+"""Aborted generations that one episode resumes. It bounds an episode whose server aborts every generation."""
 _RESUME_PAUSE = 0.02
+"""Seconds between an aborted generation and the next attempt."""
 
 
 class Generator(Protocol):
@@ -48,27 +49,28 @@ class EnvClient(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of an episode. Time bounds are seconds."""
+    """Bounds of an episode, and of the batch that it belongs to. Times are in seconds."""
 
     max_turns: int = 32
+    """Most turns. The episode ends as MAX_TURNS."""
     max_new_tokens: int = 256
-    """Sampled tokens per turn."""
+    """Most sampled tokens in one turn. The turn's action is then played as it is."""
     max_tokens: int | None = None
-    """Tokens per trajectory, read and sampled."""
+    """Most tokens in the trajectory, observations included. The episode ends as MAX_TOKENS."""
     generate_timeout: float = 600.0
-    """One turn's generation."""
+    """Time for the generation of one turn. The episode ends as GENERATION_ERROR."""
     trajectory_timeout: float = 3600.0
-    """The whole episode, from its start (not from its place in the queue). Ends it as TIME_LIMIT."""
+    """Time for the whole episode, without its wait for a place. The episode ends as TIME_LIMIT."""
     straggler_timeout: float | None = None
-    """How long the last episodes of a batch may hold up the others. The time counts from the moment when every
-    episode has started and at least `straggler_fraction` of them have ended. The episodes that still run after it end
-    as STRAGGLER: they keep their tokens, have no reward, their generation is aborted and their connection closed.
-    None waits for all. The time should be longer than an honest episode, or training sees the short ones only."""
+    """Time for which the last episodes of a batch may delay the others. It counts from the moment when every episode
+    has started and at least `straggler_fraction` of them have ended. The episodes that still run then end as STRAGGLER:
+    they keep their tokens and have no reward, their generation is aborted and their connection is closed. None waits
+    for every episode. If the time is shorter than honest episodes, training sees the short ones only."""
     straggler_fraction: float = 0.9
-    """Share of a batch's episodes, rounded down but at least one, that must have ended before
-    `straggler_timeout` counts."""
+    """Share of the batch's episodes (rounded down, at least one) that must have ended before `straggler_timeout`
+    counts."""
     env: EnvTimeouts = field(default_factory=EnvTimeouts)
-    """Bounds of each call to the environment."""
+    """Times for calls to the environment."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_new_tokens", "max_tokens"):
@@ -81,6 +83,8 @@ class Limits:
 
 
 class Episode:
+    """One episode in progress. `trajectory` is what it has recorded so far."""
+
     def __init__(
         self,
         task: Task,
@@ -91,7 +95,7 @@ class Episode:
         capacity: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`capacity` is the length in tokens of the longest sequence that the server can hold."""
+        """`capacity` is the length of the longest sequence that the server can hold, in tokens."""
         self.trajectory = Trajectory(task=task)
         self._environment = environment
         self._renderer = renderer
@@ -105,10 +109,11 @@ class Episode:
 
     @property
     def is_over(self) -> bool:
+        """True if the trajectory has a stop reason."""
         return self.trajectory.stop_reason is not None
 
     async def play(self, generator: Generator) -> Trajectory:
-        """The whole episode, within its time limit. Cancelling it ends the trajectory as aborted."""
+        """Play the whole episode within `trajectory_timeout`. If it is cancelled, the trajectory ends as ABORTED."""
         try:
             async with asyncio.timeout(self._limits.trajectory_timeout) as self._deadline:
                 await self.open()
@@ -126,16 +131,16 @@ class Episode:
         return self.trajectory
 
     def cut(self, reason: StopReason, error: str) -> None:
-        """End an episode that `play` plays now: whatever it waits for is cancelled."""
+        """End an episode that `play` is playing, and cancel what it waits for."""
         if self.is_over or self._deadline is None or self._deadline.expired():
-            return  # it closes its connection already
+            return  # the episode is closing its connection
         self.trajectory.finish(reason, error)
         self._deadline.reschedule(0)
 
     # -- the environment's side -----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Reset the environment; the trajectory begins with its first observation."""
+        """Reset the environment. Its first observation begins the trajectory."""
         task = self.trajectory.task
         options = {} if task.episode_id is None else {"episode_id": task.episode_id}
         with self._recorded("env"), self._env_faults():
@@ -145,7 +150,7 @@ class Episode:
             self._observe(result)
 
     async def act(self) -> None:
-        """Give the turn's action to the environment, and take what follows."""
+        """Send the turn's action to the environment, and record the reward and the next observation."""
         if self.is_over:
             return
         trajectory = self.trajectory
@@ -161,6 +166,7 @@ class Episode:
                 self._observe(result)
 
     async def close(self) -> None:
+        """Close the connection to the environment."""
         await self._environment.close()
 
     def _observe(self, result: StepResult) -> None:
@@ -178,7 +184,7 @@ class Episode:
     # -- the policy's side ----------------------------------------------------------------------------------
 
     async def generate(self, generator: Generator) -> None:
-        """Sample the turn's action. A generation that was aborted (a weight update) is resumed from its tokens."""
+        """Sample the turn's action. A generation that the server aborted is resumed after its last token."""
         while not self.is_over:
             with self._recorded("generate"):
                 try:
@@ -193,7 +199,7 @@ class Episode:
             await asyncio.sleep(_RESUME_PAUSE)
 
     def request(self) -> dict[str, Any]:
-        """`input_ids` and `sampling_params` of the next generation: all tokens so far, verbatim."""
+        """`input_ids` (all tokens so far, as they are) and `sampling_params` of the next generation."""
         trajectory = self.trajectory
         left_in_turn = self._limits.max_new_tokens - len(trajectory.action_tokens())
         left = self._capacity - len(trajectory.tokens)
@@ -203,7 +209,7 @@ class Episode:
         return {"input_ids": list(trajectory.tokens), "sampling_params": sampling}
 
     def accept(self, result: dict[str, Any]) -> bool:
-        """Append what was sampled. False: the generation was aborted in the middle and must be resumed."""
+        """Append what was sampled. Returns False if the generation was aborted before its end and must be resumed."""
         trajectory = self.trajectory
         try:
             tokens, logprobs, versions, finish = _output(result)
@@ -220,13 +226,13 @@ class Episode:
                 return True
             if len(trajectory.tokens) < self._capacity:
                 return False
-            trajectory.finish(self._when_full)  # aborted at the very token that filled it
+            trajectory.finish(self._when_full)  # the token before the abort filled the trajectory
         if finish == "length" and in_turn < self._limits.max_new_tokens:
-            trajectory.finish(self._when_full)  # cut short by the trajectory's limit, not by the turn's
+            trajectory.finish(self._when_full)  # the trajectory's limit ended the generation, not the turn's
         return True
 
     def fail(self, error: Exception) -> None:
-        """The generation failed for a reason that is not the policy's."""
+        """End the trajectory because of an error in the generation, for which the policy is not responsible."""
         self.trajectory.finish(StopReason.GENERATION_ERROR, f"{type(error).__name__}: {error}")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ class Episode:
 
 
 def _output(result: dict[str, Any]) -> tuple[list[int], list[float], list[str], str]:
-    """Token ids, log-probabilities, weight versions and the finish type of one generation."""
+    """(token ids, their log-probabilities, their weight versions, finish type) of one generation."""
     meta = result["meta_info"]
     tokens: list[int] = result["output_ids"]
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]

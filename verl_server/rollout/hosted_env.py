@@ -1,7 +1,7 @@
-"""`HostedEnv`: one environment inside the environment server, how to call it, and how to read what it returned.
+"""`HostedEnv`: one environment inside the environment server, which calls it and checks what it returns.
 
-One belongs to each connection of `env_server`. `async` methods run on the event loop, plain ones in a thread of the
-environment's own, since some libraries insist on the thread that they were created in.
+Each connection of `env_server` owns one. `async` methods run on the event loop. Plain methods run in a thread that
+belongs to the environment, because some libraries work only in the thread that created their objects.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_factory import EnvFactory, accepted, missing_method
 
 _CLOSE_TIMEOUT = 10.0
-"""Seconds for an environment's `close`, which may wait for a step that hangs."""
+"""Seconds for an environment's `close`, which may have to wait for a step that hangs."""
 
 RESET_RETURNS = "the observation (a dict or a string), or Gymnasium's (observation, info)"
 STEP_RETURNS = "(observation, reward, done), or Gymnasium's (observation, reward, terminated, truncated, info)"
 
 
 class EnvMessageError(Exception):
-    """What a client receives as an `error` message of OpenEnv's protocol."""
+    """An error that the client receives as an `error` message of OpenEnv's protocol."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class EnvMessageError(Exception):
 
 
 class HostedEnv:
-    """Every method may raise what the environment raises, or EnvMessageError."""
+    """One environment, created by the first `reset`. Its own exceptions pass through every method."""
 
     def __init__(self, factory: EnvFactory, action_schema: ActionSchema | None) -> None:
         self._factory = factory
@@ -43,7 +43,7 @@ class HostedEnv:
         self._thread: ThreadPoolExecutor | None = None
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Make the environment if there is none, and start an episode with those of `data` that `reset` takes."""
+        """Start an episode. `reset` is called with the entries of `data` that it takes as keyword arguments."""
         if self._environment is None:
             self._environment = await self._make()
         reset = self._environment.reset
@@ -51,7 +51,7 @@ class HostedEnv:
         return {"observation": observation, "reward": None, "done": False}
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Act. An action that violates the schema is refused before the environment sees it."""
+        """Play an action. Raises EnvMessageError, without a call to `step`, if the action violates the schema."""
         if self._environment is None:
             raise EnvMessageError("EXECUTION_ERROR", "step before reset: this connection has no episode yet.")
         violation = self._action_schema.violation(action) if self._action_schema is not None else None
@@ -62,14 +62,14 @@ class HostedEnv:
         return {"observation": observation, "reward": reward, "done": done}
 
     async def state(self) -> dict[str, Any]:
-        """The environment's `state` property, {} without one."""
+        """The environment's `state` property, {} if it has none."""
         state = getattr(self._environment, "state", None)
         if state is not None and not isinstance(state, Mapping):
             raise _bad_return(self._name("state"), "be a property that is a dict", state)
         return dict(state or {})
 
     async def close(self) -> None:
-        """Close the environment within a bound. A plain method that hangs keeps its thread until it returns."""
+        """Call the environment's `close`, with a bound. A plain method that hangs keeps its thread until it returns."""
         close = getattr(self._environment, "close", None)
         if close is not None:
             with contextlib.suppress(Exception):
@@ -102,11 +102,11 @@ class HostedEnv:
         return await returned if inspect.isawaitable(returned) else returned
 
 
-# -- what an environment returned ---------------------------------------------------------------------------
+# -- return values -------------------------------------------------------------------------
 
 
 def reset_observation(returned: Any, method: str) -> dict[str, Any]:
-    """The observation in what `method` (its name, for messages) returned: itself, or (observation, info)."""
+    """The observation in `returned`, which is an observation or (observation, info). `method` is for messages."""
     match returned:
         case (observation, dict()):
             pass
@@ -118,9 +118,9 @@ def reset_observation(returned: Any, method: str) -> dict[str, Any]:
 
 
 def step_result(returned: Any, method: str) -> tuple[dict[str, Any], float | None, bool]:
-    """(observation, reward, done) of what `method` (its name, for messages) returned.
+    """(observation, reward, done) from `returned`, in either of the two forms. `method` is for messages.
 
-    An episode that Gymnasium calls truncated is done. `info` is not sent: OpenEnv's protocol has no place for it.
+    An episode that Gymnasium calls truncated is done. `info` is dropped: OpenEnv's protocol has no field for it.
     """
     match returned:
         case (observation, reward, done):

@@ -1,7 +1,7 @@
-"""`StragglerWatch`: ends the last episodes of a batch that hold up all the others.
+"""`StragglerWatch`: ends the last episodes of a batch when they delay all others.
 
-One watch lives for one `AgentLoop.arun`, on its event loop. It starts one timer when every episode has started and
-`straggler_fraction` of them have ended, and cuts the episodes that still run when `straggler_timeout` is over.
+`AgentLoop.arun` creates one for each batch. The watch starts one timer when every episode has started and
+`straggler_fraction` of them have ended. After `straggler_timeout` it ends the episodes that still run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_server.rollout.trajectory import StopReason
 
 
 class StragglerWatch:
-    """A context manager around the whole batch; `playing` goes around each episode."""
+    """A context manager around the batch. `playing` is a context manager around each of its episodes."""
 
     def __init__(self, limits: Limits, episodes: int) -> None:
         self._timeout = limits.straggler_timeout
@@ -28,6 +28,7 @@ class StragglerWatch:
 
     @contextlib.contextmanager
     def playing(self, episode: Episode) -> Iterator[None]:
+        """Count `episode` as running inside the block, and as ended after it."""
         self._not_started -= 1
         self._running.add(episode)
         self._start_timer()
