@@ -44,17 +44,31 @@ def test_rollout_against_running_servers(
 
 def _run_reasoning_gym_example(folder: Path, *options: str) -> str:
     command = [sys.executable, str(EXAMPLES / "play_reasoning_gym.py"), *options]
-    result = subprocess.run(command, cwd=folder, env=_ENV, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, cwd=folder, env=_ENV, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_the_reasoning_gym_example() -> None:
-    """It runs in its own folder, where no file may shadow the package that it imports."""
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
     said = _run_reasoning_gym_example(EXAMPLES, "--episodes", "2", "--max-new-tokens", "4", "--step-timeout", "60")
     assert "arithmetic problem" in said
     assert "trajectories=2" in said
+
+
+def test_no_example_shadows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of the examples, which an environment server searches first, reasoning_gym is the package."""
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
+    monkeypatch.chdir(EXAMPLES)
+
+    async def main() -> None:
+        with EnvServer("verl_server.rollout.games:ReasoningGym", kwargs={"task": "chain_sum"}) as server:
+            async with RemoteEnvironment(server.url) as environment:
+                assert (await environment.reset(1)).observation["text"]
+
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def test_the_reasoning_gym_example_starts_in_another_folder(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def test_forms_of_step(returned: Any, reward: float | None, done: bool) -> None:
     ("returned", "says"),
     [
         (None, r"E\.reset must return the observation \(a dict or a string\), or Gymnasium's \(observation, info\)"),
-        (None, "It returned a NoneType: None"),
-        ((_SEES, 1.0), "It returned a tuple of 2: "),
-        ((7, {}), "observation that is a dict or a string. It returned a int: 7"),
-        (np.zeros(3), "It returned a ndarray"),
+        (None, "It returned an object of type NoneType: None"),
+        ((_SEES, 1.0), "It returned an object of type tuple with 2 entries: "),
+        ((7, {}), "observation that is a dict or a string. It returned an object of type int: 7"),
+        (np.zeros(3), "It returned an object of type ndarray"),
     ],
 )
 def test_a_reset_that_returns_something_else(returned: Any, says: str) -> None:
@@ -74,13 +74,16 @@ def test_a_reset_that_returns_something_else(returned: Any, says: str) -> None:
     ("returned", "says"),
     [
         (_SEES, r"E\.step must return \(observation, reward, done\), or Gymnasium's \(observation, reward, terminated"),
-        ((_SEES, 1.0), "It returned a tuple of 2: "),
-        ((_SEES, 1.0, False, {}), "It returned a tuple of 4: "),
-        ((_SEES, 1.0, False, False, "info"), "It returned a tuple of 5: "),
-        (("a", "1.0", False), "reward that is a finite number, or None for no reward. It returned a str: '1.0'"),
-        (("a", float("nan"), False), "It returned a float: nan"),
-        (("a", np.ones(2), False), "It returned a ndarray"),
-        (("a", 1.0, "False"), "`done` as True or False. It returned a str: 'False'"),
+        ((_SEES, 1.0), "It returned an object of type tuple with 2 entries: "),
+        ((_SEES, 1.0, False, {}), "It returned an object of type tuple with 4 entries: "),
+        ((_SEES, 1.0, False, False, "info"), "It returned an object of type tuple with 5 entries: "),
+        (
+            ("a", "1.0", False),
+            "reward that is a finite number, or None for no reward. It returned .* str: '1.0'",
+        ),
+        (("a", float("nan"), False), "It returned an object of type float: nan"),
+        (("a", np.ones(2), False), "It returned an object of type ndarray"),
+        (("a", 1.0, "False"), "`done` as True or False. It returned an object of type str: 'False'"),
         (("a", 1.0, None), "`done` as True or False"),
         (("a", 1.0, False, 2, {}), "`truncated` as True or False"),
         ((None, 1.0, False), "observation that is a dict or a string"),
@@ -98,7 +101,7 @@ def test_the_client_reads_the_class_and_the_method() -> None:
     async def main() -> None:
         async with env_server(Wrong) as url, RemoteEnvironment(url) as environment:
             await environment.reset(1)
-            with pytest.raises(EnvError, match=r"Wrong\.step must return .* It returned a tuple of 2"):
+            with pytest.raises(EnvError, match=r"Wrong\.step must return .* tuple with 2 entries"):
                 await environment.step({})
 
     asyncio.run(main())
@@ -132,7 +135,9 @@ def test_what_is_no_json_is_an_error_and_the_episode_goes_on() -> None:
             await environment.reset(1)
             with pytest.raises(EnvError, match=r"cannot be written as JSON: .*object"):
                 await environment.step({"text": "x"})
-            with pytest.raises(EnvError, match=r"Odd\.state must be a property that is a dict\. It returned a int: 7"):
+            with pytest.raises(
+                EnvError, match=r"Odd\.state must be a property that is a dict\. It returned an object of type int: 7"
+            ):
                 await environment.state()
             assert (await environment.step({})).observation == _SEES
 
@@ -144,7 +149,7 @@ def test_a_function_that_returns_no_environment() -> None:
         return {"text": "hello"}
 
     async def main() -> None:
-        with pytest.raises(EnvMessageError, match=r"make\(\) returned a dict.*: it has no method reset\(seed=None\)"):
+        with pytest.raises(EnvMessageError, match=r"make\(\) returned .* dict.*: it has no method reset\(seed=None\)"):
             await HostedEnv(make, None).reset({})
 
     asyncio.run(main())

@@ -167,5 +167,5 @@ def _bad_return(method: str, should: str, returned: Any) -> EnvMessageError:
 
 
 def _described(value: Any) -> str:
-    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {type(value).__name__}{length}: {reprlib.repr(value)}"
+    length = f" with {len(value)} entries" if isinstance(value, tuple | list) else ""
+    return f"an object of type {type(value).__name__}{length}: {reprlib.repr(value)}"

@@ -85,7 +85,7 @@ def _learning(report: Report) -> str:
         "The best policy that ignores the answers guesses different numbers, with a success rate at the dashed line "
         f"({s['best_without_feedback']:.3f}; {s['best_without_feedback_hindsight']:.3f} for the list that hindsight "
         "would pick on the evaluation's seeds). A success rate above the line comes from the use of feedback. The "
-        "policy may sample every token of the vocabulary. The large dots are held-out seeds, the line is training episodes."
+        "policy may sample every token of the vocabulary. Large dots: held-out seeds. Line: episodes of training."
     )
     return _section("Learning", chart, note)
 
@@ -116,8 +116,8 @@ def _pushes(report: Report) -> str:
     right = charts.logprob_gap([m["logprob_gap"] for m in report.history], GAP_LIMIT)
     note = (
         "Left: time from the trainer's call of update_weights_from_tensor to the server's answer that it serves the "
-        "new weights. Handles travel, not bytes. Right: the largest difference between the log-probability that the server "
-        "reported for a sampled token and the one that the trainer computes from the weights that it pushed."
+        "new weights. Handles travel, not bytes. Right: the largest difference between the log-probability that the "
+        "server reported for a sampled token and the one that the trainer computes from the weights that it pushed."
     )
     return _section("Weight pushes", f"<div class='two'><div>{left}</div><div>{right}</div></div>", note)
 
