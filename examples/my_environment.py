@@ -1,12 +1,13 @@
-"""An environment of your own, played and trained over HTTP.
+"""An environment of your own, played and trained over HTTP. From the folder of this file:
 
-    python -m verl_server.rollout.env_process examples.my_environment:Countdown --port 8000
+    verl-server env serve my_environment:Countdown --port 8000
     verl-server serve --model-path MODEL --port 30000
-    verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000
+    verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --straggler-timeout 30
     python -m verl_server.train.grpo --model-path MODEL --env-url http://127.0.0.1:8000
 
-The last line starts a rollout server of its own. Under `torchrun --nproc-per-node N -m verl_server.train.grpo`
-the model is sharded over N processes. Any OpenEnv server may stand in for the first line.
+From another folder, the first line names the file: `verl-server env serve PATH/TO/my_environment.py:Countdown`. Any
+OpenEnv server can stand in for it. The last line starts a rollout server of its own. Under
+`torchrun --nproc-per-node N -m verl_server.train.grpo` the model is sharded over N processes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 
 class Countdown:
-    """Say the next lower number until 0. Two methods are all that an environment needs."""
+    """Say the next lower number until 0. An environment needs two methods: `reset` and `step`.
+
+    See `verl_server.rollout.environment.Environment` for what they may return.
+    """
+
+    # Optional. An action that does not fit is refused before `step` sees it.
+    action_schema: dict[str, Any] = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
 
     def reset(self, seed: int | None = None) -> dict[str, Any]:
         self.left = random.Random(seed).randint(2, 5)

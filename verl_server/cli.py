@@ -1,4 +1,4 @@
-"""The command line: `verl-server serve | rollout | demo | bench`.
+"""The command line: `verl-server serve | rollout | env | demo | bench`.
 
 Dispatch is by hand and imports are late, so that `--help` answers at once; `serve` is generated from
 `ServerArgs`, whose field docstrings are its help.
@@ -22,6 +22,7 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
   rollout   drive agents against environments through a server
+  env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
   demo      train a tiny policy on a multi-turn game, all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
         "rollout": _rollout,
+        "env": _env,
         "demo": _demo,
         "bench": _bench,
     }
@@ -76,6 +78,13 @@ _SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are 
 
 def _rollout(args: list[str]) -> int:
     return _delegate("rollout", "verl_server.rollout.cli", args)
+
+
+def _env(args: list[str]) -> int:
+    if args[:1] != ["serve"]:
+        print("usage: verl-server env serve MODULE:CLASS [OPTIONS]", file=sys.stderr)
+        return 0 if args[:1] in (["-h"], ["--help"]) else 2
+    return _delegate("env", "verl_server.rollout.env_process", args[1:])
 
 
 def _demo(args: list[str]) -> int:

@@ -44,7 +44,7 @@ def generated(ids: list[int], finish: str = "stop", version: str = "0", **meta: 
 
 
 class FakeEnvironment:
-    """A session that answers from a list; an exception in it is raised."""
+    """An environment that answers from a list; an exception in it is raised."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

@@ -19,12 +19,14 @@ from verl_server import Engine, EngineBase
 from verl_server.errors import ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
-from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environment import EnvError, EnvTimeouts
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import compare_pace
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import StopReason, Task
+
+_KV_TOKENS = 480
 
 
 class FakeEngine(EngineBase):
@@ -157,12 +159,86 @@ def test_bad_environments_cost_their_own_trajectories_only() -> None:
     ]
 
 
+class WaitingEngine(FakeEngine):
+    """The generation of a prompt that ends with `slow` never ends; `cancelled` counts those that were given up."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.slow = ord(slow)
+        self.cancelled = 0
+
+    async def async_generate(  # type: ignore[override]
+        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, **_: Any
+    ) -> Any:
+        if input_ids[-1] == self.slow:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return generated([input_ids[-1] + 1])
+
+
+def test_stragglers_end_when_the_rest_of_the_batch_has_ended() -> None:
+    """One of ten hangs in its environment, another one in its generation: both keep what they have."""
+    hung = [
+        FakeEnvironment(says("a"), says("b", 0.5), asyncio.Event()),
+        FakeEnvironment(says("a"), says("s")),
+    ]
+    environments = [*hung, *(episode() for _ in range(8))]
+    engine = WaitingEngine("s")
+    limits = Limits(straggler_timeout=0.05, straggler_fraction=0.8)
+    with AgentLoop(engine, lambda: environments.pop(0), WordRenderer(), limits=limits) as loop:
+        trajectories = loop.run([Task(seed=i) for i in range(10)]).trajectories
+    assert [t.stop_reason for t in trajectories] == [StopReason.STRAGGLER] * 2 + [StopReason.DONE] * 8
+    for trajectory, kind in zip(trajectories, ("env", "generate"), strict=False):
+        assert "8 of the batch's 10 episodes had ended" in str(trajectory.error)
+        assert trajectory.reward is None and not trajectory.is_trainable
+        assert trajectory.events[-1].kind == kind
+    assert trajectories[0].tokens == [ord(letter) for letter in "abbc"]
+    assert trajectories[1].tokens == [ord(letter) for letter in "abs"]
+    assert engine.cancelled == 1
+    assert [environment.closed for environment in hung] == [1, 1]
+
+
+def test_nobody_is_a_straggler_before_all_have_started_and_enough_have_ended() -> None:
+    """One place: each episode waits longer than the bound, and the queue behind it is no straggler."""
+
+    class Slow(FakeEnvironment):
+        async def step(self, action: Any) -> Any:
+            await asyncio.sleep(0.05)
+            return await super().step(action)
+
+    limits = Limits(straggler_timeout=0.02, straggler_fraction=0.5)
+    environments = [*(Slow(says("a"), says("z", 1.0, True)) for _ in range(3)), FakeEnvironment(asyncio.Event())]
+    with AgentLoop(FakeEngine(), lambda: environments.pop(0), WordRenderer(), limits=limits, max_concurrency=1) as loop:
+        trajectories = loop.run([Task(seed=i) for i in range(4)]).trajectories
+    assert [t.stop_reason for t in trajectories] == [StopReason.DONE] * 3 + [StopReason.STRAGGLER]
+
+
+def test_an_episode_that_plays_alone_is_no_straggler() -> None:
+    hung = FakeEnvironment(asyncio.Event())
+    limits = Limits(straggler_timeout=0.01, trajectory_timeout=0.1)
+    with AgentLoop(FakeEngine(), lambda: hung, WordRenderer(), limits=limits) as loop:
+        assert loop.run([Task(seed=0)]).trajectories[0].stop_reason is StopReason.TIME_LIMIT
+
+
+def test_the_kv_cache_bounds_an_episode_like_the_context() -> None:
+    engine = FakeEngine()
+    engine.scheduler_info |= {"max_total_num_tokens": 5, "max_req_input_len": 5}
+    with AgentLoop(engine, lambda: episode(6), WordRenderer()) as loop:
+        trajectory = loop.run([Task(seed=0)]).trajectories[0]
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.CONTEXT_FULL, 0)
+    assert len(trajectory.tokens) == 6  # five in the KV cache, and the last sampled one
+
+
 # -- with the real engine -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_llama: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(tiny_llama), device="cpu", cpu_threads=1, weight_version="v0") as engine:
+    settings = {"device": "cpu", "cpu_threads": 1, "weight_version": "v0", "max_total_tokens": _KV_TOKENS}
+    with Engine(model_path=str(tiny_llama), **settings) as engine:
         yield engine
 
 
@@ -218,6 +294,44 @@ def test_an_abort_in_the_middle_is_resumed(engine: Engine, tiny_llama: Path) -> 
     assert disturbed.reward == 1.0
 
 
+def test_an_episode_that_fills_the_kv_cache_ends_as_context_full(engine: Engine, tiny_llama: Path) -> None:
+    """The KV cache holds less than the context. The server would refuse a request that does not fit (400)."""
+    assert engine.scheduler_info["max_total_num_tokens"] == _KV_TOKENS < engine.scheduler_info["context_length"]
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
+    long_observation = says("x" * 100)
+    for new_tokens, fills in ((50, False), (400, True)):
+        with AgentLoop(
+            engine,
+            lambda: FakeEnvironment(*[long_observation] * 50),
+            renderer,
+            sampling_params={"ignore_eos": True},
+            limits=Limits(max_new_tokens=new_tokens),
+        ) as loop:
+            trajectory = loop.run([Task(seed=0, sampling_seed=1)]).trajectories[0]
+        assert (trajectory.stop_reason, trajectory.error) == (StopReason.CONTEXT_FULL, None)
+        assert (len(trajectory.tokens) == _KV_TOKENS + 1) == fills
+
+
+def test_a_straggler_leaves_no_generation_behind(engine: Engine, tiny_llama: Path) -> None:
+    """The engine is paused, so only an abort can end the request."""
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
+    environments = [FakeEnvironment(says("a", 1.0)), FakeEnvironment(EnvError("gone"))]
+    limits = Limits(straggler_timeout=0.3, straggler_fraction=0.5)
+    engine.pause_generation(mode="in_place")
+    try:
+        with AgentLoop(engine, lambda: environments.pop(0), renderer, limits=limits) as loop:
+            trajectory = loop.run([Task(seed=i) for i in range(2)]).trajectories[0]
+        state = engine.get_internal_state()
+        deadline = time.monotonic() + 10
+        while (pending := state["num_running_reqs"] + state["num_waiting_reqs"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            state = engine.get_internal_state()
+    finally:
+        engine.continue_generation()
+    assert trajectory.stop_reason is StopReason.STRAGGLER
+    assert pending == 0
+
+
 def test_a_real_environment_server_that_dies(engine: Engine, tiny_llama: Path) -> None:
     renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
     start = time.monotonic()
@@ -233,7 +347,7 @@ def test_a_real_environment_server_that_dies(engine: Engine, tiny_llama: Path) -
     assert time.monotonic() - start < 30
 
 
-def test_sessions_end_with_their_environment_class() -> None:
+def test_episodes_end_with_their_environment_class() -> None:
     async def main() -> None:
         async with env_server(GuessNumber) as url:
             loop = AgentLoop(FakeEngine(), url, WordRenderer(), limits=Limits(max_turns=5, max_new_tokens=1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +13,14 @@ import pytest
 
 from verl_server.cli import main
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.errors import BadRequestError
-from verl_server.rollout.env_server import EnvServer, load_factory
+from verl_server.rollout.cli import RolloutArgs
+from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+_ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def test_rollout_against_running_servers(
@@ -36,19 +42,95 @@ def test_rollout_against_running_servers(
     assert all(t.reward == 0.0 and "Count down" in t.turns[0].observation["text"] for t in trajectories)
 
 
+def _run_reasoning_gym_example(folder: Path, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / "play_reasoning_gym.py"), *options]
+    result = subprocess.run(command, cwd=folder, env=_ENV, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_the_reasoning_gym_example() -> None:
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
-    command = [sys.executable, "examples/reasoning_gym.py", "--episodes", "8", "--max-new-tokens", "4"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "arithmetic problem" in result.stdout
-    assert "trajectories=8" in result.stdout
+    said = _run_reasoning_gym_example(EXAMPLES, "--episodes", "2", "--max-new-tokens", "4", "--step-timeout", "60")
+    assert "arithmetic problem" in said
+    assert "trajectories=2" in said
+
+
+def test_no_example_shadows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of the examples, which an environment server searches first, reasoning_gym is the package."""
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
+    monkeypatch.chdir(EXAMPLES)
+
+    async def main() -> None:
+        with EnvServer("verl_server.rollout.games:ReasoningGym", kwargs={"task": "chain_sum"}) as server:
+            async with RemoteEnvironment(server.url) as environment:
+                assert (await environment.reset(1)).observation["text"]
+
+    asyncio.run(asyncio.wait_for(main(), 100))
+
+
+def test_the_reasoning_gym_example_starts_in_another_folder(tmp_path: Path) -> None:
+    assert "--step-timeout" in _run_reasoning_gym_example(tmp_path, "--help")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [("games", "MODULE:CLASS"), ("no.such.module:X", "No module named"), ("json:NoSuchClass", "NoSuchClass")],
+    ("folder", "name"),
+    [
+        (EXAMPLES, "my_environment:Countdown"),
+        (ROOT, "examples.my_environment:Countdown"),
+        (Path("/"), f"{EXAMPLES}/my_environment.py:Countdown"),
+    ],
 )
-def test_an_environment_that_cannot_be_loaded(name: str, says: str) -> None:
-    with pytest.raises(BadRequestError, match=says):
-        load_factory(name)
+def test_the_environment_example_is_served_from_any_folder(folder: Path, name: str) -> None:
+    command = [sys.executable, "-P", "-m", "verl_server", "env", "serve", name, "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, env=_ENV, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert line.startswith("Ready: "), line + process.stderr.read()
+
+            async def main() -> None:
+                async with RemoteEnvironment(line.split()[1]) as environment:
+                    first = (await environment.reset(1)).observation["text"]
+                    with pytest.raises(EnvError, match=r"action_schema at `action`: 'text' is a required property"):
+                        await environment.step({"answer": "3"})
+                    number = first.removesuffix(".").split()[-1]
+                    assert (await environment.step({"text": number})).reward != 0.0
+
+            asyncio.run(asyncio.wait_for(main(), 30))
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["env"], 2, "usage: verl-server env serve MODULE:CLASS"),
+        (["env", "--help"], 0, "usage: verl-server env serve MODULE:CLASS"),
+        (["env", "serve", "json:NoSuchClass"], 1, "has no 'NoSuchClass'"),
+        (["env", "serve", "json:JSONDecoder"], 1, r"json:JSONDecoder has no method reset\(seed=None\)"),
+        (["env", "serve", "json:JSONDecoder", "--kwargs", "{a: 1}"], 1, "--kwargs is not JSON"),
+        (["env", "serve", "json:JSONDecoder", "--kwargs", "[1]"], 1, "--kwargs must be a JSON object"),
+    ],
+)
+def test_env_serve_says_what_is_wrong(
+    args: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == status
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RolloutArgs] = []
+    monkeypatch.setattr("verl_server.rollout.cli.rollout", lambda args: seen.append(args) or 0)
+    bounds = {"connect": 1.0, "capacity": 2.0, "reset": 3.0, "step": 4.0, "close": 5.0}
+    flags = [f"--env-timeouts.{name}={seconds}" for name, seconds in bounds.items()]
+    flags += ["--generate-timeout=6", "--trajectory-timeout=7", "--straggler-timeout=8", "--straggler-fraction=0.5"]
+    assert main(["rollout", "--server", "http://s", "--environment", "http://e", *flags]) == 0
+    limits = seen[0].limits()
+    assert limits.env == EnvTimeouts(**bounds)
+    assert (limits.generate_timeout, limits.trajectory_timeout) == (6, 7)
+    assert (limits.straggler_timeout, limits.straggler_fraction) == (8, 0.5)

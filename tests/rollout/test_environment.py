@@ -24,7 +24,7 @@ from verl_server.rollout.environment import (
     websocket_url,
 )
 
-QUICK = EnvTimeouts(connect=0.5, reset=0.3, step=0.3, close=0.3)
+QUICK = EnvTimeouts(connect=0.5, capacity=0.5, reset=0.3, step=0.3, close=0.3)
 
 
 class Counter:
@@ -89,7 +89,7 @@ def test_async_environments_and_reset_options() -> None:
     asyncio.run(main())
 
 
-def test_an_environment_that_raises_keeps_its_session() -> None:
+def test_an_environment_that_raises_keeps_its_connection() -> None:
     async def main() -> None:
         async with env_server(Counter) as url, RemoteEnvironment(url) as environment:
             with pytest.raises(EnvError, match="not open"):
@@ -104,13 +104,13 @@ def test_an_environment_that_raises_keeps_its_session() -> None:
     asyncio.run(main())
 
 
-def test_sessions_do_not_share_environments_and_are_bounded() -> None:
+def test_connections_do_not_share_environments_and_are_bounded() -> None:
     async def main() -> None:
-        async with env_server(Counter, max_sessions=2) as url:
+        async with env_server(Counter, max_concurrent_envs=2) as url:
             first, second, third = (RemoteEnvironment(url, QUICK) for _ in range(3))
             await first.reset(1)
             await second.reset(2)
-            with pytest.raises(EnvBusyError, match="All 2 sessions are taken"):
+            with pytest.raises(EnvBusyError, match=r"All 2 environments are taken.*EnvTimeouts\.capacity"):
                 await third.reset(3)
             asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(first.close()))
             assert (await third.reset(3)).observation == {"text": "3 left"}  # as soon as a place is free
@@ -121,7 +121,7 @@ def test_sessions_do_not_share_environments_and_are_bounded() -> None:
     asyncio.run(main())
 
 
-def test_a_step_that_hangs_holds_up_no_other_session() -> None:
+def test_a_step_that_hangs_holds_up_no_other_connection() -> None:
     released = threading.Event()
 
     class Hanging(Counter):
@@ -185,7 +185,7 @@ def test_plain_http_routes() -> None:
             reset = await client.post("/reset", json={"seed": 4})
             assert reset.json() == {"observation": {"text": "4 left"}, "reward": None, "done": False}
             assert (await client.post("/reset")).json()["observation"] == {"text": "0 left"}
-            assert (await client.post("/step", json={"action": {}})).status_code == 500  # no session, no episode
+            assert (await client.post("/step", json={"action": {}})).status_code == 500  # no connection, no episode
             assert (await client.post("/reset", content=b"[")).status_code == 422
 
     asyncio.run(main())
@@ -204,15 +204,15 @@ async def _hang_up(connection: ServerConnection) -> None:
 @pytest.mark.parametrize(
     ("behave", "kind", "says"),
     [
-        (_silent, EnvTimeoutError, "did not answer `reset` within 0.3 s"),
+        (_silent, EnvTimeoutError, "did not answer `reset` within 0.3 s \\(EnvTimeouts.reset"),
         (_hang_up, EnvError, "did not answer `reset`"),
         (answering("not json"), EnvError, "not JSON"),
         (answering(b"\xff\xfe"), EnvError, "not JSON"),
         (answering("[1, 2]"), EnvError, "without an object `data`"),
         (answering({"type": "observation"}), EnvError, "without an object `data`"),
         (answering({"type": "state", "data": {}}), EnvError, "instead of 'observation'"),
-        (answering({"type": "observation", "data": {"observation": "text"}}), EnvError, "no object"),
-        (answering(observation(reward="much")), EnvError, "no finite number"),
+        (answering({"type": "observation", "data": {"observation": "text"}}), EnvError, "not an object"),
+        (answering(observation(reward="much")), EnvError, "not a finite number"),
         (answering(observation(reward=True and float("inf"))), EnvError, "not JSON"),
         (answering(observation(done="perhaps")), EnvError, "not true or false"),
         (answering(error("SESSION_ERROR", "no such game")), EnvError, "SESSION_ERROR: no such game"),

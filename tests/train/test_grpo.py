@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.grpo import (

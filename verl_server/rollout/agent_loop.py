@@ -1,9 +1,9 @@
-"""`AgentLoop`: many episodes at once, each at its own pace.
+"""`AgentLoop`: plays many episodes at once, each at its own pace.
 
-Called by trainers and by `verl-server rollout`. Every episode has its own environment session and sends its
-turns to the engine when they are due, so the server batches whatever is due at the moment and a slow
-environment holds up nobody else. `run_lockstep` plays the same episodes the old way, for comparison: one
-batched generate per turn, then wait for all environments.
+Trainers and `verl-server rollout` call it. Every episode has an environment of its own, and sends its next turn to the
+engine as soon as that environment has answered. The server batches the turns that are due, and a slow environment
+delays no other episode. For comparison, `run_lockstep` plays the same episodes in lock step: one batched generation for
+each turn, then a wait for all environments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.environment import RemoteEnvironment
+from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
-from verl_server.rollout.session import EnvSession, Limits, Session
+from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 T = TypeVar("T")
@@ -31,10 +32,10 @@ OnFinish = Callable[[Trajectory], None]
 
 
 class Rollout(msgspec.Struct, kw_only=True):
-    """What a run gave."""
+    """The result of one run."""
 
     trajectories: list[Trajectory]
-    """In the order of the tasks."""
+    """One trajectory for each task, in the order of the tasks."""
     seconds: float
     """Wall time of the whole run."""
 
@@ -42,21 +43,25 @@ class Rollout(msgspec.Struct, kw_only=True):
 class AgentLoop:
     """Plays tasks with a policy (an engine or a server's URL) against environments (a server's URL).
 
-    A context manager. `run` and `run_lockstep` are synchronous and reuse one event loop, hence connections;
-    inside an event loop of your own, await `arun` instead.
+    Use it as a context manager. `run` and `run_lockstep` are synchronous, and share one event loop whose connections
+    stay open between runs. Code that runs in an event loop awaits `arun` instead.
     """
 
     def __init__(
         self,
         engine: EngineBase | str,
-        environment: str | Callable[[], EnvSession],
+        environment: str | Callable[[], EnvClient],
         renderer: Renderer,
         *,
         sampling_params: dict[str, Any] | None = None,
         limits: Limits | None = None,
         max_concurrency: int | None = None,
     ) -> None:
-        """`max_concurrency` bounds the episodes (hence environment sessions) at one time; None is no bound."""
+        """Connect to the engine, which is a URL or an engine object.
+
+        `environment` is the URL of an environment server, or a function that returns the client of one environment.
+        `max_concurrency` is the largest number of episodes, hence of environments, at one time (None: no bound).
+        """
         if max_concurrency is not None and max_concurrency < 1:
             raise BadRequestError(f"max_concurrency must be at least 1 or None, not {max_concurrency}.")
         self._attached = HttpServerEngineAdapter.attach(engine) if isinstance(engine, str) else None
@@ -66,45 +71,50 @@ class AgentLoop:
         self._renderer = renderer
         self._sampling_params = sampling_params or {}
         self._max_concurrency = max_concurrency
-        self._context_length = int(self.engine.scheduler_info["context_length"])
+        self._capacity = _sequence_capacity(self.engine.scheduler_info)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     # -- each at its own pace -------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """Play all tasks; `on_finish` is called with each trajectory as it ends.
+        """Play all tasks. `on_finish` is called with each trajectory when it ends.
 
-        Faults cost their own trajectory. Raises only if no generation succeeded at all.
+        A fault ends its own trajectory only. Raises ServerUnavailableError if every trajectory failed to generate.
         """
         return self._runner.run(self.arun(tasks, on_finish))
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` on this loop's event loop, whose connections to the engine are open."""
+        """Run a coroutine on this loop's event loop, whose connections to the engine are open."""
         return self._runner.run(work)
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
+        """`run`, awaited in the caller's event loop."""
         clock = _Clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
+        watch = StragglerWatch(self.limits, len(tasks))
 
         async def play(task: Task) -> Trajectory:
             async with slots:
                 waited = clock()
-                session = self._session(task, clock)
-                session.trajectory.events.append(Event("queue", 0.0, waited))
-                trajectory = await session.play(self.engine)
+                episode = self._episode(task, clock)
+                episode.trajectory.events.append(Event("queue", 0.0, waited))
+                with watch.playing(episode):
+                    trajectory = await episode.play(self.engine)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
 
-        trajectories = await _all(play(task) for task in tasks)
+        with watch:
+            trajectories = await _all(play(task) for task in tasks)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
     # -- in lock step ---------------------------------------------------------------------------------------
 
     def run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
-        """The same episodes, all waiting for the slowest at every turn; batches of `max_concurrency`.
+        """Play all tasks in batches of `max_concurrency`. Every turn waits for the slowest episode of its batch.
 
-        A generate that fails is one failure of the whole batch, and raises.
+        The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not. A
+        generation that fails raises, because it fails for the whole batch.
         """
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
@@ -113,59 +123,57 @@ class AgentLoop:
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
         for start in range(0, len(tasks), size):
-            sessions = [self._session(task, clock) for task in tasks[start : start + size]]
+            episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
             try:
-                await self._play_lockstep(sessions, clock)
+                await self._play_lockstep(episodes, clock)
             finally:
-                await _all(session.close() for session in sessions)
-            trajectories += [session.trajectory for session in sessions]
+                await _all(episode.close() for episode in episodes)
+            trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
             if on_finish is not None:
                 on_finish(trajectory)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
-    async def _play_lockstep(self, sessions: list[Session], clock: Callable[[], float]) -> None:
-        await _all(session.open() for session in sessions)
-        while alive := [session for session in sessions if not session.is_over]:
+    async def _play_lockstep(self, episodes: list[Episode], clock: Callable[[], float]) -> None:
+        await _all(episode.open() for episode in episodes)
+        while alive := [episode for episode in episodes if not episode.is_over]:
             pending = alive
             while pending:
                 results = await self._generate_batch(pending, clock)
                 pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
-            await _all(session.act() for session in alive)
+            await _all(episode.act() for episode in alive)
 
-    async def _generate_batch(self, sessions: list[Session], clock: Callable[[], float]) -> list[dict[str, Any]]:
+    async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> list[dict[str, Any]]:
         start = clock()
-        requests = [session.request() for session in sessions]
+        requests = [episode.request() for episode in episodes]
         results: list[dict[str, Any]] = await self.engine.async_generate(
             input_ids=[request["input_ids"] for request in requests],
             sampling_params=[request["sampling_params"] for request in requests],
             return_logprob=True,
             timeout=self.limits.generate_timeout,
         )
-        for session in sessions:
-            session.trajectory.events.append(Event("generate", start, clock()))
+        for episode in episodes:
+            episode.trajectory.events.append(Event("generate", start, clock()))
         return results
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _session(self, task: Task, clock: Callable[[], float]) -> Session:
+    def _episode(self, task: Task, clock: Callable[[], float]) -> Episode:
         if isinstance(self._environment, str):
-            environment: EnvSession = RemoteEnvironment(self._environment, self.limits.env)
+            environment: EnvClient = RemoteEnvironment(self._environment, self.limits.env)
         else:
             environment = self._environment()
-        return Session(
-            task, environment, self._renderer, self._sampling_params, self.limits, self._context_length, clock
-        )
+        return Episode(task, environment, self._renderer, self._sampling_params, self.limits, self._capacity, clock)
 
     def _checked(self, rollout: Rollout) -> Rollout:
-        """A server that answered nobody is no matter of single trajectories."""
+        """`rollout` itself. Raises if every trajectory failed to generate: then the server is at fault."""
         failed = [t for t in rollout.trajectories if t.stop_reason is StopReason.GENERATION_ERROR]
         if failed and len(failed) == len(rollout.trajectories):
             raise ServerUnavailableError(f"No generation succeeded. The last error: {failed[-1].error}")
         return rollout
 
     def close(self) -> None:
-        """Close connections; the engine stays up."""
+        """Close the connections. The engine keeps running."""
         self._runner.close()
         if self._attached is not None:
             self._attached.shutdown()
@@ -177,8 +185,17 @@ class AgentLoop:
         self.close()
 
 
+def _sequence_capacity(scheduler_info: dict[str, Any]) -> int:
+    """Tokens of the longest sequence that the context length and the whole KV cache allow."""
+    context_length = int(scheduler_info["context_length"])
+    longest_input = scheduler_info.get("max_req_input_len")
+    if longest_input is None:
+        return context_length
+    return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
+
+
 class _Clock:
-    """Seconds since it was made."""
+    """A call returns the seconds since the clock was created."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -188,7 +205,10 @@ class _Clock:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; if one raises, the others are cancelled and awaited first."""
+    """Run coroutines side by side and return their results in order.
+
+    If one raises, the others are cancelled and awaited before its error is raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]

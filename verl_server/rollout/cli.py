@@ -1,4 +1,4 @@
-"""`verl-server rollout`: play episodes with a running server and a running environment, and keep them.
+"""`verl-server rollout`: plays episodes with a running server and a running environment, and writes them to a file.
 
 verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --episodes 64
 """
@@ -6,56 +6,81 @@ verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import AgentLoop
+from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
 
 
 @dataclass(frozen=True)
 class RolloutArgs:
-    """Drive a policy through episodes of an environment, each at its own pace."""
+    """Play episodes of an environment with a policy, each at its own pace."""
 
     server: str
     """URL of the rollout server."""
     environment: str
     """URL of an environment server (OpenEnv's protocol)."""
     episodes: int = 64
+    """Number of episodes."""
     first_seed: int = 0
-    """Episode i gets the seed first_seed + i."""
+    """Episode i has the seed first_seed + i."""
     max_concurrency: int | None = None
-    """Most episodes at one time."""
+    """Most episodes at one time. None is no bound."""
     out: Path = Path("trajectories.jsonl")
-    """Gets one line for each trajectory, appended as it ends."""
+    """File to which each trajectory is appended when it ends, as one line."""
     tokenizer: str | None = None
-    """Folder or hub id; default: the server's."""
+    """Folder or hub id of the tokenizer. None is the server's."""
     chat: bool = True
-    """Observations are user messages of the chat template; otherwise plain text."""
+    """Render observations as user messages of the chat template, otherwise as plain text."""
     observation_key: str = "text"
     """Key of the text in the environment's observations."""
     action_key: str = "text"
-    """Key under which the environment wants the policy's text."""
+    """Key of the policy's text in the environment's actions."""
     max_turns: int = 8
+    """Most turns in an episode."""
     max_new_tokens: int = 512
-    """Per turn."""
+    """Most sampled tokens in a turn."""
     temperature: float = 1.0
+    """Sampling temperature."""
+    generate_timeout: float = 600.0
+    """Seconds for the generation of one turn."""
+    trajectory_timeout: float = 3600.0
+    """Seconds for one episode."""
+    straggler_timeout: float | None = None
+    """Seconds for which the last episodes may delay the others. They count from the moment when every episode has
+    started and a share of `straggler_fraction` has ended. None waits for every episode."""
+    straggler_fraction: float = 0.9
+    """Share of episodes that must have ended before `straggler_timeout` counts."""
+    env_timeouts: EnvTimeouts = field(default_factory=EnvTimeouts)
     api_key: str | None = None
-    """Of the rollout server."""
+    """API key of the rollout server."""
+
+    def limits(self) -> Limits:
+        """The bounds that these options set."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_new_tokens=self.max_new_tokens,
+            generate_timeout=self.generate_timeout,
+            trajectory_timeout=self.trajectory_timeout,
+            straggler_timeout=self.straggler_timeout,
+            straggler_fraction=self.straggler_fraction,
+            env=self.env_timeouts,
+        )
 
 
 def rollout(args: RolloutArgs) -> int:
-    """Play, print what happened; 1 if no episode could be scored."""
+    """Play the episodes and print a summary. Returns the exit status: 1 if no episode has a reward."""
     engine = HttpServerEngineAdapter.attach(args.server, api_key=args.api_key)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
     keys = {"observation_key": args.observation_key, "action_key": args.action_key}
     renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
-    limits = Limits(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens)
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
 
     def keep(trajectory: Trajectory) -> None:
@@ -68,7 +93,7 @@ def rollout(args: RolloutArgs) -> int:
             args.environment,
             renderer,
             sampling_params={"temperature": args.temperature},
-            limits=limits,
+            limits=args.limits(),
             max_concurrency=args.max_concurrency,
         ) as loop,
     ):

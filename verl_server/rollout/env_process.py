@@ -1,13 +1,14 @@
-"""The process that serves an environment: child of `EnvServer`, or `python -m verl_server.rollout.env_process`.
+"""The process that serves an environment: `verl-server env serve`, or the child of an `EnvServer`.
 
-Prints or reports its URL when it answers, and ends on SIGTERM, on Ctrl-C or with its parent.
+The process prints its URL, or reports it to its parent, when it answers. It ends on SIGTERM, on Ctrl-C or with its
+parent. `python -m verl_server.rollout.env_process` is the same command.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +16,30 @@ import tyro
 import uvicorn
 from tyro.conf import Positional
 
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.sockets import bind_socket
-from verl_server.rollout.env_server import create_env_app, load_factory, uvicorn_config
+from verl_server.rollout.env_factory import load_factory
+from verl_server.rollout.env_server import create_env_app, uvicorn_config
 
 
 @dataclass(frozen=True)
 class EnvServerArgs:
-    """Serve an environment class with OpenEnv's protocol."""
+    """Serve an environment with OpenEnv's protocol, one environment for each connection."""
 
     environment: Positional[str]
-    """MODULE:CLASS."""
+    """MODULE:CLASS or FILE.py:CLASS. The module is searched in the current folder first. In place of the class, a
+    function that returns an environment can be named."""
     kwargs: str = "{}"
-    """JSON object of keyword arguments of the class."""
+    """JSON object with the keyword arguments of the class."""
     host: str = "127.0.0.1"
-    """Bind address. Anyone who reaches it can play, so loopback unless the network is trusted."""
+    """Address to listen on. There are no keys: whoever reaches the address can use the environment."""
     port: int = 8000
-    """TCP port; 0 picks a free one."""
-    max_sessions: int = 1024
-    """Most concurrent sessions."""
-    session_timeout: float = 3600.0
-    """Seconds without a message after which a session is ended."""
+    """TCP port. 0 selects a free one."""
+    max_concurrent_envs: int = 1024
+    """Most connections at one time, each with an environment of its own."""
+    idle_timeout: float = 3600.0
+    """Seconds without a message after which a connection is closed."""
 
 
 class _Server(uvicorn.Server):
@@ -50,22 +54,32 @@ class _Server(uvicorn.Server):
 
 
 def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
-    """Serve until told to stop; `on_ready(url)` is called when connections are answered."""
-    factory = load_factory(args.environment, json.loads(args.kwargs))
-    app = create_env_app(factory, max_sessions=args.max_sessions, session_timeout=args.session_timeout)
+    """Serve until SIGTERM, Ctrl-C or the end of the parent. `on_ready(url)` is called when the server answers."""
+    factory = load_factory(args.environment, _keyword_arguments(args.kwargs))
+    app = create_env_app(factory, max_concurrent_envs=args.max_concurrent_envs, idle_timeout=args.idle_timeout)
     with bind_socket(args.host, args.port) as sock:
         url = f"http://{args.host}:{sock.getsockname()[1]}"
         _Server(uvicorn_config(app), lambda: on_ready(url)).run([sock])
 
 
 def _child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
-    argument["kwargs"] = json.dumps(argument.get("kwargs", {}))
+    argument["kwargs"] = json.dumps(argument["kwargs"])
     serve(EnvServerArgs(**argument), lambda url: ready({"url": url}))
 
 
-def main() -> None:
+def _keyword_arguments(text: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRequestError(f"--kwargs is not JSON: {error}. Write it as '{{\"NAME\": VALUE}}'.") from None
+    if not isinstance(kwargs, dict):
+        raise BadRequestError(f"--kwargs must be a JSON object, not {text}. Write it as '{{\"NAME\": VALUE}}'.")
+    return kwargs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     serve(
-        tyro.cli(EnvServerArgs, description="Serve an environment class with OpenEnv's protocol."),
+        tyro.cli(EnvServerArgs, args=argv, prog="verl-server env serve"),
         lambda url: print(f"Ready: {url}", file=sys.stderr, flush=True),
     )
 
@@ -74,4 +88,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].isdigit():
         child_main(_child)  # started by EnvServer, with file descriptors
     else:
-        main()
+        try:
+            main()
+        except VerlServerError as error:
+            sys.exit(f"verl-server env serve: {error}")

@@ -1,9 +1,9 @@
-"""Environments: what one is, and how a rollout reaches one over HTTP.
+"""Environments: the interface that a user implements, and the client of an environment server.
 
-`Environment` is what a user writes; `env_server` serves it. `RemoteEnvironment` is one session with any server
-that speaks OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`, and
-whose environment lives as long as the connection. Owned by a `Session`. Every wait has a bound, and every
-fault of the other side is an `EnvError`: it costs one trajectory.
+`Environment` is the interface; `env_server` serves it. `RemoteEnvironment` is one connection to any server that speaks
+OpenEnv's protocol: a WebSocket at `/ws` that carries `reset`, `step`, `state` and `close`. An environment lives as long
+as its connection, which belongs to one `Episode`. Every wait has a bound. Every fault of the environment or its server
+is an `EnvError`, which ends one trajectory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,43 +27,60 @@ T = TypeVar("T")
 
 Observation = dict[str, Any]
 Action = dict[str, Any]
+Info = dict[str, Any]
+
+ResetReturn = Observation | str | tuple[Observation | str, Info]
+StepReturn = tuple[Observation | str, float | None, bool] | tuple[Observation | str, float | None, bool, bool, Info]
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""OpenEnv's own limit: observations may be screenshots."""
+"""OpenEnv's limit. Observations may be screenshots."""
 
 
 class EnvError(VerlServerError):
-    """The environment failed: it refused, answered with an error or with nonsense, or went away."""
+    """The environment failed: it refused a call, answered with an error or with invalid data, or disconnected."""
 
 
 class EnvTimeoutError(EnvError, TimeoutError):
-    """The environment did not answer within its bound."""
+    """The environment did not answer in time."""
 
 
 class EnvBusyError(EnvError):
-    """The server has no free session now."""
+    """The server has no room for another environment now."""
 
 
 class Environment(Protocol):
-    """One episode at a time. Either method may be `async`; `close()` is called at the end if there is one.
+    """The interface that a user implements. An environment plays one episode at a time. Both methods may be `async`.
 
-    A class may also carry `action_schema` and `observation_schema` (JSON schemas) and a `state` property.
+    An observation is a dict, or a string, which is sent as {"text": string}. Optional members of the class:
+
+    - `action_schema`, a JSON schema. An action that violates it is refused with VALIDATION_ERROR and the name of the
+      field. `step` is not called, and the episode goes on: the client may send another action. An `AgentLoop` sends
+      none and ends the episode as ENV_ERROR, without a reward. So the schema should describe how a renderer packs the
+      policy's text, and `step` should judge what the text says.
+    - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
+    - `state`, a property that is a dict.
+    - `close()`, called when the client leaves.
     """
 
-    def reset(self, seed: int | None = None) -> Observation | Awaitable[Observation]:
-        """Start an episode that is a function of `seed`. May take `episode_id` and other keywords as well."""
+    def reset(self, seed: int | None = None) -> ResetReturn | Awaitable[ResetReturn]:
+        """Start an episode that depends on `seed` only. Returns its first observation, or (observation, info).
+
+        `reset` may take `episode_id` and other keyword arguments, too.
+        """
         ...
 
-    def step(
-        self, action: Action
-    ) -> tuple[Observation, float | None, bool] | Awaitable[tuple[Observation, float | None, bool]]:
-        """Act; returns observation, reward (None: no reward for this step) and whether the episode is over."""
+    def step(self, action: Action) -> StepReturn | Awaitable[StepReturn]:
+        """Play an action. Returns (observation, reward, done); the reward is None if the step has none.
+
+        Gymnasium's (observation, reward, terminated, truncated, info) is accepted: `done` is then `terminated or
+        truncated`, and `info` is not sent to the client.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment said."""
+    """An environment's answer to `reset` (reward None) or `step`."""
 
     observation: Observation
     reward: float | None
@@ -72,17 +89,33 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvTimeouts:
-    """Seconds that an environment may take."""
+    """Times for one environment, in seconds. An episode that exceeds one of them ends without a reward."""
 
-    connect: float = 30.0
-    """To accept a session, waiting for a free one included."""
-    reset: float = 120.0
-    step: float = 120.0
+    connect: float = 10.0
+    """Time for opening the connection."""
+    capacity: float = 60.0
+    """Time for which a server that is full is asked again."""
+    reset: float = 60.0
+    """Time for `reset`, which may have to start a sandbox."""
+    step: float = 30.0
+    """Time for one `step`."""
     close: float = 2.0
+    """Time for closing the connection, which is dropped afterwards."""
+
+    def __post_init__(self) -> None:
+        check_seconds("EnvTimeouts", self, [field.name for field in fields(self)])
+
+
+def check_seconds(owner: str, values: object, names: Iterable[str]) -> None:
+    """Raise BadRequestError unless each named attribute is a positive number of seconds or None."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not value > 0:
+            raise BadRequestError(f"{owner}.{name} must be more than 0 seconds, not {value}.")
 
 
 class RemoteEnvironment:
-    """One session with an OpenEnv server. Use as `async with`; not shared between tasks."""
+    """One connection to an OpenEnv server, for one asyncio task. Use it with `async with`."""
 
     def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
         self.url = websocket_url(url)
@@ -91,39 +124,45 @@ class RemoteEnvironment:
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
-        """Start an episode. A server that is full is asked again until `timeouts.connect` is over."""
+        """Connect if there is no connection, and start an episode.
+
+        Raises EnvBusyError if the server is full for longer than `timeouts.capacity`.
+        """
         data = {"seed": seed} | options if seed is not None else options
-        deadline = time.monotonic() + self._timeouts.connect
+        deadline = time.monotonic() + self._timeouts.capacity
         pause = 0.02
         while True:
             try:
-                await self._connect(deadline)
-                return await self._ask({"type": "reset", "data": data}, self._timeouts.reset)
-            except EnvBusyError:
+                await self._connect()
+                return await self._ask({"type": "reset", "data": data}, "reset")
+            except EnvBusyError as error:
                 await self.close()
                 if time.monotonic() + pause > deadline:
-                    raise
+                    waited = f"waited {self._timeouts.capacity:.3g} s for room; the bound is EnvTimeouts.capacity"
+                    raise EnvBusyError(f"{error} ({waited})") from None
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
 
     async def step(self, action: Action) -> StepResult:
-        return await self._ask({"type": "step", "data": action}, self._timeouts.step)
+        return await self._ask({"type": "step", "data": action}, "step")
 
     async def state(self) -> dict[str, Any]:
-        """The environment's own account of itself."""
-        return await self._exchange({"type": "state"}, "state", self._timeouts.step)
+        """The environment's `state`, a dict."""
+        return await self._exchange({"type": "state"}, "state", "step")
 
     async def close(self) -> None:
-        """End the session; bounded, never raises, idempotent."""
+        """Close the connection within `timeouts.close`. Raises nothing and may be called twice."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(self._timeouts.close):
-                await socket.send(orjson.dumps({"type": "close"}).decode())
-                await socket.close()
-        if socket.transport is not None:
-            socket.transport.abort()
+        try:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(self._timeouts.close):
+                    await socket.send(orjson.dumps({"type": "close"}).decode())
+                    await socket.close()
+        finally:
+            if socket.transport is not None:
+                socket.transport.abort()
 
     async def __aenter__(self) -> RemoteEnvironment:
         return self
@@ -133,10 +172,9 @@ class RemoteEnvironment:
 
     # -- the wire -------------------------------------------------------------------------------------------
 
-    async def _connect(self, deadline: float) -> None:
+    async def _connect(self) -> None:
         if self._socket is not None:
             return
-        bound = max(0.001, deadline - time.monotonic())
 
         async def open_socket() -> ClientConnection:
             return await connect(
@@ -146,35 +184,39 @@ class RemoteEnvironment:
                 close_timeout=self._timeouts.close,
                 max_size=MAX_MESSAGE_BYTES,
                 compression=None,
-                ping_interval=None,  # an environment that computes for minutes need not answer pings
+                ping_interval=None,  # an environment that computes for minutes may not answer pings
                 proxy=None if _is_local(self.url) else True,
             )
 
-        self._socket = await self._bounded(open_socket, bound, "accept a connection")
+        self._socket = await self._bounded(open_socket, "connect", "accept a connection")
 
-    async def _ask(self, message: dict[str, Any], timeout: float) -> StepResult:
-        return _step_result(await self._exchange(message, "observation", timeout), self.url)
+    async def _ask(self, message: dict[str, Any], bound: str) -> StepResult:
+        return _step_result(await self._exchange(message, "observation", bound), self.url)
 
-    async def _exchange(self, message: dict[str, Any], answer: str, timeout: float) -> dict[str, Any]:
-        """Send and receive one message; after a fault the session is of no use any more."""
+    async def _exchange(self, message: dict[str, Any], answer: str, bound: str) -> dict[str, Any]:
+        """Send a message and return the `data` of its answer. `bound` names the field of `EnvTimeouts` that applies.
+
+        After an error the connection cannot be used any more.
+        """
         socket = self._socket
         if socket is None:
-            raise EnvError(f"{self.url}: the session is not open; call reset() first.")
+            raise EnvError(f"{self.url}: the connection is not open; call reset() first.")
 
         async def exchange() -> str | bytes:
-            with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed: recv tells
+            with contextlib.suppress(ConnectionClosed):  # recv returns what was sent before, or raises
                 await socket.send(orjson.dumps(message).decode())
             return await socket.recv()
 
-        raw = await self._bounded(exchange, timeout, f"answer `{message['type']}`")
+        raw = await self._bounded(exchange, bound, f"answer `{message['type']}`")
         return _payload(raw, answer, self.url)
 
-    async def _bounded(self, work: Callable[[], Awaitable[T]], timeout: float, what: str) -> T:
+    async def _bounded(self, work: Callable[[], Awaitable[T]], bound: str, what: str) -> T:
+        timeout = getattr(self._timeouts, bound)
         try:
             async with asyncio.timeout(timeout):
                 return await work()
         except TimeoutError:
-            raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s.") from None
+            raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s (EnvTimeouts.{bound}).") from None
         except InvalidStatus as error:
             raise EnvError(f"{self.url} answered HTTP {error.response.status_code}, not a WebSocket.") from None
         except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError) as error:
@@ -182,7 +224,7 @@ class RemoteEnvironment:
 
 
 def websocket_url(url: str) -> str:
-    """The `/ws` address of a server named by http://, https://, ws:// or wss:// URL, or host:port."""
+    """The `/ws` address of a server, from an http://, https://, ws:// or wss:// URL or from host:port."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     scheme, _, rest = base.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -197,7 +239,7 @@ def _is_local(url: str) -> bool:
 
 
 def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
-    """The `data` of a message of the expected type; anything else raises."""
+    """The `data` of a message of type `answer`. Raises EnvError for everything else."""
     try:
         message = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -217,9 +259,9 @@ def _payload(raw: str | bytes, answer: str, url: str) -> dict[str, Any]:
 def _step_result(data: dict[str, Any], url: str) -> StepResult:
     observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
     if not isinstance(observation, dict):
-        raise EnvError(f"{url} sent an observation that is no object: {str(observation)[:200]}")
+        raise EnvError(f"{url} sent an observation that is not an object: {str(observation)[:200]}")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise EnvError(f"{url} sent a reward that is no finite number: {reward!r}")
+        raise EnvError(f"{url} sent a reward that is not a finite number: {reward!r}")
     if not isinstance(done, bool):
         raise EnvError(f"{url} sent `done` that is not true or false: {done!r}")
     return StepResult(observation, None if reward is None else float(reward), done)

@@ -1,7 +1,7 @@
 """Environments that come with the package: the demo's guessing game, and tasks of `reasoning-gym`.
 
-Served by `env_server`; they know nothing of tokens, models or HTTP. `HeavyTail` gives an environment the
-waiting times of real ones.
+`env_server` serves them. They contain no tokens, models or HTTP. `HeavyTail` draws waiting times that are like
+those of real environments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TEXT_SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "re
 
 
 class HeavyTail:
-    """Waiting times that are lognormal (median `median` seconds, shape `sigma`), capped at `cap` medians.
+    """Waiting times with a lognormal distribution (median in seconds, shape `sigma`), capped at `cap` medians.
 
-    The n-th wait of an episode depends on the episode's name only, so that a run can be repeated exactly.
+    The n-th wait of an episode depends on n and the episode's name only, so that a run can be repeated exactly.
     """
 
     def __init__(self, median: float, sigma: float = 1.5, cap: float = 20.0) -> None:
@@ -32,22 +32,23 @@ class HeavyTail:
         self._cap = cap
 
     def seconds(self, episode: str, n: int) -> float:
+        """The n-th waiting time of an episode, in seconds."""
         digest = hashlib.sha256(f"{episode}/{n}".encode()).digest()
         normal = random.Random(digest).gauss(0.0, 1.0)
         return self._median * min(math.exp(self._sigma * normal), self._cap)
 
 
 class GuessNumber:
-    """Find a hidden number between 1 and `numbers` in at most `guesses` guesses, told higher or lower.
+    """Find a hidden number from 1 to `numbers` in at most `guesses` guesses. The answers are "higher" and "lower".
 
-    The reward is 1 for finding it, less 0.1 for each further guess it took, and 0 for not finding it.
+    The reward is 1 for the number at the first guess, 0.1 less for each further guess, and 0 without the number.
     """
 
     action_schema = TEXT_SCHEMA
     observation_schema = TEXT_SCHEMA
 
     def __init__(self, numbers: int = 12, guesses: int = 5, latency: float = 0.0) -> None:
-        """`latency` is the median of the seconds that reset and step take (heavy-tailed)."""
+        """`latency` is the median time of `reset` and `step`, in seconds. The times are heavy-tailed."""
         self._numbers = numbers
         self._guesses = guesses
         self._latency = HeavyTail(latency)
@@ -85,31 +86,31 @@ class GuessNumber:
 
     @staticmethod
     def hidden(seed: int, numbers: int) -> int:
-        """The number that an episode with this seed hides."""
+        """The hidden number of the episode with this seed."""
         return random.Random(seed).randint(1, numbers)
 
     @staticmethod
     def best_without_feedback(seeds: Iterable[int], numbers: int, guesses: int) -> float:
-        """Success of the best policy that ignores the answers, on these very seeds.
+        """Success rate, on these seeds, of the best policy that ignores the answers.
 
-        Whatever such a policy does, its guesses are drawn before the hidden number is seen, so it does no
-        better than the best fixed list of `guesses` numbers; with hindsight, those that were hidden most often.
+        The guesses of such a policy do not depend on the hidden number. So it is no better than the best fixed list of
+        `guesses` numbers, which in hindsight are the numbers that were hidden most often.
         """
         counts = Counter(GuessNumber.hidden(seed, numbers) for seed in seeds)
         return sum(count for _, count in counts.most_common(guesses)) / max(1, counts.total())
 
 
 class ReasoningGym:
-    """One question of a `reasoning-gym` task: the observation is the question, the reward the task's score.
+    """One question of a `reasoning-gym` task. The observation is the question, the reward is the task's score.
 
-    With `attempts` above 1, a wrong answer is told so and may be improved.
+    With `attempts` above 1, the policy may try again after a wrong answer.
     """
 
     action_schema = TEXT_SCHEMA
     observation_schema = TEXT_SCHEMA
 
     def __init__(self, task: str = "basic_arithmetic", attempts: int = 1, **config: Any) -> None:
-        """`config` is the task's own, e.g. min_digits. Needs the extra `games`."""
+        """`config` are options of the task, such as `min_digits`. Needs the extra `games`."""
         try:
             gym: Any = importlib.import_module("reasoning_gym")
         except ImportError as error:

@@ -1,7 +1,7 @@
-"""How much waiting for each other costs: the same episodes at their own pace, in lock step, and ideally.
+"""`compare_pace`: the same episodes at their own pace and in lock step, beside the ideal schedule.
 
-Called by the demo. Everything here is measured on the engine and the environments that the loop has; the
-sampling seeds of the tasks make both runs sample the same tokens.
+The demo calls it. All times are measured with the loop's own engine and environments. The tasks have sampling seeds, so
+that both runs sample the same tokens.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ class PaceComparison:
     own_pace_seconds: float
     lockstep_seconds: float
     longest_alone_seconds: float
-    """The episode that waits longest, played with nothing beside it."""
+    """Time of the episode with the longest waits, played alone."""
     work_seconds: float
-    """All generations of the run at the rate at which the server answers them when nobody waits."""
+    """Time of all generations of the run without any environment."""
     same_trajectories: int
-    """Episodes that sampled the same tokens in both runs."""
+    """Number of episodes that sampled the same tokens in both runs."""
 
     @property
     def ideal_seconds(self) -> float:
-        """No schedule can be faster than its longest episode, nor than its work."""
+        """A lower bound for every schedule: the longest episode alone, or all generations, whichever takes longer."""
         return max(self.longest_alone_seconds, self.work_seconds)
 
     @property
     def ratio(self) -> float:
+        """How many times faster than lock step the run was at its own pace."""
         return self.lockstep_seconds / self.own_pace_seconds
 
     @property
     def ideal_ratio(self) -> float:
+        """`ratio` of an ideal schedule."""
         return self.lockstep_seconds / self.ideal_seconds
 
 
 def compare_pace(loop: AgentLoop, tasks: Sequence[Task], rounds: int = 3) -> PaceComparison:
-    """Play `tasks` both ways, alternating, `rounds` times each with an empty prefix cache; the median runs count."""
+    """Play `tasks` both ways by turns, `rounds` times each, with an empty prefix cache. Returns the median runs."""
     own_runs, lockstep_runs = [], []
     for _ in range(rounds):
         loop.engine.flush_cache(timeout=10)
@@ -75,7 +77,7 @@ def _median(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 async def _replay(engine: EngineBase, trajectories: Sequence[Trajectory]) -> float:
-    """Seconds to generate every turn again, each episode's turns in order and without an environment."""
+    """Seconds for generating every turn again, without environments. The turns of an episode stay in order."""
 
     async def turns(trajectory: Trajectory) -> None:
         for turn in trajectory.turns:

@@ -1,7 +1,7 @@
-"""Between an environment's words and the policy's tokens.
+"""Renderers: from an environment's observations to tokens, and from sampled tokens to actions.
 
-A `Session` asks its renderer for the tokens of each observation and for the action that sampled tokens mean.
-Observations become tokens once, in the order they arrive; what the policy sampled stays as sampled.
+An `Episode` calls its renderer for each observation and each action. An observation becomes tokens once, when it
+arrives. Sampled tokens are never tokenized again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from verl_server.rollout.environment import Action, Observation
 
 class Renderer(Protocol):
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
-        """Tokens to append. `last_token` ended the previous turn; None for the first observation."""
+        """Tokens to append to the trajectory. `last_token` ended the previous turn (None: there is no turn yet)."""
         ...
 
     def action(self, token_ids: list[int]) -> Action:
-        """What the sampled tokens of a turn tell the environment."""
+        """The action that the sampled tokens of a turn stand for."""
         ...
 
 
 class TextRenderer:
-    """Plain text: the observation's tokens follow the action's, with nothing between them."""
+    """Renders plain text. An observation's tokens follow an action's with nothing between them."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, observation_key: str = "text", action_key: str = "text"
@@ -45,13 +45,14 @@ class TextRenderer:
 
 
 class ChatRenderer:
-    """The model's chat template: observations are user messages, actions are assistant messages.
+    """Renders the model's chat template: observations are user messages, actions are assistant messages.
 
-    Later observations are rendered after a stand-in conversation and cut off behind the stand-in's answer, so
-    that the template's closing and opening marks are kept and the sampled tokens are not rendered again.
+    A later observation is rendered after a placeholder conversation, of which everything up to the placeholder's answer
+    is cut off. What remains begins with the template's marks between an answer and the next user message, and contains
+    no sampled token.
     """
 
-    _STAND_IN = "\u2063stand-in\u2063"
+    _PLACEHOLDER = "\u2063placeholder\u2063"
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class ChatRenderer:
         user = {"role": "user", "content": observation_text(observation, self._observation_key)}
         if last_token is None:
             return self._encode(self._render([*self._system, user]))
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": self._STAND_IN}]
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": self._PLACEHOLDER}]
         text = self._render([*self._system, *before, user])
-        ids = self._encode(text[text.rindex(self._STAND_IN) + len(self._STAND_IN) :])
-        # The template closes the answer with the token that also ended the sampling, if it was not cut short.
+        ids = self._encode(text[text.rindex(self._PLACEHOLDER) + len(self._PLACEHOLDER) :])
+        # The template ends an answer with the token that ended the sampling, which is in the trajectory already.
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def action(self, token_ids: list[int]) -> Action:
@@ -94,7 +95,7 @@ class ChatRenderer:
 
 
 def observation_text(observation: Observation, key: str) -> str:
-    """The observation's text; other environments' observations name it differently."""
+    """The text under `key` in an observation. Raises BadRequestError if there is none."""
     value = observation.get(key)
     if not isinstance(value, str):
         raise BadRequestError(

@@ -1,6 +1,6 @@
-"""`report.html`: one run on one page that needs nothing else.
+"""`write_report`: one run on one page, `report.html`.
 
-Called by the demo with what it measured. Everything is inline; the page makes no request.
+The demo calls it with its measurements. Styles and drawings are inside the page, which loads nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_server.rollout.pace import PaceComparison
 from verl_server.rollout.trajectory import Trajectory
 
 GAP_LIMIT = 1e-4
-"""Largest allowed difference of log-probabilities in fp32, right after a push."""
+"""Largest difference of log-probabilities in fp32 that is allowed right after a push."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class Report:
     """The lines of metrics.jsonl."""
     pace: PaceComparison
     before: list[Trajectory]
+    """Trajectories of the held-out tasks before training."""
     after: list[Trajectory]
-    """Of the same held-out tasks, in the same order."""
+    """Trajectories of the same tasks after training, in the same order."""
     setup: dict[str, str]
-    """What was run, in words."""
+    """Descriptions of the game, the policy and so on, by name."""
 
 
 def write_report(path: Path, report: Report) -> None:
+    """Write the page to `path`."""
     sections = (_headline, _learning, _timeline, _pushes, _time, _episodes, _method)
     body = "\n".join(section(report) for section in sections)
     path.write_text(_PAGE.replace("{{body}}", body), encoding="utf-8")
@@ -64,9 +66,9 @@ def _headline(report: Report) -> str:
     setup = report.setup
     return (
         "<header><p class='kicker'>verl-server · demo</p><h1>From random weights to a policy that listens</h1>"
-        f"<p class='lead'>The game: {escape(setup['game'])}, told <em>higher</em> or <em>lower</em>. A trainer, a "
-        "rollout server and an environment server, three processes that talk over HTTP, taught it to a "
-        f"policy that started as noise: {escape(setup['policy'])}.</p></header><div class='tiles'>{cards}</div>"
+        f"<p class='lead'>The game: {escape(setup['game'])}, from the answers <em>higher</em> and <em>lower</em>. A "
+        "trainer, a rollout server and an environment server, three processes that talk over HTTP, trained a policy "
+        f"that started from random weights: {escape(setup['policy'])}.</p></header><div class='tiles'>{cards}</div>"
     )
 
 
@@ -80,10 +82,10 @@ def _learning(report: Report) -> str:
         s["eval_success_after"],
     )
     note = (
-        "A policy that ignores the answers can do no better than list different numbers: the dashed line "
+        "The best policy that ignores the answers guesses different numbers, with a success rate at the dashed line "
         f"({s['best_without_feedback']:.3f}; {s['best_without_feedback_hindsight']:.3f} for the list that hindsight "
-        "would pick on the evaluation's seeds). Everything above it is use of feedback. The action space is the "
-        "whole vocabulary, nothing is masked. Large dots: held-out seeds; line: episodes of training."
+        "would pick on the evaluation's seeds). A success rate above the line comes from the use of feedback. The "
+        "policy may sample every token of the vocabulary. Large dots: held-out seeds. Line: episodes of training."
     )
     return _section("Learning", chart, note)
 
@@ -113,9 +115,9 @@ def _pushes(report: Report) -> str:
     left = charts.push_latency(syncs, report.summary["push_ms_median"])
     right = charts.logprob_gap([m["logprob_gap"] for m in report.history], GAP_LIMIT)
     note = (
-        "Left: trainer calls update_weights_from_tensor until the server has answered that the new weights serve. "
-        "Handles travel, not bytes. Right: the largest difference between the log-probability that the server "
-        "reported for a sampled token and the one that the trainer computes itself from the weights it pushed."
+        "Left: time from the trainer's call of update_weights_from_tensor to the server's answer that it serves the "
+        "new weights. Handles travel, not bytes. Right: the largest difference between the log-probability that the "
+        "server reported for a sampled token and the one that the trainer computes from the weights that it pushed."
     )
     return _section("Weight pushes", f"<div class='two'><div>{left}</div><div>{right}</div></div>", note)
 
@@ -133,19 +135,19 @@ def _time(report: Report) -> str:
         ("weight sync", sum(m["sync_seconds"] for m in report.history), charts.INK),
     )
     legend = _legend([(f"{name} {seconds:.1f} s", color) for name, seconds, color in parts])
-    note = "Wall time of training. Rollouts are split by what their episodes waited for, on average."
+    note = "Wall time of training. The time of rollouts is split by what their episodes waited for on average."
     return _section("Where the time went", charts.share_bar(parts) + legend, note)
 
 
 def _episodes(report: Report, count: int = 8) -> str:
-    """The same held-out games before and after."""
+    """The first `count` held-out games before and after training, side by side."""
     rows = []
     for before, after in list(zip(report.before, report.after, strict=True))[:count]:
         rows.append(f"<div class='pair'>{_episode(before)}{_episode(after)}</div>")
     head = "<div class='pair head'><div>Before: random weights</div><div>After training</div></div>"
     note = (
-        "The first held-out seeds, not selected; a row is one seed. Bold is what the policy said, with the "
-        "probability it gave to that token."
+        "The first held-out seeds, without selection. Each row is one seed. The policy's words are bold, with the "
+        "probability that it had for them."
     )
     return _section("The same games, before and after", head + "".join(rows), note)
 

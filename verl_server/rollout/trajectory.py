@@ -1,8 +1,8 @@
-"""`Trajectory`: what one episode leaves behind, token by token.
+"""`Trajectory`: the record of one episode, token by token.
 
-Filled by a `Session`, read by the trainer and the report. Token in, token out: `tokens` is exactly what the
-policy read and sampled, never text that was tokenized again. An episode that its environment or the server
-broke off has no reward: it is counted, and nobody mistakes it for a loss.
+An `Episode` fills it; the trainer and the report read it. `tokens` is exactly what the policy read and sampled, never
+text that was tokenized again. An episode that ended for a reason outside the policy has no reward, so that a failure of
+the environment or the server is not counted as a failure of the policy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ class StopReason(StrEnum):
     """Why an episode ended."""
 
     DONE = "done"
-    """The environment said so."""
+    """The environment ended the episode."""
     MAX_TURNS = "max_turns"
+    """`Limits.max_turns`."""
     MAX_TOKENS = "max_tokens"
-    """The trajectory's own token limit."""
+    """`Limits.max_tokens`."""
     CONTEXT_FULL = "context_full"
-    """The model can read no more."""
+    """The next tokens exceed the model's context length or the server's KV cache."""
     TIME_LIMIT = "time_limit"
-    """The trajectory's own time limit."""
+    """`Limits.trajectory_timeout`."""
+    STRAGGLER = "straggler"
+    """`Limits.straggler_timeout`: the rest of the batch had ended."""
     ENV_TIMEOUT = "env_timeout"
+    """The environment did not answer one call in time."""
     ENV_ERROR = "env_error"
+    """The environment failed, refused an action, or its server was full."""
     GENERATION_ERROR = "generation_error"
+    """The rollout server failed, or did not answer in time."""
     ABORTED = "aborted"
-    """The rollout was cancelled, or the server kept aborting the request."""
+    """The caller cancelled the rollout, or the server aborted the generation again and again."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether the policy is answerable for this end. The others say nothing about the policy."""
+        """True if the policy is responsible for the end, so that the trajectory has a reward."""
         return self in (StopReason.DONE, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL)
 
 
@@ -44,13 +50,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One episode to play."""
 
     seed: int
-    """Of the environment's episode."""
+    """Seed of the environment's episode."""
     group: int = 0
-    """Trajectories of one group are compared with each other (GRPO); by custom they share `seed`."""
+    """GRPO compares the trajectories of one group with each other. They usually share `seed`."""
     episode_id: str | None = None
-    """Passed to the environment's reset."""
+    """Argument of the environment's `reset`."""
     sampling_seed: int | None = None
-    """Makes the policy's draws repeatable, whatever runs beside it."""
+    """Seed of the policy's samples, which then do not depend on other requests."""
 
 
 class Turn(msgspec.Struct, kw_only=True):
@@ -60,17 +66,17 @@ class Turn(msgspec.Struct, kw_only=True):
     observation_span: tuple[int, int]
     action_span: tuple[int, int] = (0, 0)
     action: dict[str, Any] | None = None
-    """What the environment was given; None if the episode ended before."""
+    """The action that was sent to the environment, None if the episode ended before."""
     reward: float | None = None
     finish_reason: str | None = None
-    """Of the generation: stop, length or abort."""
+    """Finish type of the generation: stop, length or abort."""
 
 
 class Event(msgspec.Struct, array_like=True):
-    """What the episode was waiting for, in seconds since the rollout began."""
+    """A wait of the episode. Times are seconds since the rollout began."""
 
     kind: str
-    """queue, env or generate."""
+    """What the episode waited for: queue (a place), env or generate."""
     start: float
     end: float
 
@@ -79,38 +85,39 @@ class Trajectory(msgspec.Struct, kw_only=True):
     task: Task
     tokens: list[int] = []
     loss_mask: list[int] = []
-    """1 where the policy sampled the token, 0 where it read it."""
+    """1 for a token that the policy sampled, 0 for a token that it read."""
     logprobs: list[float] = []
-    """Of sampled tokens, as the server computed them when it sampled; 0.0 elsewhere."""
+    """Log-probability of each sampled token, from the server at sampling time. 0.0 for tokens that were read."""
     weight_versions: list[str] = []
-    """Under which each token was sampled; "" elsewhere."""
+    """Version of the weights that sampled each token. "" for tokens that were read."""
     turns: list[Turn] = []
     final_observation: dict[str, Any] | None = None
-    """What the environment said last, after the last action."""
+    """The observation after the last action. The policy did not read it."""
     reward: float | None = None
-    """Sum over the turns; None if the episode was not scored."""
+    """Sum of the turns' rewards, None if the episode has no reward."""
     stop_reason: StopReason | None = None
     error: str | None = None
-    """What failed, for the ends that are failures."""
+    """Why the episode failed, None if it did not."""
     resumes: int = 0
-    """Generations that were aborted and taken up again."""
+    """Number of generations that the server aborted and the episode resumed."""
     events: list[Event] = []
 
     @property
     def is_trainable(self) -> bool:
-        """Has a reward, and at least one token that the policy chose."""
+        """True if there is a reward and at least one sampled token."""
         return self.reward is not None and any(self.loss_mask)
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of sampled tokens."""
         return sum(self.loss_mask)
 
     def seconds(self, kind: str) -> float:
-        """Time spent in events of one kind."""
+        """Total time of the events of one kind."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)
 
     def append_observation(self, observation: dict[str, Any], token_ids: Sequence[int]) -> None:
-        """Begin a turn with what the policy reads."""
+        """Begin a turn with the tokens that the policy reads."""
         start = len(self.tokens)
         self.tokens.extend(token_ids)
         self.loss_mask.extend([0] * len(token_ids))
@@ -120,7 +127,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
         self.turns.append(Turn(observation=observation, observation_span=(start, end), action_span=(end, end)))
 
     def append_output(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[str]) -> None:
-        """Add what the policy sampled to the current turn."""
+        """Append sampled tokens to the current turn."""
         if not len(token_ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} logprobs and {len(versions)} versions.")
         self.tokens.extend(token_ids)
@@ -131,19 +138,19 @@ class Trajectory(msgspec.Struct, kw_only=True):
         turn.action_span = (turn.action_span[0], len(self.tokens))
 
     def action_tokens(self) -> list[int]:
-        """What the policy sampled in the current turn."""
+        """The tokens that the policy sampled in the current turn."""
         start, end = self.turns[-1].action_span
         return self.tokens[start:end]
 
     def finish(self, reason: StopReason, error: str | None = None) -> None:
-        """Settle the end, once; the reward follows from the reason."""
+        """Set the stop reason, and the reward if the reason has one. Later calls change nothing."""
         if self.stop_reason is not None:
             return
         self.stop_reason = reason
         self.error = error
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
         if reason is StopReason.DONE:
-            self.reward = sum(rewards) if rewards else None  # an environment that never judged gives no score
+            self.reward = sum(rewards) if rewards else None  # no turn had a reward
         elif reason.is_scored:
             self.reward = sum(rewards)
 
@@ -155,15 +162,16 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     trainable: int
     stop_reasons: dict[str, int]
     mean_reward: float | None
-    """Over those that have one."""
+    """Mean over the trajectories that have a reward."""
     mean_turns: float
     sampled_tokens: int
     generate_seconds: float
-    """Summed over trajectories, so it exceeds wall time."""
+    """Sum over the trajectories, which run side by side: it exceeds the wall time."""
     env_seconds: float
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:
+    """Count, average and sum over a set of trajectories, which may be empty."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     reasons = Counter(str(t.stop_reason) for t in trajectories)
     return RolloutStats(
@@ -179,13 +187,13 @@ def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:
 
 
 def append_jsonl(path: Path, records: Iterable[Any]) -> None:
-    """One JSON line for each record (a struct or a dict)."""
+    """Append one JSON line for each record (a struct or a dict)."""
     with path.open("ab") as file:
         for record in records:
             file.write(msgspec.json.encode(record) + b"\n")
 
 
 def read_jsonl(path: Path) -> list[Trajectory]:
-    """The trajectories of a file that `append_jsonl` wrote; other keys of a line are ignored."""
+    """The trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored."""
     with path.open("rb") as file:
         return [msgspec.json.decode(line, type=Trajectory) for line in file]

@@ -31,11 +31,11 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.games import GuessNumber
 from verl_server.rollout.pace import PaceComparison, compare_pace
 from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
 from verl_server.train.demo_display import DemoDisplay
 from verl_server.train.grpo import GRPO, GRPOConfig, PolicyTrainer, StepMetrics

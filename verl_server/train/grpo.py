@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
 from verl_server.train.ranks import full, launch_engine, load_policy, over_ranks, save_policy, setup_ranks
 

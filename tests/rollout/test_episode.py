@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from tests.rollout.fakes import FakeEnvironment, FakePolicy, WordRenderer, generated, says
-from verl_server.errors import ControlTimeoutError
-from verl_server.rollout.environment import EnvError, EnvTimeoutError
-from verl_server.rollout.session import Limits, Session
+from verl_server.errors import BadRequestError, ControlTimeoutError
+from verl_server.rollout.environment import EnvError, EnvTimeoutError, EnvTimeouts
+from verl_server.rollout.episode import Episode, Limits
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory, append_jsonl, read_jsonl, summarize
 
 
-def session_of(environment: FakeEnvironment, limits: Limits | None = None, context: int = 1000, **task: Any) -> Session:
-    return Session(Task(seed=1, **task), environment, WordRenderer(), {"temperature": 0.7}, limits or Limits(), context)
+def episode_of(environment: FakeEnvironment, limits: Limits | None = None, context: int = 1000, **task: Any) -> Episode:
+    return Episode(Task(seed=1, **task), environment, WordRenderer(), {"temperature": 0.7}, limits or Limits(), context)
 
 
-def play(session: Session, policy: FakePolicy) -> Trajectory:
-    return asyncio.run(asyncio.wait_for(session.play(policy), 10))
+def play(episode: Episode, policy: FakePolicy) -> Trajectory:
+    return asyncio.run(asyncio.wait_for(episode.play(policy), 10))
 
 
 def codes(text: str) -> list[int]:
@@ -32,7 +32,7 @@ def test_tokens_masks_logprobs_and_versions() -> None:
     policy = FakePolicy(
         [generated(codes("xy"), version="4", weight_versions=spans), generated(codes("z"), version="5")]
     )
-    trajectory = play(session_of(environment, episode_id="e7", sampling_seed=9), policy)
+    trajectory = play(episode_of(environment, episode_id="e7", sampling_seed=9), policy)
 
     assert trajectory.tokens == codes("abxycz")
     assert trajectory.loss_mask == [0, 0, 1, 1, 0, 1]
@@ -62,7 +62,7 @@ def test_an_aborted_generation_is_resumed_from_its_tokens() -> None:
             generated(codes("yz"), "stop", "2"),
         ]
     )
-    trajectory = play(session_of(environment, Limits(max_new_tokens=5)), policy)
+    trajectory = play(episode_of(environment, Limits(max_new_tokens=5)), policy)
 
     assert trajectory.tokens == codes("abxyz")
     assert trajectory.weight_versions == ["", "", "1", "2", "2"]
@@ -73,9 +73,9 @@ def test_an_aborted_generation_is_resumed_from_its_tokens() -> None:
 
 
 def test_a_server_that_only_aborts_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.rollout.session._MAX_RESUMES", 3)
+    monkeypatch.setattr("verl_server.rollout.episode._MAX_RESUMES", 3)
     policy = FakePolicy([generated([], "abort")] * 10)
-    trajectory = play(session_of(FakeEnvironment(says("ab"))), policy)
+    trajectory = play(episode_of(FakeEnvironment(says("ab"))), policy)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ABORTED, None)
     assert len(policy.requests) == 4
 
@@ -93,7 +93,7 @@ def test_limits_that_the_policy_is_answerable_for(
 ) -> None:
     environment = FakeEnvironment(says("ab"), says("c", 0.5), says("d", 0.25), says("e", 0.25))
     policy = FakePolicy([generated(codes("x"))] * 5)
-    trajectory = play(session_of(environment, limits, context), policy)
+    trajectory = play(episode_of(environment, limits, context), policy)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (reason, turns)
     assert trajectory.tokens == codes(tokens)
     assert trajectory.reward == 0.75
@@ -103,7 +103,7 @@ def test_limits_that_the_policy_is_answerable_for(
 def test_a_generation_cut_by_the_context_is_not_given_to_the_environment() -> None:
     environment = FakeEnvironment(says("ab"))
     policy = FakePolicy([generated(codes("xyz"), "length")])
-    trajectory = play(session_of(environment, Limits(max_new_tokens=8), context=5), policy)
+    trajectory = play(episode_of(environment, Limits(max_new_tokens=8), context=5), policy)
     assert policy.requests[0]["sampling_params"]["max_new_tokens"] == 3
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.CONTEXT_FULL, 0.0)
     assert environment.actions == []
@@ -111,7 +111,7 @@ def test_a_generation_cut_by_the_context_is_not_given_to_the_environment() -> No
 
 def test_an_action_cut_by_the_turns_limit_is_played() -> None:
     environment = FakeEnvironment(says("ab"), says("end", 1.0, True))
-    trajectory = play(session_of(environment, Limits(max_new_tokens=2)), FakePolicy([generated(codes("xy"), "length")]))
+    trajectory = play(episode_of(environment, Limits(max_new_tokens=2)), FakePolicy([generated(codes("xy"), "length")]))
     assert trajectory.stop_reason is StopReason.DONE
     assert environment.actions == [{"text": "xy"}]
 
@@ -131,7 +131,7 @@ def test_an_action_cut_by_the_turns_limit_is_played() -> None:
 )
 def test_a_failure_is_not_a_score(answers: list[Any], outputs: list[Any], reason: StopReason) -> None:
     environment = FakeEnvironment(*answers)
-    trajectory = play(session_of(environment), FakePolicy(outputs))
+    trajectory = play(episode_of(environment), FakePolicy(outputs))
     assert trajectory.stop_reason is reason
     assert trajectory.error
     assert trajectory.reward is None
@@ -140,35 +140,59 @@ def test_a_failure_is_not_a_score(answers: list[Any], outputs: list[Any], reason
 
 
 def test_an_environment_that_never_judged_gives_no_score() -> None:
-    trajectory = play(session_of(FakeEnvironment(says("ab"), says("c", None, True))), FakePolicy([generated([1])]))
+    trajectory = play(episode_of(FakeEnvironment(says("ab"), says("c", None, True))), FakePolicy([generated([1])]))
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.DONE, None)
 
 
 def test_the_time_limit_ends_a_hung_environment() -> None:
     environment = FakeEnvironment(says("ab"), asyncio.Event())
-    trajectory = play(session_of(environment, Limits(trajectory_timeout=0.05)), FakePolicy([generated([1])]))
+    trajectory = play(episode_of(environment, Limits(trajectory_timeout=0.05)), FakePolicy([generated([1])]))
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.TIME_LIMIT, None)
     assert environment.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (Limits, "max_turns", 0),
+        (Limits, "max_tokens", 0),
+        (Limits, "trajectory_timeout", 0.0),
+        (Limits, "straggler_timeout", -1.0),
+        (Limits, "straggler_fraction", 1.5),
+        (EnvTimeouts, "step", 0.0),
+        (EnvTimeouts, "capacity", float("nan")),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused_by_name(kind: Any, field: str, value: float) -> None:
+    with pytest.raises(BadRequestError, match=rf"{kind.__name__}\.{field} must be .*{value}"):
+        kind(**{field: value})
+
+
+def test_an_abort_at_the_last_token_that_fits_ends_the_episode() -> None:
+    environment = FakeEnvironment(says("ab"))
+    trajectory = play(episode_of(environment, context=4), FakePolicy([generated(codes("xy"), "abort")]))
+    assert (trajectory.stop_reason, trajectory.tokens) == (StopReason.CONTEXT_FULL, codes("abxy"))
+    assert environment.actions == []
 
 
 def test_cancelling_closes_the_environment() -> None:
     async def main() -> Trajectory:
         environment = FakeEnvironment(asyncio.Event())
-        session = session_of(environment)
-        task = asyncio.create_task(session.play(FakePolicy([])))
+        episode = episode_of(environment)
+        task = asyncio.create_task(episode.play(FakePolicy([])))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert environment.closed == 1
-        return session.trajectory
+        return episode.trajectory
 
     assert asyncio.run(main()).stop_reason is StopReason.ABORTED
 
 
 def test_trajectories_survive_a_file(tmp_path: Any) -> None:
-    trajectory = play(session_of(FakeEnvironment(says("ab"), says("c", 1.0, True))), FakePolicy([generated([1])]))
-    failed = play(session_of(FakeEnvironment(EnvError("gone"))), FakePolicy([]))
+    trajectory = play(episode_of(FakeEnvironment(says("ab"), says("c", 1.0, True))), FakePolicy([generated([1])]))
+    failed = play(episode_of(FakeEnvironment(EnvError("gone"))), FakePolicy([]))
     append_jsonl(tmp_path / "t.jsonl", [trajectory])
     append_jsonl(tmp_path / "t.jsonl", [failed])
     assert read_jsonl(tmp_path / "t.jsonl") == [trajectory, failed]

@@ -1,9 +1,9 @@
 """A third-party environment over HTTP: a reasoning-gym task, played by a policy and kept as trajectories.
 
     pip install 'verl-server[games]'
-    python examples/reasoning_gym.py --model-path MODEL
+    python examples/play_reasoning_gym.py --model-path MODEL
 
-Without --model-path a tiny random model plays: it shows the whole path, not skill.
+Without --model-path a tiny random model plays: the example shows the whole path, not skill. It runs from any folder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from verl_server import Engine
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer
-from verl_server.rollout.session import Limits
 from verl_server.rollout.trajectory import Task, summarize
 
 
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--task", default="chain_sum", help="a task of reasoning-gym")
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--step-timeout", type=float, default=10.0, help="seconds for one answer of the environment")
+    parser.add_argument("--straggler-timeout", type=float, default=30.0, help="seconds for the last tenth of episodes")
     args = parser.parse_args()
     model_path = args.model_path or str(make_model_folder(tempfile.mkdtemp(), "llama"))
 
@@ -39,7 +42,12 @@ def main() -> None:
             engine,
             environment.url,
             ChatRenderer(AutoTokenizer.from_pretrained(model_path)),
-            limits=Limits(max_turns=2, max_new_tokens=args.max_new_tokens),
+            limits=Limits(
+                max_turns=2,
+                max_new_tokens=args.max_new_tokens,
+                straggler_timeout=args.straggler_timeout,
+                env=EnvTimeouts(step=args.step_timeout),
+            ),
         ) as loop,
     ):
         rollout = loop.run([Task(seed=seed) for seed in range(args.episodes)])

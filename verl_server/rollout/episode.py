@@ -1,8 +1,8 @@
-"""`Session`: one policy plays one episode. `AgentLoop` runs many of them, interleaved or in lock step.
+"""`Episode`: one policy plays one episode. `AgentLoop` runs many episodes, interleaved or in lock step.
 
-An episode is `open`, then turns of `request` -> generate -> `accept` -> `act` until `trajectory.stop_reason`
-is set. `play` does all of that at the episode's own pace. No method raises for a fault of the environment or
-the server: the trajectory says what happened.
+An episode begins with `open`. Turns of `request`, generation, `accept` and `act` follow until `trajectory.stop_reason`
+is set. `play` does all of it at the episode's own pace. A fault of the environment or of the server raises nothing: it
+ends the trajectory, which keeps the reason and the error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_server.errors import VerlServerError
-from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
 from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 _MAX_RESUMES = 1000
-"""Aborts that one episode may live through; with `_RESUME_PAUSE` a server that only aborts ends it."""
+"""Aborted generations that one episode resumes. It bounds an episode whose server aborts every generation."""
 _RESUME_PAUSE = 0.02
+"""Seconds between an aborted generation and the next attempt."""
 
 
 class Generator(Protocol):
@@ -38,7 +39,7 @@ class Generator(Protocol):
     ) -> Any: ...
 
 
-class EnvSession(Protocol):
+class EnvClient(Protocol):
     """The part of `RemoteEnvironment` that an episode needs."""
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult: ...
@@ -48,31 +49,53 @@ class EnvSession(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of an episode. Time bounds are seconds."""
+    """Bounds of an episode, and of the batch that it belongs to. Times are in seconds."""
 
     max_turns: int = 32
+    """Most turns. The episode ends as MAX_TURNS."""
     max_new_tokens: int = 256
-    """Sampled tokens per turn."""
+    """Most sampled tokens in one turn. The turn's action is then played as it is."""
     max_tokens: int | None = None
-    """Tokens per trajectory, read and sampled."""
+    """Most tokens in the trajectory, observations included. The episode ends as MAX_TOKENS."""
     generate_timeout: float = 600.0
-    """One turn's generation."""
+    """Time for the generation of one turn. The episode ends as GENERATION_ERROR."""
     trajectory_timeout: float = 3600.0
-    """The whole episode."""
+    """Time for the whole episode, without its wait for a place. The episode ends as TIME_LIMIT."""
+    straggler_timeout: float | None = None
+    """Time for which the last episodes of a batch may delay the others. It counts from the moment when every episode
+    has started and at least `straggler_fraction` of them have ended. The episodes that still run then end as STRAGGLER:
+    they keep their tokens and have no reward, their generation is aborted and their connection is closed. None waits
+    for every episode. If the time is shorter than honest episodes, training sees the short ones only."""
+    straggler_fraction: float = 0.9
+    """Share of the batch's episodes (rounded down, at least one) that must have ended before `straggler_timeout`
+    counts."""
     env: EnvTimeouts = field(default_factory=EnvTimeouts)
+    """Times for calls to the environment."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_new_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadRequestError(f"Limits.{name} must be at least 1, not {value}.")
+        check_seconds("Limits", self, ("generate_timeout", "trajectory_timeout", "straggler_timeout"))
+        if not 0 < self.straggler_fraction <= 1:
+            raise BadRequestError(f"Limits.straggler_fraction must be in (0, 1], not {self.straggler_fraction}.")
 
 
-class Session:
+class Episode:
+    """One episode in progress. `trajectory` is what it has recorded so far."""
+
     def __init__(
         self,
         task: Task,
-        environment: EnvSession,
+        environment: EnvClient,
         renderer: Renderer,
         sampling_params: dict[str, Any],
         limits: Limits,
-        context_length: int,
+        capacity: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`capacity` is the length of the longest sequence that the server can hold, in tokens."""
         self.trajectory = Trajectory(task=task)
         self._environment = environment
         self._renderer = renderer
@@ -80,17 +103,19 @@ class Session:
         self._limits = limits
         self._clock = clock
         own = limits.max_tokens
-        self._capacity = context_length if own is None else min(own, context_length)
-        self._when_full = StopReason.CONTEXT_FULL if own is None or own >= context_length else StopReason.MAX_TOKENS
+        self._capacity = capacity if own is None else min(own, capacity)
+        self._when_full = StopReason.CONTEXT_FULL if own is None or own >= capacity else StopReason.MAX_TOKENS
+        self._deadline: asyncio.Timeout | None = None
 
     @property
     def is_over(self) -> bool:
+        """True if the trajectory has a stop reason."""
         return self.trajectory.stop_reason is not None
 
     async def play(self, generator: Generator) -> Trajectory:
-        """The whole episode, within its time limit. Cancelling it ends the trajectory as aborted."""
+        """Play the whole episode within `trajectory_timeout`. If it is cancelled, the trajectory ends as ABORTED."""
         try:
-            async with asyncio.timeout(self._limits.trajectory_timeout):
+            async with asyncio.timeout(self._limits.trajectory_timeout) as self._deadline:
                 await self.open()
                 while not self.is_over:
                     await self.generate(generator)
@@ -105,10 +130,17 @@ class Session:
             await self.close()
         return self.trajectory
 
+    def cut(self, reason: StopReason, error: str) -> None:
+        """End an episode that `play` is playing, and cancel what it waits for."""
+        if self.is_over or self._deadline is None or self._deadline.expired():
+            return  # the episode is closing its connection
+        self.trajectory.finish(reason, error)
+        self._deadline.reschedule(0)
+
     # -- the environment's side -----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Reset the environment; the trajectory begins with its first observation."""
+        """Reset the environment. Its first observation begins the trajectory."""
         task = self.trajectory.task
         options = {} if task.episode_id is None else {"episode_id": task.episode_id}
         with self._recorded("env"), self._env_faults():
@@ -118,7 +150,7 @@ class Session:
             self._observe(result)
 
     async def act(self) -> None:
-        """Give the turn's action to the environment, and take what follows."""
+        """Send the turn's action to the environment, and record the reward and the next observation."""
         if self.is_over:
             return
         trajectory = self.trajectory
@@ -134,6 +166,7 @@ class Session:
                 self._observe(result)
 
     async def close(self) -> None:
+        """Close the connection to the environment."""
         await self._environment.close()
 
     def _observe(self, result: StepResult) -> None:
@@ -151,7 +184,7 @@ class Session:
     # -- the policy's side ----------------------------------------------------------------------------------
 
     async def generate(self, generator: Generator) -> None:
-        """Sample the turn's action. A generation that was aborted (a weight update) is resumed from its tokens."""
+        """Sample the turn's action. A generation that the server aborted is resumed after its last token."""
         while not self.is_over:
             with self._recorded("generate"):
                 try:
@@ -166,7 +199,7 @@ class Session:
             await asyncio.sleep(_RESUME_PAUSE)
 
     def request(self) -> dict[str, Any]:
-        """`input_ids` and `sampling_params` of the next generation: all tokens so far, verbatim."""
+        """`input_ids` (all tokens so far, as they are) and `sampling_params` of the next generation."""
         trajectory = self.trajectory
         left_in_turn = self._limits.max_new_tokens - len(trajectory.action_tokens())
         left = self._capacity - len(trajectory.tokens)
@@ -176,7 +209,7 @@ class Session:
         return {"input_ids": list(trajectory.tokens), "sampling_params": sampling}
 
     def accept(self, result: dict[str, Any]) -> bool:
-        """Append what was sampled. False: the generation was aborted in the middle and must be resumed."""
+        """Append what was sampled. Returns False if the generation was aborted before its end and must be resumed."""
         trajectory = self.trajectory
         try:
             tokens, logprobs, versions, finish = _output(result)
@@ -191,13 +224,15 @@ class Session:
             if trajectory.resumes > _MAX_RESUMES:
                 trajectory.finish(StopReason.ABORTED, f"The server aborted the episode {_MAX_RESUMES} times.")
                 return True
-            return len(trajectory.tokens) >= self._capacity
+            if len(trajectory.tokens) < self._capacity:
+                return False
+            trajectory.finish(self._when_full)  # the token before the abort filled the trajectory
         if finish == "length" and in_turn < self._limits.max_new_tokens:
-            trajectory.finish(self._when_full)  # cut short by the trajectory's limit, not by the turn's
+            trajectory.finish(self._when_full)  # the trajectory's limit ended the generation, not the turn's
         return True
 
     def fail(self, error: Exception) -> None:
-        """The generation failed for a reason that is not the policy's."""
+        """End the trajectory because of an error in the generation, for which the policy is not responsible."""
         self.trajectory.finish(StopReason.GENERATION_ERROR, f"{type(error).__name__}: {error}")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------
@@ -221,7 +256,7 @@ class Session:
 
 
 def _output(result: dict[str, Any]) -> tuple[list[int], list[float], list[str], str]:
-    """Token ids, log-probabilities, weight versions and the finish type of one generation."""
+    """(token ids, their log-probabilities, their weight versions, finish type) of one generation."""
     meta = result["meta_info"]
     tokens: list[int] = result["output_ids"]
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
