@@ -64,6 +64,7 @@ class VerlEngine:
         launch_server: bool = False,
         read_all_ranks: bool = False,
         server_args: ServerArgs | None = None,
+        server_url: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Start the engine; all ranks return when it is ready, or all raise.
@@ -75,16 +76,24 @@ class VerlEngine:
         Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
         ranks, a server's port is a free one, and the GPUs are those that the ranks use (with a larger `tp_size`
         those from `base_gpu_id` on).
+        With `server_url` nothing is launched: rank 0 attaches to the server that runs there, on the ranks' host, with
+        `api_key` and `admin_api_key`. Other settings are the server's own, so they are refused.
         """
         settings = _given(server_args) | kwargs
+        if server_url is not None and (launch_server or nnodes > 1 or set(settings) - {"api_key", "admin_api_key"}):
+            raise BadRequestError(
+                f"server_url={server_url!r} attaches to a server that runs: launch_server, nnodes and server settings "
+                f"other than api_key and admin_api_key cannot be given with it (also got {sorted(settings)})."
+            )
         self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
         self._joint = _joint_ranks(device_mesh_cpu, self._group) if read_all_ranks else None
         self._pusher = WeightPusher(self._joint or self._group)
         settings.setdefault("tp_size", self._group.size)
         self._engine: EngineBase | None = None
         self._launch_server = launch_server
+        self._server_url = server_url
         self.url: str | None = None
-        """Base URL of the server, on every rank; None without `launch_server`."""
+        """Base URL of the server, on every rank; None without `launch_server` and `server_url`."""
         self._start(settings, nnodes)
 
     @property
@@ -115,7 +124,8 @@ class VerlEngine:
             settings.setdefault("gpu_uuids", tuple(gpu_uuids))
         try:
             group.gather("VerlEngine", lambda: self._launch(settings) if local_rank == 0 else b"")
-            self.url = group.call("VerlEngine", lambda _: self._serving.url if self._launch_server else None)
+            has_url = self._launch_server or self._server_url is not None
+            self.url = group.call("VerlEngine", lambda _: self._serving.url if has_url else None)
         except BaseException:
             self.shutdown()
             raise
@@ -128,7 +138,10 @@ class VerlEngine:
         return f"{address}:{port}"
 
     def _launch(self, settings: dict[str, Any]) -> bytes:
-        if self._launch_server and settings["node_rank"] == 0:
+        if self._server_url is not None:
+            keys = settings.get("api_key"), settings.get("admin_api_key")
+            self._engine = HttpServerEngineAdapter.attach(self._server_url, *keys)
+        elif self._launch_server and settings["node_rank"] == 0:
             # Replicas share hosts, so a port that follows from the rank would collide with another one's.
             self._engine = HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**({"port": 0} | settings)))
         else:

@@ -74,6 +74,11 @@ class AgentLoop:
         self._capacity = _sequence_capacity(self.engine.scheduler_info)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
+    @property
+    def environment_url(self) -> str:
+        """URL of the environment server; the name of the callable where environments are made by one."""
+        return self._environment if isinstance(self._environment, str) else repr(self._environment)
+
     # -- each at its own pace -------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:

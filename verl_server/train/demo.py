@@ -38,8 +38,12 @@ from verl_server.rollout.renderer import TextRenderer
 from verl_server.rollout.report import Report, write_report
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl
 from verl_server.train.demo_display import DemoDisplay
-from verl_server.train.grpo import GRPO, GRPOConfig, PolicyTrainer, StepMetrics
-from verl_server.train.ranks import launch_engine, load_policy, setup_ranks
+from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.metrics import StepMetrics
+from verl_server.train.options import GRPOConfig
+from verl_server.train.policy import load_policy
+from verl_server.train.ranks import all_ranks, launch_engine, setup_ranks
+from verl_server.train.skipped_steps import SkippedSteps
 
 _WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
 _VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 40 - len(_WORDS) + 1)))
@@ -105,7 +109,6 @@ class Demo:
             learning_rate=4e-3,
             entropy_coef=0.015,
             max_grad_norm=0.3,
-            micro_batch_size=256,
             seed=args.seed,
         )
         self.history: list[StepMetrics] = []
@@ -146,13 +149,13 @@ class Demo:
         settings = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
         trainer = PolicyTrainer(load_policy(str(folder), device), self.config, args.steps, device)
-        self.parameters = sum(p.numel() for p in trainer.model.parameters())
+        self.parameters = sum(p.numel() for p in trainer.policy.parameters())
         limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
         renderer = TextRenderer(AutoTokenizer.from_pretrained(folder))
         assert engine.engine is not None
         loop = AgentLoop(engine.engine, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
         stack.enter_context(loop)
-        run = GRPO(trainer, engine, loop)
+        run = GRPO(trainer, engine, loop, all_ranks())
         run.push()
         self.ready_seconds = time.monotonic() - self.started
         return run
@@ -160,12 +163,15 @@ class Demo:
     def _train(self, run: GRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
         args = self.args
         begun = time.monotonic()
-        while run.version < args.steps and time.monotonic() - begun < args.time_limit:
-            metrics, rollout = run.step()
-            metrics.success = success_rate(rollout.trajectories)
+        skipped = SkippedSteps(most=3, pause=1.0)
+        while run.next_step < args.steps and time.monotonic() - begun < args.time_limit:
+            step = run.step()
+            metrics, trajectories = step.metrics, step.rollout.trajectories
+            metrics.success = success_rate(trajectories)
             self.history.append(metrics)
-            self.display.step(metrics, rollout.trajectories)
-            yield metrics, rollout.trajectories
+            self.display.step(metrics, trajectories)
+            yield metrics, trajectories
+            skipped.note(metrics)
             recent = [m.success or 0.0 for m in self.history[-4:]]
             if len(recent) == 4 and statistics.mean(recent) >= args.target:
                 break
@@ -183,7 +189,7 @@ class Demo:
 
     def _summary(self, before: list[Trajectory], after: list[Trajectory], pace: PaceComparison) -> dict[str, Any]:
         args = self.args
-        syncs = [m.sync_seconds for m in self.history]
+        syncs = [m.sync_seconds for m in self.history if m.skipped is None]
         seeds = [task.seed for task in self._tasks("eval", args.episodes)]
         return {
             "eval_success_before": success_rate(before),
@@ -203,10 +209,10 @@ class Demo:
             "work_seconds": pace.work_seconds,
             "same_trajectories": pace.same_trajectories,
             "pace_episodes": len(pace.own_pace),
-            "weight_pushes": len(self.history) + 1,
+            "weight_pushes": len(syncs) + 1,
             "push_ms_median": 1e3 * statistics.median(syncs),
             "push_ms_max": 1e3 * max(syncs),
-            "max_logprob_gap": max(m.logprob_gap for m in self.history),
+            "max_logprob_gap": max(m.logprob_gap or 0.0 for m in self.history),
             "episodes_played": sum(m.trajectories for m in self.history),
             "episodes_failed": sum(m.trajectories - m.trainable for m in self.history),
             "sampled_tokens": sum(m.sampled_tokens for m in self.history),

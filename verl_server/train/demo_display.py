@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_server.rollout.trajectory import Trajectory
-from verl_server.train.grpo import StepMetrics
+from verl_server.train.metrics import StepMetrics
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
@@ -64,7 +64,7 @@ class DemoDisplay:
                 f"step {metrics.step:3d}  success {metrics.success:.2f}  reward {metrics.reward or 0:.2f}  "
                 f"{metrics.tokens_per_s:4.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s "
                 f"(env {self._env_share(metrics):.0%})  train {metrics.train_seconds:.2f} s  "
-                f"sync {metrics.sync_seconds * 1e3:.0f} ms  logprob gap {metrics.logprob_gap:.1e}"
+                f"sync {metrics.sync_seconds * 1e3:.0f} ms  logprob gap {metrics.logprob_gap or 0:.1e}"
             )
 
     def result(self, summary: dict[str, Any], out: Path) -> None:
@@ -133,7 +133,7 @@ class DemoDisplay:
             ("of it env / gen", f"{env:.0%} / {1 - env:.0%}"),
             ("train", f"{m.train_seconds:.2f} s"),
             ("sync", f"{m.sync_seconds * 1e3:.0f} ms"),
-            ("logprob gap", f"{m.logprob_gap:.1e}"),
+            ("logprob gap", f"{m.logprob_gap or 0:.1e}"),
         )
         for name, _ in cells:
             table.add_column(name)

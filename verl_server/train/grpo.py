@@ -5,246 +5,170 @@
 trains a policy on any OpenEnv environment that talks text; under `torchrun --nproc-per-node N` the model is
 sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server. The
 behaviour policy is what the server's log-probabilities say it was, token by token. To change the algorithm,
-copy this file.
+copy this file. The other modules of this folder hold what is no part of the algorithm: `policy` (the model),
+`batches` (packing), `metrics`, `run_folder` and `checkpoints` (files), `ranks` (processes).
+
+Exit status: 0 the run is complete, 1 an error (a message says which), 2 wrong options, 3 gave up because several
+steps in a row had nothing to train on. After 3 everything is saved and `--resume` continues.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
+import contextlib
+import logging
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
-from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
-from verl_server.train.ranks import full, launch_engine, load_policy, over_ranks, save_policy, setup_ranks
+from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
+from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.environment_check import check_environment
+from verl_server.train.metrics import (
+    Failure,
+    Learned,
+    RolloutReport,
+    StepMetrics,
+    count_errors,
+    describe_rollout,
+    describe_step,
+    merge_reports,
+    report_rollout,
+)
+from verl_server.train.options import GRPOConfig, TrainArgs
+from verl_server.train.policy import Policy, load_policy, save_policy
+from verl_server.train.ranks import all_ranks, attach_engine, full, launch_engine, over_ranks, setup_ranks
+from verl_server.train.run_folder import RunFolder
+from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GRPOConfig:
-    """Settings of the algorithm."""
+def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
+    """The trajectories that can be trained on, each with its reward less its group's mean.
 
-    groups: int = 16
-    """Groups per step, over all ranks; each plays one environment seed."""
-    group_size: int = 16
-    """Trajectories per group."""
-    epochs: int = 2
-    """Passes over a step's trajectories."""
-    minibatches: int = 4
-    """Optimizer steps per pass."""
-    micro_batch_size: int = 64
-    """Trajectories per forward pass of a rank."""
-    learning_rate: float = 1e-6
-    final_learning_rate: float = 0.15
-    """Share of the learning rate that is left at the last step; it falls linearly."""
-    warmup_steps: int = 5
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus at the first step; it falls linearly to 0."""
-    normalize_std: bool = False
-    """Divide advantages by the group's standard deviation, which favours groups that are nearly solved."""
-    max_grad_norm: float = 1.0
-    temperature: float = 1.0
-    """Of sampling, hence of the log-probabilities that are trained."""
-    seed: int = 0
-    """Of the environments and of sampling: the same seed repeats the run."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """Trajectories as tensors, padded on the right. Position t of the last three is about `tokens[t]`."""
-
-    tokens: torch.Tensor  # [n, length]
-    loss_mask: torch.Tensor  # [n, length] float: 1 where the policy sampled the token
-    behaviour_logprobs: torch.Tensor  # [n, length]
-    advantages: torch.Tensor  # [n]
-
-    @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], advantages: Sequence[float], device: torch.device) -> Batch:
-        rows = (len(trajectories), max(len(t.tokens) for t in trajectories))
-        tokens, mask, logprobs = torch.zeros(rows, dtype=torch.long), torch.zeros(rows), torch.zeros(rows)
-        for row, trajectory in enumerate(trajectories):
-            length = len(trajectory.tokens)
-            tokens[row, :length] = torch.tensor(trajectory.tokens)
-            mask[row, :length] = torch.tensor(trajectory.loss_mask, dtype=torch.float32)
-            logprobs[row, :length] = torch.tensor(trajectory.logprobs)
-        return cls(tokens.to(device), mask.to(device), logprobs.to(device), torch.tensor(advantages, device=device))
-
-    def __getitem__(self, rows: torch.Tensor) -> Batch:
-        return Batch(self.tokens[rows], self.loss_mask[rows], self.behaviour_logprobs[rows], self.advantages[rows])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass
-class StepMetrics:
-    """What a step of training did; one line of metrics.jsonl."""
-
-    step: int
-    weight_version: str
-    """Under which the step's trajectories were sampled."""
-    reward: float | None
-    trajectories: int
-    trainable: int
-    stop_reasons: dict[str, int]
-    turns: float
-    sampled_tokens: int
-    tokens_per_s: float
-    """Sampled tokens per second of rollout."""
-    logprob_gap: float
-    """Largest difference between the server's and the trainer's log-probability of a sampled token, before the
-    step's first update: both hold the same weights then."""
-    rollout_seconds: float
-    generate_seconds: float
-    """Mean over trajectories of the time spent waiting for the server."""
-    env_seconds: float
-    """Mean over trajectories of the time spent waiting for the environment."""
-    train_seconds: float
-    sync_seconds: float
-    losses: dict[str, float] = field(default_factory=dict)
-    success: float | None = None
-    """Share of episodes that succeeded, where the caller knows what that means."""
-
-
-_EMPTY = Trajectory(task=Task(seed=0), tokens=[0, 0], loss_mask=[0, 0], logprobs=[0.0, 0.0])
-"""Stands in where a rank has nothing to train on."""
-
-
-def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> tuple[list[Trajectory], list[float]]:
-    """The trajectories that can be trained on, and each one's reward less its group's mean.
-
-    What has no reward (the environment or the server failed) is left out; so are groups in which all fared
-    alike, since they tell nothing.
+    Episodes without a reward (the environment or the server failed) are left out; so are groups with equal rewards,
+    for their advantages are 0.
     """
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.is_trainable:
             groups.setdefault(trajectory.task.group, []).append(trajectory)
-    kept: list[Trajectory] = []
-    advantages: list[float] = []
+    samples: list[Sample] = []
     for group in groups.values():
         rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
         centered = rewards - rewards.mean()
         if centered.abs().max() < 1e-9:
             continue
         scale = rewards.std(correction=0) if normalize_std else 1.0
-        kept += group
-        advantages += (centered / scale).tolist()
-    return kept, advantages
-
-
-def token_logprobs(model: torch.nn.Module, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each token given those before it, and the entropy there; both [n, length], first 0."""
-    logits = model(input_ids=tokens).logits[:, :-1].float() / temperature
-    distribution = logits.log_softmax(-1)
-    logprobs = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    return torch.nn.functional.pad(logprobs, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+        samples += [Sample(t, advantage) for t, advantage in zip(group, (centered / scale).tolist(), strict=True)]
+    return samples
 
 
 def policy_loss(
-    logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch, config: GRPOConfig, entropy_coef: float
+    logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: MicroBatch, config: GRPOConfig, entropy_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate, summed over the sampled tokens, and the sums that its metrics are made of."""
     ratio = (logprobs - batch.behaviour_logprobs).exp()
-    advantages = batch.advantages[:, None]
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    loss = -((surrogate + entropy_coef * entropy) * batch.loss_mask).sum()
-    sums = {
-        "entropy": (entropy * batch.loss_mask).sum().detach(),
-        "clip_fraction": ((ratio != clipped) * batch.loss_mask).sum().detach(),
-    }
-    return loss, sums
+    loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).sum()
+    sums = {"clip_fraction": (ratio != clipped).sum()}
+    if entropy is not None:
+        sums["entropy"] = entropy.detach().sum()
+        if entropy_coef:
+            loss = loss - entropy_coef * entropy.sum()
+    return loss, {"loss": loss.detach()} | sums
 
 
 class PolicyTrainer:
     """The policy that learns and its optimizer: one rank's part of them under torchrun."""
 
-    def __init__(self, model: torch.nn.Module, config: GRPOConfig, steps: int, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, policy: Policy, config: GRPOConfig, steps: int, device: torch.device) -> None:
+        """`steps` is the length of the whole run, over which the learning rate falls."""
+        self.policy = policy
         self.config = config
         self.device = device
+        self.optimizer = torch.optim.AdamW(
+            policy.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
+        )
         self._steps = steps
-        self._step = 0
-        self._optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0)
-        self._shuffle = torch.Generator().manual_seed(config.seed)
 
-    def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float:
+    def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float | None:
         """Largest |server - trainer| log-probability of a token that was sampled under `version`.
 
-        Called while this model holds that version, on as many trajectories as fit one forward pass.
+        Called by all ranks while this model holds that version. Compares the longest trajectories of each rank, as many
+        as fit one forward pass; None if no rank has any such token.
         """
-        sample = list(trajectories[: self.config.micro_batch_size]) or [_EMPTY]
-        batch = Batch.of(sample, [0.0] * len(sample), self.device)
-        current = torch.zeros_like(batch.loss_mask)
-        for row, trajectory in enumerate(sample):
-            is_current = [float(v == version) for v in trajectory.weight_versions]
-            current[row, : len(is_current)] = torch.tensor(is_current)
+        samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
+        packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
+        batch = MicroBatch.of(packed, self.device)
+        current = [s.trajectory.weight_versions[i] == version for s in packed for i in sampled_positions(s.trajectory)]
         with torch.no_grad():
-            logprobs, _ = token_logprobs(self.model, batch.tokens, self.config.temperature)
-        gap = ((logprobs - batch.behaviour_logprobs).abs() * batch.loss_mask * current).max()
-        return float(over_ranks(gap.cpu(), dist.ReduceOp.MAX))
+            logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
+        gaps = (logprobs - batch.behaviour_logprobs).abs().cpu()[torch.tensor(current, dtype=torch.bool)]
+        gap = float(over_ranks(gaps.max() if len(gaps) else torch.tensor(-1.0), dist.ReduceOp.MAX))
+        return gap if gap >= 0 else None
 
-    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """One step of training on this rank's trajectories; returns means of the losses."""
-        kept, advantages = group_advantages(trajectories, self.config.normalize_std)
-        # Ranks must do the same number of passes; those with fewer trajectories add empty ones.
-        rows = int(over_ranks(torch.tensor(len(kept)), dist.ReduceOp.MAX))
-        missing = rows - len(kept)
-        progress = self._step / max(1, self._steps)
-        self._step += 1
-        if rows == 0:
-            return {}
-        batch = Batch.of(kept + [_EMPTY] * missing, advantages + [0.0] * missing, self.device)
-        warmup = min(1.0, self._step / max(1, self.config.warmup_steps))
-        decay = max(self.config.final_learning_rate, 1.0 - progress)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * warmup * decay
-        results = []
-        for _ in range(self.config.epochs):
-            for minibatch in torch.randperm(rows, generator=self._shuffle).chunk(self.config.minibatches):
-                results.append(self._optimizer_step(batch[minibatch], 1.0 - progress))
-        return {name: sum(result[name] for result in results) / len(results) for name in results[0]}
-
-    def _optimizer_step(self, batch: Batch, entropy_share: float) -> dict[str, float]:
+    def update(self, samples: Sequence[Sample], step: int) -> Learned:
+        """Train on this rank's samples of a step; called by all ranks, of which one has a sample at least."""
         config = self.config
-        ranks = dist.get_world_size()
-        tokens = float(over_ranks(batch.loss_mask.sum().cpu(), dist.ReduceOp.SUM))
-        sums: dict[str, float] = {"loss": 0.0}
-        for start in range(0, len(batch), config.micro_batch_size):
-            micro = batch[torch.arange(start, min(start + config.micro_batch_size, len(batch)))]
-            logprobs, entropy = token_logprobs(self.model, micro.tokens, config.temperature)
-            loss, parts = policy_loss(logprobs, entropy, micro, config, config.entropy_coef * entropy_share)
-            # FSDP averages gradients over ranks; the loss is a mean over the tokens of all ranks.
-            (loss * ranks / max(tokens, 1.0)).backward()  # type: ignore[no-untyped-call]
-            sums["loss"] += loss.item()
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        totals = over_ranks(torch.tensor(list(sums.values())), dist.ReduceOp.SUM) / max(tokens, 1.0)
-        return dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": float(full(norm))}
+        most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
+        minibatches = min(config.minibatches, most)
+        progress = step / max(1, self._steps)
+        warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * warmup * max(config.final_learning_rate, 1.0 - progress)
+        # A function of the step, so that a run that is resumed trains in the same order.
+        shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        results = []
+        for _ in range(config.epochs):
+            for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
+                minibatch = [samples[row] for row in rows.tolist()]
+                results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress)))
+        losses = {name: sum(r.losses[name] for r in results) / len(results) for name in results[0].losses}
+        return Learned(losses, sum(r.tokens for r in results), sum(r.padded_tokens for r in results))
 
-    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """What the server is given: every parameter under its Hugging Face name, a shard of it if sharded."""
-        return list(self.model.named_parameters())
+    def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float) -> Learned:
+        """One step along the mean over the sampled tokens of all ranks, however they are cut into micro-batches."""
+        config = self.config
+        packed = pack(minibatch, config.micro_batch_tokens)
+        # Ranks must do the same number of passes; those with fewer micro-batches add empty ones.
+        passes = int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX))
+        packed += [[]] * (passes - len(packed))
+        lengths = [len(sample.trajectory.tokens) for sample in minibatch]
+        padded = sum(len(rows) * len(rows[0].trajectory.tokens) for rows in packed if rows)
+        sampled = sum(len(sampled_positions(sample.trajectory)) for sample in minibatch)
+        counts = over_ranks(torch.tensor([sampled, sum(lengths), padded], dtype=torch.int64)).tolist()
+        mean = 1 / max(1, counts[0])
+        sums: dict[str, torch.Tensor] = {}
+        for rows in packed:
+            batch = MicroBatch.of(rows, self.device)
+            want_entropy = config.track_entropy or entropy_coef > 0
+            logprobs, entropy = self.policy(batch.tokens, batch.positions, config.temperature, entropy=want_entropy)
+            loss, parts = policy_loss(logprobs, entropy, batch, config, entropy_coef)
+            # FSDP averages gradients over ranks; the loss is a mean over the tokens of all ranks.
+            (loss * (dist.get_world_size() * mean)).backward()  # type: ignore[no-untyped-call]
+            sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        totals = over_ranks(torch.stack([value.float() for value in sums.values()]).cpu()) * mean
+        losses = dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": float(full(norm))}
+        return Learned(losses, counts[1], counts[2])
 
 
 def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
@@ -259,138 +183,203 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
     return tasks
 
 
+@dataclass
+class Step:
+    """What `GRPO.step` returns."""
+
+    metrics: StepMetrics
+    """Over all ranks, the same on each."""
+    rollout: Rollout
+    """This rank's episodes."""
+    failures: list[Failure]
+    """Episodes of all ranks that failed."""
+
+
 class GRPO:
     """One rank's run: its share of the groups, its part of the model, and the engine that all ranks share."""
 
-    def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: AgentLoop) -> None:
+    def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: AgentLoop, ranks: RankGroup) -> None:
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
+        self.next_step = 0
         self.version = 0
-        ranks = dist.get_world_size()
-        if trainer.config.groups % ranks:
-            raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks} ranks.")
-        self._groups = trainer.config.groups // ranks
-        self._first_group = dist.get_rank() * self._groups
+        """Version of the served weights: the number of the step after the one that made them."""
+        self._ranks = ranks
+        if trainer.config.groups % ranks.size:
+            raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
+        self._groups = trainer.config.groups // ranks.size
+        self._first_group = ranks.rank * self._groups
 
-    def step(self, on_finish: Any = None) -> tuple[StepMetrics, Rollout]:
-        """Roll out under the current weights, learn from it, push the result."""
-        tasks = make_tasks(self.version, self.trainer.config, self._first_group, self._groups)
-        rollout = self.loop.run(tasks, on_finish)
+    def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
+        """Roll out under the current weights, learn from it, push the result.
+
+        If no rank has anything to learn from, weights and version stay, and `metrics.skipped` says why.
+        """
+        step, version = self.next_step, str(self.version)
+        rollout, samples, report = self._roll_out(on_finish)
         start = time.monotonic()
-        gap = self.trainer.logprob_gap(rollout.trajectories, str(self.version))
-        losses = self.trainer.update(rollout.trajectories)
-        trained = time.monotonic()
-        step, self.version = self.version, self.version + 1
-        self.push()
-        stats = summarize(rollout.trajectories)
-        metrics = StepMetrics(
-            step=step,
-            weight_version=str(step),
-            reward=stats.mean_reward,
-            trajectories=stats.trajectories,
-            trainable=stats.trainable,
-            stop_reasons=stats.stop_reasons,
-            turns=stats.mean_turns,
-            sampled_tokens=stats.sampled_tokens,
-            tokens_per_s=stats.sampled_tokens / rollout.seconds,
-            logprob_gap=gap,
-            rollout_seconds=rollout.seconds,
-            generate_seconds=stats.generate_seconds / max(1, stats.trajectories),
-            env_seconds=stats.env_seconds / max(1, stats.trajectories),
-            train_seconds=trained - start,
-            sync_seconds=time.monotonic() - trained,
-            losses=losses,
-        )
-        return metrics, rollout
+        gap = self.trainer.logprob_gap(rollout.trajectories, version) if report.trainable else None
+        metrics = describe_rollout(report, step=step, version=version, ranks=self._ranks.size, gap=gap)
+        self.next_step += 1
+        if metrics.skipped is None:
+            learned = self.trainer.update(samples, step)
+            metrics.losses = learned.losses
+            metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
+            trained = time.monotonic()
+            metrics.train_seconds = trained - start
+            self.version = self.next_step
+            self.push()
+            metrics.sync_seconds = time.monotonic() - trained
+        return Step(metrics, rollout, report.failures)
 
     def push(self) -> None:
-        """Give the server the trainer's weights, as version `self.version`."""
-        weights = self.trainer.named_weights()
+        """Copy the trainer's weights into the server, as version `self.version`."""
+        weights = self.trainer.policy.named_weights()
         self.engine.update_weights_from_tensor(weights, weight_version=str(self.version), partial=False)
+
+    def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
+        """This rank's episodes and what can be learned from them, and the report over all ranks.
+
+        The ranks meet here: an error of one rank's rollout is raised on all of them.
+        """
+        config = self.trainer.config
+        tasks = make_tasks(self.next_step, config, self._first_group, self._groups)
+        mine: list[tuple[Rollout, list[Sample]]] = []
+
+        def play() -> bytes:
+            rollout = self.loop.run(tasks, on_finish)
+            samples = group_advantages(rollout.trajectories, config.normalize_std)
+            mine.append((rollout, samples))
+            report = report_rollout(
+                rollout.trajectories,
+                len(samples),
+                rollout.seconds,
+                step=self.next_step,
+                rank=self._ranks.rank,
+                env_url=self.loop.environment_url,
+                server_url=str(self.engine.url),
+            )
+            return msgspec.msgpack.encode(report)
+
+        reports = self._ranks.gather("GRPO.step", play)
+        rollout, samples = mine[0]
+        return rollout, samples, merge_reports([msgspec.msgpack.decode(r, type=RolloutReport) for r in reports])
 
 
 # -- a run from the command line ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrainArgs:
-    """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol)."""
-
-    model_path: str
-    """Folder or hub id of the policy to start from."""
-    env_url: str
-    """URL of the environment server."""
-    steps: int = 100
-    out: Path = Path("runs/grpo")
-    """Gets metrics.jsonl, trajectories.jsonl and the trained model."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    chat: bool = True
-    """Observations are user messages of the model's chat template; otherwise plain text."""
-    observation_key: str = "text"
-    """Key of the text in the environment's observations."""
-    action_key: str = "text"
-    """Key under which the environment wants the policy's text."""
-    max_turns: int = 8
-    max_new_tokens: int = 512
-    """Per turn."""
-    max_concurrency: int | None = None
-    """Most environment sessions at one time, per rank."""
-    server_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    grpo: GRPOConfig = field(default_factory=GRPOConfig)
-
-
 def train(args: TrainArgs) -> None:
     """The whole run on this rank; called by every rank under torchrun."""
-    device = setup_ranks(args.device)
-    leader = dist.get_rank() == 0
+    device = setup_ranks(args.device, args.rank_timeout)
+    ranks = all_ranks(args.rank_timeout)
+    if ranks.rank > 0:  # all ranks know the same, so one of them logs it
+        logging.getLogger("verl_server.train").setLevel(logging.ERROR)
+    folder = RunFolder(args.out)
+    checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     keys = {"observation_key": args.observation_key, "action_key": args.action_key}
     renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
-    trainer = PolicyTrainer(load_policy(args.model_path, device), args.grpo, args.steps, device)
-    with launch_engine(args.model_path, device, dtype=args.server_dtype) as engine:
-        limits = Limits(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens)
-        sampling = {"temperature": args.grpo.temperature}
-        with AgentLoop(
-            str(engine.url),
+    ranks.call("check_environment", lambda _: check_environment(args.env_url, renderer, args.limits.env))
+    policy = load_policy(
+        args.model_path,
+        device,
+        compute_dtype=args.torch_compute_dtype,
+        gradient_checkpointing=args.gradient_checkpointing,
+        logprob_chunk=args.logprob_chunk,
+    )
+    trainer = PolicyTrainer(policy, args.grpo, args.steps, device)
+    with _serving(args, device, renderer) as (engine, loop):
+        run = GRPO(trainer, engine, loop, ranks)
+        if checkpoint is not None:
+            progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
+            run.next_step, run.version = progress.next_step, progress.version
+        run.push()
+        try:
+            _run_steps(args, run, folder)
+        except UnansweredError:
+            raise  # another rank is gone, and would be missing when the others save together
+        except VerlServerError as error:
+            _save(args, run, tokenizer)
+            error.add_note(f"Checkpoint, model and metrics are saved in {args.out}; --resume continues the run.")
+            raise
+        _save(args, run, tokenizer)
+
+
+@contextlib.contextmanager
+def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Iterator[tuple[VerlEngine, AgentLoop]]:
+    """The rollout server, launched or attached to, and this rank's loop over it."""
+    settings = args.server_settings
+    with contextlib.ExitStack() as stack:
+        if args.server_url is None:
+            engine = launch_engine(args.model_path, device, **settings)
+        else:
+            engine = attach_engine(args.server_url, settings.get("api_key"), settings.get("admin_api_key"))
+        stack.enter_context(engine)
+        client = stack.enter_context(HttpServerEngineAdapter.attach(str(engine.url), settings.get("api_key")))
+        loop = AgentLoop(
+            client,
             args.env_url,
             renderer,
-            sampling_params=sampling,
-            limits=limits,
+            sampling_params={"temperature": args.grpo.temperature},
+            limits=args.limits,
             max_concurrency=args.max_concurrency,
-        ) as loop:
-            run = GRPO(trainer, engine, loop)
-            run.push()
-            for _ in range(args.steps):
-                metrics, rollout = run.step()
-                if leader:
-                    _record(args.out, metrics, rollout)
-        save_policy(trainer.model, args.out / "model", tokenizer)
+        )
+        yield engine, stack.enter_context(loop)
 
 
-def _record(out: Path, metrics: StepMetrics, rollout: Rollout) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    append_jsonl(out / "metrics.jsonl", [dataclasses.asdict(metrics)])
-    append_jsonl(out / "trajectories.jsonl", rollout.trajectories[:4])
-    reward = math.nan if metrics.reward is None else metrics.reward
-    print(
-        f"step {metrics.step:4d}  reward {reward:6.3f}  turns {metrics.turns:4.1f}  "
-        f"{metrics.tokens_per_s:6.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s  "
-        f"train {metrics.train_seconds:.2f} s  sync {metrics.sync_seconds:.3f} s  "
-        f"gap {metrics.logprob_gap:.1e}  {json.dumps(metrics.stop_reasons)}",
-        flush=True,
-    )
+def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
+    skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
+    while run.next_step < args.steps:
+        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # for models with dropout
+        step = run.step()
+        if dist.get_rank() == 0:
+            folder.record(step.metrics, step.rollout.trajectories, step.failures)
+            print(describe_step(step.metrics), flush=True)
+            if step.failures and step.metrics.skipped is None:
+                failed, episodes = step.metrics.failed, step.metrics.trajectories
+                errors = count_errors(step.failures)
+                logger.warning("Step %d: %d of %d episodes failed: %s", step.metrics.step, failed, episodes, errors)
+        skipped.note(step.metrics)
+        if args.save_every and run.next_step % args.save_every == 0:
+            _save_checkpoint(args, run)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def _save(args: TrainArgs, run: GRPO, tokenizer: Any) -> None:
+    """Write the checkpoint and the model; called by all ranks."""
+    _save_checkpoint(args, run)
+    save_policy(run.trainer.policy, args.out / "model", tokenizer)
+
+
+def _save_checkpoint(args: TrainArgs, run: GRPO) -> None:
+    trainer = run.trainer
+    save_checkpoint(args.out, trainer.policy, trainer.optimizer, next_step=run.next_step, version=run.version)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. An error that the user can act on is a message, not a traceback."""
     import tyro
 
+    prog = "python -m verl_server.train.grpo"
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        train(tyro.cli(TrainArgs, args=argv, prog="python -m verl_server.train.grpo"))
+        args = tyro.cli(TrainArgs, args=argv, prog=prog)
+    except BadRequestError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    try:
+        train(args)
+    except VerlServerError as error:
+        # Every rank has the same error; only of another rank's end may rank 0 know nothing.
+        if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
+            print(" ".join([f"{prog}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        return 3 if isinstance(error, NothingToTrainError) else 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,65 +1,59 @@
-"""What a trainer rank needs besides the algorithm: its process group, its part of the model, the server.
+"""What a trainer rank needs besides the algorithm: its process group, and the rollout server.
 
 Used by `grpo.py` and the demo. A single process is a group of one rank, so there is one code path.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import datetime
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.weight_sync.trainer.sender import gather_full_tensors
+
+RANK_TIMEOUT = 7200.0
+"""Seconds that one rank waits for another; longer than the longest episode (`Limits.trajectory_timeout`)."""
 
 
-def setup_ranks(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
     """Join torchrun's process group, or make one of a single rank; returns this rank's device."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        bound = datetime.timedelta(seconds=timeout)
         if dist.is_torchelastic_launched():
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=bound)
         else:
-            dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+            store = torch._C._distributed_c10d.HashStore()
+            dist.init_process_group(backend, timeout=bound, store=store, rank=0, world_size=1)
     if kind == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def load_policy(model_path: str, device: torch.device) -> torch.nn.Module:
-    """The policy in fp32, sharded over the ranks if there are several."""
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    model.to(device)
-    if dist.get_world_size() > 1:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        # A root that stays gathered after a forward without backward would be pushed as temporaries.
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    policy: torch.nn.Module = model.train()
-    return policy
+def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
+    """Calls of all trainer ranks together: what one of them raises is raised on all."""
+    return RankGroup(list(range(dist.get_world_size())), timeout, timeout)
 
 
 def launch_engine(model_path: str, device: torch.device, **settings: Any) -> VerlEngine:
     """A rollout server in a process of its own, shared by all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     defaults: dict[str, Any] = {"tp_size": 1, "device": device.type, "weight_version": "0"}
-    return VerlEngine(mesh, launch_server=True, model_path=model_path, **(defaults | settings))
+    return VerlEngine(_cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
 
 
-def save_policy(model: Any, folder: Path, tokenizer: Any) -> None:
-    """Write the trained model as a Hugging Face folder; all ranks call it, rank 0 writes."""
-    state = {name: tensor.detach().cpu() for name, tensor in gather_full_tensors(model.named_parameters())}
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+def attach_engine(url: str, api_key: str | None = None, admin_api_key: str | None = None) -> VerlEngine:
+    """A rollout server that runs already on this host; it keeps running when the engine is shut down."""
+    return VerlEngine(_cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key)
+
+
+def _cpu_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def over_ranks(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

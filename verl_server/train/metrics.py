@@ -1,0 +1,243 @@
+"""What a step did, over all ranks: the rollout's figures, its failures, and one line of metrics.jsonl.
+
+Each rank describes its own episodes with a `RolloutReport`; the ranks exchange the reports, and every rank merges them
+to the same totals, on which it decides what to do next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from verl_server.rollout.trajectory import StopReason, Trajectory
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """An episode that the environment or the server broke off; one line of errors.jsonl."""
+
+    step: int
+    rank: int
+    url: str
+    """The environment server's, or the rollout server's if the generation failed."""
+    stop_reason: str
+    error: str
+    seed: int
+    group: int
+    episode_id: str | None
+    turns: int
+    """Turns that the episode had begun."""
+
+
+class RolloutReport(msgspec.Struct, kw_only=True):
+    """Sums over the episodes of one rank, or of all ranks once they are merged."""
+
+    episodes: int = 0
+    scored: int = 0
+    """Episodes that have a reward."""
+    reward: float = 0.0
+    trainable: int = 0
+    """Scored episodes in which the policy sampled at least one token."""
+    kept: int = 0
+    """Trainable episodes of groups whose rewards differ: the step learns from these."""
+    turns: int = 0
+    sampled_tokens: int = 0
+    generate_seconds: float = 0.0
+    env_seconds: float = 0.0
+    seconds: float = 0.0
+    """Wall time of the rollout; after a merge that of the slowest rank."""
+    stop_reasons: dict[str, int] = {}
+    failures: list[Failure] = []
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward / self.scored if self.scored else None
+
+    def obstacle(self) -> str | None:
+        """Why there is nothing to train on, with the errors and how many episodes had each; None if there is."""
+        if self.kept:
+            return None
+        failed = f"{len(self.failures)} of {self.episodes} episodes failed: {count_errors(self.failures)}"
+        if len(self.failures) == self.episodes:
+            return failed
+        if not self.trainable:
+            reason = f"no episode has both a reward and a sampled token (ends: {self.stop_reasons})"
+        else:
+            reason = (
+                f"in no group did the rewards differ ({self.scored} episodes have a reward, {self.mean_reward:.4g} "
+                "on average)"
+            )
+        return f"{reason}; {failed}" if self.failures else reason
+
+
+def report_rollout(
+    trajectories: Sequence[Trajectory],
+    kept: int,
+    seconds: float,
+    *,
+    step: int,
+    rank: int,
+    env_url: str,
+    server_url: str,
+) -> RolloutReport:
+    """The figures of this rank's episodes."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    failures = [
+        Failure(
+            step=step,
+            rank=rank,
+            url=server_url if t.stop_reason is StopReason.GENERATION_ERROR else env_url,
+            stop_reason=str(t.stop_reason),
+            error=t.error,
+            seed=t.task.seed,
+            group=t.task.group,
+            episode_id=t.task.episode_id,
+            turns=len(t.turns),
+        )
+        for t in trajectories
+        if t.error is not None
+    ]
+    return RolloutReport(
+        episodes=len(trajectories),
+        scored=len(rewards),
+        reward=sum(rewards),
+        trainable=sum(t.is_trainable for t in trajectories),
+        kept=kept,
+        turns=sum(len(t.turns) for t in trajectories),
+        sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        generate_seconds=sum(t.seconds("generate") for t in trajectories),
+        env_seconds=sum(t.seconds("env") for t in trajectories),
+        seconds=seconds,
+        stop_reasons=dict(Counter(str(t.stop_reason) for t in trajectories)),
+        failures=failures,
+    )
+
+
+def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """The totals over the ranks."""
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        reasons.update(report.stop_reasons)
+    return RolloutReport(
+        episodes=sum(r.episodes for r in reports),
+        scored=sum(r.scored for r in reports),
+        reward=sum(r.reward for r in reports),
+        trainable=sum(r.trainable for r in reports),
+        kept=sum(r.kept for r in reports),
+        turns=sum(r.turns for r in reports),
+        sampled_tokens=sum(r.sampled_tokens for r in reports),
+        generate_seconds=sum(r.generate_seconds for r in reports),
+        env_seconds=sum(r.env_seconds for r in reports),
+        seconds=max(r.seconds for r in reports),
+        stop_reasons=dict(reasons.most_common()),
+        failures=[failure for r in reports for failure in r.failures],
+    )
+
+
+@dataclass
+class Learned:
+    """What the optimizer steps of one training step did, over all ranks."""
+
+    losses: dict[str, float]
+    """Means over the sampled tokens of each optimizer step, then over the optimizer steps."""
+    tokens: int
+    """Tokens of the trajectories, once for each epoch."""
+    padded_tokens: int
+    """Tokens that the forward passes computed: `tokens` and the padding."""
+
+
+@dataclass
+class StepMetrics:
+    """One line of metrics.jsonl. Counts are sums over all ranks, means are over the episodes of all ranks."""
+
+    step: int
+    weight_version: str
+    """Version of the weights that sampled the step's trajectories."""
+    ranks: int
+    reward: float | None
+    """Mean over the episodes that have one."""
+    trajectories: int
+    failed: int
+    """Episodes that an environment or the server broke off; each is in errors.jsonl."""
+    trainable: int
+    kept: int
+    """Trajectories that the step learned from: trainable, and of groups whose rewards differ."""
+    stop_reasons: dict[str, int]
+    turns: float
+    sampled_tokens: int
+    tokens_per_s: float
+    """Sampled tokens per second of rollout."""
+    logprob_gap: float | None
+    """Largest difference between the server's and the trainer's log-probability of a sampled token, before the step's
+    first update, when both hold the same weights. None if no token could be compared."""
+    rollout_seconds: float
+    """The slowest rank's."""
+    generate_seconds: float
+    """Mean over trajectories of the time spent waiting for the server."""
+    env_seconds: float
+    """Mean over trajectories of the time spent waiting for the environment."""
+    train_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    trained_tokens: int = 0
+    """Tokens of the trajectories that the step learned from, once for each epoch."""
+    padded_tokens: int = 0
+    """Tokens that the passes computed: `trained_tokens` and the padding."""
+    losses: dict[str, float] = field(default_factory=dict)
+    skipped: str | None = None
+    """Why the step learned nothing; the weights and their version stay."""
+    success: float | None = None
+    """Share of episodes that succeeded, where the caller knows what that means."""
+
+
+def describe_rollout(report: RolloutReport, *, step: int, version: str, ranks: int, gap: float | None) -> StepMetrics:
+    """The metrics of a step before anything was learned."""
+    episodes = max(1, report.episodes)
+    return StepMetrics(
+        step=step,
+        weight_version=version,
+        ranks=ranks,
+        reward=report.mean_reward,
+        trajectories=report.episodes,
+        failed=len(report.failures),
+        trainable=report.trainable,
+        kept=report.kept,
+        stop_reasons=report.stop_reasons,
+        turns=report.turns / episodes,
+        sampled_tokens=report.sampled_tokens,
+        tokens_per_s=report.sampled_tokens / max(report.seconds, 1e-9),
+        logprob_gap=gap,
+        rollout_seconds=report.seconds,
+        generate_seconds=report.generate_seconds / episodes,
+        env_seconds=report.env_seconds / episodes,
+        skipped=report.obstacle(),
+    )
+
+
+def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
+    """The most frequent errors: "12 x <error>; 3 x ...", with the URL where the error does not name it."""
+    counts = Counter(_with_url(failure) for failure in failures).most_common()
+    shown = "; ".join(f"{count} x {error.rstrip('.')}" for error, count in counts[:most])
+    more = len(counts) - most
+    return f"{shown}; and {more} other error(s)" if more > 0 else shown
+
+
+def describe_step(metrics: StepMetrics) -> str:
+    """A step on one line of the log."""
+    reward = math.nan if metrics.reward is None else metrics.reward
+    gap = "none" if metrics.logprob_gap is None else f"{metrics.logprob_gap:.1e}"
+    line = (
+        f"step {metrics.step:4d}  reward {reward:6.3f}  turns {metrics.turns:4.1f}  "
+        f"{metrics.tokens_per_s:6.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s  "
+        f"train {metrics.train_seconds:.2f} s  sync {metrics.sync_seconds:.3f} s  "
+        f"gap {gap}  {json.dumps(metrics.stop_reasons)}"
+    )
+    return line if metrics.skipped is None else f"{line}  skipped"
+
+
+def _with_url(failure: Failure) -> str:
+    address = failure.url.partition("://")[2] or failure.url
+    return failure.error if address in failure.error else f"{failure.url}: {failure.error}"

@@ -1,0 +1,140 @@
+"""The options of a training run: `GRPOConfig` for the algorithm, `TrainArgs` for everything else.
+
+The command line of `verl_server.train.grpo` is generated from these classes: each docstring below is that option's
+help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.episode import Limits
+from verl_server.server_args import ServerArgs
+from verl_server.train.ranks import RANK_TIMEOUT
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """Settings of the algorithm."""
+
+    groups: int = 16
+    """Groups per step, over all ranks; each plays one environment seed."""
+    group_size: int = 16
+    """Trajectories per group."""
+    epochs: int = 2
+    """Passes over a step's trajectories."""
+    minibatches: int = 4
+    """Optimizer steps per pass."""
+    micro_batch_tokens: int = 8192
+    """Most tokens of one forward pass of a rank, padding included; a longer trajectory gets a pass of its own.
+    Gradients are summed over the passes, so this changes memory and speed only."""
+    learning_rate: float = 1e-6
+    final_learning_rate: float = 0.15
+    """Share of the learning rate that is left at the last step; it falls linearly."""
+    warmup_steps: int = 5
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus at the first step; it falls linearly to 0."""
+    track_entropy: bool = True
+    """Report the policy's entropy where there is no entropy bonus, too. Without it training is a little faster."""
+    normalize_std: bool = False
+    """Divide advantages by the group's standard deviation, which favours groups that are nearly solved."""
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+    """Temperature of sampling, hence of the log-probabilities that are trained."""
+    seed: int = 0
+    """Seed of the environments, of sampling and of the order of training: the same seed repeats the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise BadRequestError(f"GRPOConfig.{name} must be at least 1, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol).
+
+    Exit status: 0 complete, 1 an error, 2 wrong options, 3 gave up after steps with nothing to train on (everything is
+    saved; --resume continues).
+    """
+
+    model_path: str
+    """Folder or hub id of the policy to start from."""
+    env_url: str
+    """URL of the environment server."""
+    steps: int = 100
+    """Steps of the whole run, those before a --resume included."""
+    out: Path = Path("runs/grpo")
+    """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint and the trained model."""
+    resume: bool = False
+    """Continue the run in --out from its checkpoint."""
+    save_every: int = 50
+    """Steps between checkpoints; 0 saves at the end only. Only the newest checkpoint is kept."""
+    max_skipped_steps: int = 5
+    """Steps in a row with nothing to train on (failed episodes, equal rewards) after which the run gives up."""
+    retry_pause: float = 10.0
+    """Seconds to wait after a skipped step with failed episodes; doubled after each further one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy is trained; the launched server follows, unless --server.device names another device."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What passes are computed in; auto: bfloat16 on CUDA, float32 on the CPU. Weights and optimizer are fp32."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
+    logprob_chunk: int = 2048
+    """Tokens whose logits exist at one time: memory is a few times this x vocabulary x 4 bytes."""
+    chat: bool = True
+    """Observations are user messages of the model's chat template; otherwise plain text."""
+    observation_key: str = "text"
+    """Key of the text in the environment's observations."""
+    action_key: str = "text"
+    """Key under which the environment wants the policy's text."""
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Limits(max_turns=8, max_new_tokens=512)
+    )
+    max_concurrency: int | None = None
+    """Most environment sessions at one time, per rank."""
+    rank_timeout: float = RANK_TIMEOUT
+    """Seconds that one rank waits for another; must exceed --trajectory-timeout."""
+    server_url: Annotated[str | None, tyro.conf.arg(name="server")] = None
+    """URL of a rollout server of the same model that runs on this host; default: a server is launched."""
+    server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))
+    """Settings of the launched server. Model, device, port and weight version follow from the run unless they are set;
+    with --server only the keys count."""
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.max_skipped_steps < 1 or self.logprob_chunk < 1:
+            raise BadRequestError("steps, max_skipped_steps and logprob_chunk must be at least 1.")
+        if self.save_every < 0 or self.retry_pause < 0:
+            raise BadRequestError("save_every and retry_pause must not be negative.")
+        if self.rank_timeout <= self.limits.trajectory_timeout:
+            raise BadRequestError(
+                f"rank_timeout={self.rank_timeout:g} must exceed trajectory_timeout="
+                f"{self.limits.trajectory_timeout:g}: a rank waits for the slowest episode of the others."
+            )
+        given = set(self.server_settings) - {"api_key", "admin_api_key"}
+        if self.server_url is not None and given:
+            flags = ", ".join(f"--server.{name.replace('_', '-')}" for name in sorted(given))
+            raise BadRequestError(f"The server at --server {self.server_url} has its settings already: drop {flags}.")
+
+    @property
+    def torch_compute_dtype(self) -> torch.dtype | None:
+        """None stands for the device's own choice."""
+        names = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        return names[self.compute_dtype]
+
+    @property
+    def server_settings(self) -> dict[str, Any]:
+        """The fields of `server` that differ from their defaults."""
+        values = {f.name: (getattr(self.server, f.name), f.default) for f in dataclasses.fields(self.server)}
+        return {name: value for name, (value, default) in values.items() if value not in (default, "")}

@@ -1,0 +1,103 @@
+"""`Policy`: the model that learns, from token ids to the log-probabilities of the tokens that were sampled.
+
+`PolicyTrainer` calls it. The weights are kept in fp32. With another compute dtype, or over several ranks, FSDP2 shards
+them and casts them for each pass. `load_policy` and `save_policy` read and write Hugging Face folders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+from verl_server.errors import BadRequestError
+from verl_server.train.logprobs import token_logprobs
+from verl_server.weight_sync.trainer.sender import gather_full_tensors
+
+
+class Policy(nn.Module):
+    """A causal language model of transformers. A module of its own, so that FSDP gathers the head for `forward`."""
+
+    def __init__(self, language_model: Any, logprob_chunk: int = 2048) -> None:
+        """`logprob_chunk` is the number of tokens whose logits exist at one time."""
+        super().__init__()
+        _check_head(language_model)
+        self.language_model = language_model
+        self.logprob_chunk = logprob_chunk
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, temperature: float, entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of the tokens at `positions`, given those before them in their row, and the entropy there.
+
+        tokens [rows, length] int64, padded on the right: attention is causal, so no token sees the padding behind it.
+        positions [n] int64 index the flattened tokens; none is the first of its row. Both results are fp32 of [n];
+        the entropy is None if it is not asked for.
+        """
+        hidden = self.language_model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        before = hidden.flatten(0, 1).index_select(0, positions - 1)
+        head = self.language_model.lm_head.weight
+        targets = tokens.flatten()[positions]
+        return token_logprobs(before, head, targets, temperature=temperature, chunk=self.logprob_chunk, entropy=entropy)
+
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        """Every parameter under its Hugging Face name; this rank's shard of it if it is sharded."""
+        return list(self.language_model.named_parameters())
+
+
+def load_policy(
+    model_path: str,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    gradient_checkpointing: bool = False,
+    logprob_chunk: int = 2048,
+) -> Policy:
+    """The policy of a Hugging Face folder, in fp32, sharded over the ranks if there are several.
+
+    Passes are computed in `compute_dtype`: bfloat16 on CUDA and float32 on the CPU if it is None. All ranks call it.
+    """
+    dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    language_model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    if gradient_checkpointing:
+        language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(language_model.to(device), logprob_chunk)
+    if dist.get_world_size() > 1 or dtype != torch.float32:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in language_model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        # A root that stays gathered after a forward without backward would be pushed as temporaries.
+        fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    return policy.train()
+
+
+def save_policy(policy: Policy, folder: Path, tokenizer: Any) -> None:
+    """Write a Hugging Face folder. All ranks call it; rank 0 writes."""
+    state = {name: tensor.detach().cpu() for name, tensor in gather_full_tensors(policy.named_weights())}
+    if dist.get_rank() == 0:
+        policy.language_model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+
+
+def _check_head(language_model: Any) -> None:
+    """Refuse a model whose logits are more than hidden states times the head's weight."""
+    config = language_model.config
+    extras = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if _matters(config, name)]
+    if getattr(language_model.lm_head, "bias", None) is not None:
+        extras.append("lm_head.bias")
+    if extras:
+        raise BadRequestError(
+            f"{type(language_model).__name__} computes its logits with {', '.join(extras)}, which this trainer does "
+            "not implement. Its models are those that the server serves: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3."
+        )
+
+
+def _matters(config: Any, name: str) -> bool:
+    return getattr(config, name, None) not in (None, 1.0)

@@ -1,0 +1,86 @@
+"""`RunFolder`: the folder of `--out`, with the files of one training run.
+
+    metrics.jsonl        one line for each step
+    trajectories.jsonl   a few trajectories of each step
+    errors.jsonl         one line for each episode that failed
+    checkpoint-STEP/     from which `--resume` continues (see `checkpoints`)
+    model/               the trained policy, a Hugging Face folder
+
+Only rank 0 writes the jsonl files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.trajectory import Trajectory, append_jsonl
+from verl_server.train.checkpoints import latest_checkpoint
+from verl_server.train.metrics import Failure, StepMetrics
+
+_FILES = ("metrics.jsonl", "trajectories.jsonl", "errors.jsonl")
+_KEPT_TRAJECTORIES = 4
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self) -> None:
+        """Make the folder. Raises if it already holds a run."""
+        found = [name for name in (*_FILES, "model") if (self.path / name).exists()]
+        checkpoint = latest_checkpoint(self.path)
+        if checkpoint is not None:
+            found.append(checkpoint.name)
+        if found:
+            raise BadRequestError(
+                f"{self.path} already holds a run ({', '.join(found)}). "
+                + ("Continue it with --resume, or name" if checkpoint is not None else "Name")
+                + " another folder with --out."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> Path:
+        """The checkpoint to continue from; steps after it are removed from the jsonl files, for they are run again."""
+        checkpoint = latest_checkpoint(self.path)
+        if checkpoint is None:
+            raise BadRequestError(
+                f"There is nothing to resume in {self.path}: it holds no finished checkpoint. Start a new run without "
+                "--resume, or name the folder of an older one with --out."
+            )
+        step = json.loads((checkpoint / "run.json").read_text())["next_step"]
+        for name in _FILES:
+            _drop_from(self.path / name, step)
+        return checkpoint
+
+    def record(
+        self, metrics: StepMetrics, trajectories: Sequence[Trajectory] = (), failures: Sequence[Failure] = ()
+    ) -> None:
+        """Append one step to the jsonl files."""
+        append_jsonl(self.path / "metrics.jsonl", [dataclasses.asdict(metrics)])
+        labelled = [{"step": metrics.step} | msgspec.structs.asdict(t) for t in trajectories[:_KEPT_TRAJECTORIES]]
+        append_jsonl(self.path / "trajectories.jsonl", labelled)
+        if failures:
+            append_jsonl(self.path / "errors.jsonl", failures)
+
+
+def _drop_from(file: Path, step: int) -> None:
+    """Remove the lines of `step` and later ones, and a last line that was cut off."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line)
+        except ValueError:
+            continue
+    shorter = file.with_suffix(".new")
+    shorter.write_bytes(b"".join(kept))
+    os.replace(shorter, file)
