@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +11,104 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_server.errors import BadRequestError
+from tests.train.conftest import make_trajectory
+from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.renderer import TextRenderer
-from verl_server.rollout.trajectory import StopReason, Task, Trajectory
-from verl_server.train.demo import make_policy_folder
-from verl_server.train.grpo import (
-    GRPO,
-    Batch,
-    GRPOConfig,
-    PolicyTrainer,
-    group_advantages,
-    make_tasks,
-    policy_loss,
-    token_logprobs,
-)
-from verl_server.train.ranks import launch_engine, load_policy, setup_ranks
+from verl_server.train.batches import MicroBatch, Sample
+from verl_server.train.grpo import GRPO, PolicyTrainer, group_advantages, make_tasks, policy_loss
+from verl_server.train.options import GRPOConfig
+from verl_server.train.policy import load_policy
+from verl_server.train.ranks import all_ranks, attach_engine
 
 CPU = torch.device("cpu")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    setup_ranks("cpu")
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy_folder(tmp_path_factory.mktemp("policy"), seed=0)
-
-
-def trajectory(group: int, reward: float | None, length: int = 3) -> Trajectory:
-    t = Trajectory(task=Task(seed=0, group=group))
-    t.append_observation({}, [1, 2])
-    t.append_output(list(range(3, 3 + length)), [-1.0] * length, ["0"] * length)
-    t.turns[0].reward = reward
-    t.finish(StopReason.DONE if reward is not None else StopReason.ENV_ERROR)
-    return t
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_advantages_are_relative_to_the_group() -> None:
-    group = [trajectory(0, 1.0), trajectory(1, 5.0), trajectory(0, 0.0), trajectory(1, 5.0), trajectory(0, 0.5)]
-    kept, advantages = group_advantages(group, normalize_std=False)
-    assert [t.reward for t in kept] == [1.0, 0.0, 0.5]  # the other group fared alike: nothing to learn
-    assert advantages == [0.5, -0.5, 0.0]
-    _, normalized = group_advantages(group, normalize_std=True)
-    assert normalized[0] == pytest.approx(0.5 / math.sqrt(1 / 6))
+    rewards = [(0, 1.0), (1, 5.0), (0, 0.0), (1, 5.0), (0, 0.5)]
+    trajectories = [make_trajectory(group, reward) for group, reward in rewards]
+    samples = group_advantages(trajectories, normalize_std=False)
+    # the other group fared alike: nothing to learn
+    assert [(s.trajectory.reward, s.advantage) for s in samples] == [(1.0, 0.5), (0.0, -0.5), (0.5, 0.0)]
+    normalized = group_advantages(trajectories, normalize_std=True)
+    assert normalized[0].advantage == pytest.approx(0.5 / math.sqrt(1 / 6))
 
 
 def test_a_failed_episode_is_neither_trained_nor_counted_as_zero() -> None:
-    kept, advantages = group_advantages([trajectory(0, 1.0), trajectory(0, None), trajectory(0, 0.0)], False)
-    assert len(kept) == 2
-    assert advantages == [0.5, -0.5]  # the mean is over the two
+    samples = group_advantages([make_trajectory(0, reward) for reward in (1.0, None, 0.0)], False)
+    assert [s.advantage for s in samples] == [0.5, -0.5]  # the mean is over the two
+
+
+def make_batch(advantage: float) -> MicroBatch:
+    return MicroBatch(
+        tokens=torch.tensor([[1, 2, 3]]),
+        positions=torch.tensor([1, 2]),
+        behaviour_logprobs=torch.log(torch.tensor([0.5, 0.5])),
+        advantages=torch.tensor([advantage, advantage]),
+    )
 
 
 def test_the_loss_by_hand() -> None:
-    batch = Batch(
-        tokens=torch.tensor([[1, 2, 3]]),
-        loss_mask=torch.tensor([[0.0, 1.0, 1.0]]),
-        behaviour_logprobs=torch.log(torch.tensor([[0.9, 0.5, 0.5]])),
-        advantages=torch.tensor([2.0]),
-    )
-    logprobs = torch.log(torch.tensor([[0.1, 0.75, 0.4]]))
-    entropy = torch.tensor([[9.0, 1.0, 2.0]])
+    logprobs = torch.log(torch.tensor([0.75, 0.4]))
     config = GRPOConfig(clip_low=0.2, clip_high=0.28)
-    loss, sums = policy_loss(logprobs, entropy, batch, config, entropy_coef=0.1)
-    # ratios 1.5 (clipped to 1.28) and 0.8 count, the masked token does not
+    loss, sums = policy_loss(logprobs, torch.tensor([1.0, 2.0]), make_batch(2.0), config, entropy_coef=0.1)
+    # ratios 1.5 (clipped to 1.28) and 0.8
     assert loss.item() == pytest.approx(-(1.28 * 2 + 0.8 * 2 + 0.1 * 3))
     assert sums["entropy"].item() == pytest.approx(3.0)
     assert sums["clip_fraction"].item() == 1.0
-    batch.advantages = torch.tensor([-2.0])
-    loss, _ = policy_loss(logprobs, entropy, batch, config, entropy_coef=0.0)
+    loss, sums = policy_loss(logprobs, None, make_batch(-2.0), config, entropy_coef=0.0)
     assert loss.item() == pytest.approx(1.5 * 2 + 0.8 * 2)  # a bad token that got likelier is not clipped
+    assert "entropy" not in sums
 
 
-def test_logprobs_ignore_padding(policy: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(policy)
-    short, long = trajectory(0, 1.0, 2), trajectory(0, 1.0, 7)
-    both = Batch.of([short, long], [1.0, 1.0], CPU)
-    alone = Batch.of([short], [1.0], CPU)
-    with torch.no_grad():
-        together, _ = token_logprobs(model, both.tokens, 0.7)
-        single, _ = token_logprobs(model, alone.tokens, 0.7)
-    torch.testing.assert_close(together[:1, :4], single)
-    assert both.loss_mask.sum() == 9
+def plain_gradients(policy_folder: Path, samples: list[Sample], config: GRPOConfig) -> dict[str, torch.Tensor]:
+    """Of the mean loss over all sampled tokens: one batch, all logits at once, in fp32, by autograd alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
+    batch = MicroBatch.of(samples, CPU)
+    distribution = (model(input_ids=batch.tokens).logits / config.temperature).log_softmax(-1)
+    before = distribution.flatten(0, 1)[batch.positions - 1]
+    logprobs = before.gather(1, batch.tokens.flatten()[batch.positions, None]).squeeze(1)
+    entropy = -(before.exp() * before).sum(-1)
+    loss, _ = policy_loss(logprobs, entropy, batch, config, config.entropy_coef)
+    (loss / len(batch.positions)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 40, 1])
+def test_gradients_do_not_depend_on_micro_batches(policy_folder: Path, micro_batch_tokens: int) -> None:
+    """Rows of different lengths, in one micro-batch, in several, or each in its own: the gradient is the plain one."""
+    settings: dict[str, Any] = {"epochs": 1, "minibatches": 1, "max_grad_norm": 1e9, "warmup_steps": 0}
+    config = GRPOConfig(
+        micro_batch_tokens=micro_batch_tokens, learning_rate=1.0, temperature=0.8, entropy_coef=0.1, **settings
+    )
+    lengths = [1, 9, 4, 17, 2, 6]
+    samples = [Sample(make_trajectory(0, 1.0, n, seed=n), (-1.0) ** n * n) for n in lengths]
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU, logprob_chunk=7), config, 10, CPU)
+    before = {name: weight.detach().clone() for name, weight in trainer.policy.named_weights()}
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=1.0)
+    learned = trainer.update(samples, step=0)
+    expected = plain_gradients(policy_folder, samples, config)
+    for name, weight in trainer.policy.named_weights():
+        torch.testing.assert_close(before[name] - weight.detach(), expected[name], rtol=1e-4, atol=1e-5)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert learned.losses["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert learned.tokens == sum(lengths) + 2 * len(lengths)
+    padded = {10_000: 6 * 19, 40: 2 * 19 + 4 * 8, 1: learned.tokens}
+    assert learned.padded_tokens == padded[micro_batch_tokens]
+
+
+def test_entropy_is_tracked_only_on_request(policy_folder: Path) -> None:
+    samples = [Sample(make_trajectory(0, 1.0), 1.0)]
+    losses = {}
+    for track in (True, False):
+        config = GRPOConfig(track_entropy=track, epochs=1, minibatches=1)
+        losses[track] = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 1, CPU).update(samples, 0).losses
+    assert losses[True].keys() - losses[False].keys() == {"entropy"}
+    assert losses[True]["loss"] == losses[False]["loss"]
 
 
 def test_tasks_are_disjoint_and_repeatable() -> None:
@@ -117,80 +122,103 @@ def test_tasks_are_disjoint_and_repeatable() -> None:
     assert len({t.sampling_seed for t in ranks + later}) == 24
 
 
-def test_a_step_without_anything_to_learn_changes_nothing(policy: Path) -> None:
-    trainer = PolicyTrainer(load_policy(str(policy), CPU), GRPOConfig(), 10, CPU)
-    before = {name: tensor.clone() for name, tensor in trainer.named_weights()}
-    assert trainer.update([trajectory(0, 1.0), trajectory(0, 1.0), trajectory(0, None)]) == {}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_weights())
-
-
-def test_groups_must_divide_over_ranks(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = PolicyTrainer(load_policy(str(policy), CPU), GRPOConfig(groups=3), 10, CPU)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+def test_groups_must_divide_over_ranks(policy_folder: Path) -> None:
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), GRPOConfig(groups=3), 10, CPU)
+    ranks = all_ranks()
+    ranks.size = 2
     with pytest.raises(BadRequestError, match="groups=3 does not divide over 2 ranks"):
-        GRPO(trainer, None, None)  # type: ignore[arg-type]
+        GRPO(trainer, None, None, ranks)  # type: ignore[arg-type]
 
 
-def test_steps_against_a_real_server(policy: Path) -> None:
+def test_steps_against_a_real_server(policy_folder: Path, server_url: str, environment_url: str) -> None:
     """An easy game is learned a little; after every push both sides agree on what was sampled."""
-    config = GRPOConfig(groups=8, group_size=12, epochs=2, minibatches=2, learning_rate=1e-2, warmup_steps=1)
-    game = {"numbers": 3, "guesses": 2}
-    with (
-        EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game) as environment,
-        launch_engine(str(policy), CPU, dtype="float32", cpu_threads=1, kv_cache_gib=0.1) as engine,
-    ):
-        assert engine.engine is not None
-        renderer = TextRenderer(AutoTokenizer.from_pretrained(policy))
-        limits = Limits(max_turns=2, max_new_tokens=1)
-        with AgentLoop(engine.engine, environment.url, renderer, limits=limits) as loop:
-            run = GRPO(PolicyTrainer(load_policy(str(policy), CPU), config, 12, CPU), engine, loop)
-            run.push()
-            steps = [run.step() for _ in range(12)]
-    metrics = [m for m, _ in steps]
-    assert all(m.logprob_gap < 1e-4 for m in metrics)
-    assert metrics[0].logprob_gap > 0, "later both may be sure, and agree on 0"
-    assert [m.weight_version for m in metrics] == [str(i) for i in range(12)]
-    for step, (_, rollout) in enumerate(steps):
-        sampled = {v for t in rollout.trajectories for v in t.weight_versions if v}
-        assert sampled == {str(step)}
+    config = GRPOConfig(groups=8, group_size=12, epochs=2, minibatches=2, learning_rate=4e-3, warmup_steps=1, seed=1)
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
+    limits = Limits(max_turns=3, max_new_tokens=1)
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 10, CPU)
+    with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
+        run = GRPO(trainer, engine, loop, all_ranks())
+        run.push()
+        steps = [run.step() for _ in range(10)]
+    metrics = [step.metrics for step in steps]
+    assert all(m.logprob_gap is not None and m.logprob_gap < 1e-4 for m in metrics)
+    assert (metrics[0].logprob_gap or 0) > 0, "later both may be sure, and agree on 0"
+    version = 0
+    for number, step in enumerate(steps):
+        sampled = {v for t in step.rollout.trajectories for v in t.weight_versions if v}
+        assert sampled == {metrics[number].weight_version} == {str(version)}
+        version = version if metrics[number].skipped else number + 1
     assert sum(m.reward or 0 for m in metrics[-3:]) / 3 > (metrics[0].reward or 0) + 0.2
     assert metrics[0].losses["grad_norm"] > 0
 
 
-def test_help_names_the_settings() -> None:
-    command = [sys.executable, "-m", "verl_server.train.grpo", "--help"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    for flag in ("--model-path", "--env-url", "--grpo.learning-rate", "--observation-key"):
-        assert flag in out
+def test_steps_with_nothing_to_train_on_change_nothing(
+    policy_folder: Path, server_url: str, environment_url: str
+) -> None:
+    """Step 1 has no environment and step 3 equal rewards: both are skipped with their cause, the others train."""
+    config = GRPOConfig(groups=4, group_size=6, learning_rate=1e-2, warmup_steps=1)
+    renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
+    limits = Limits(max_turns=3, max_new_tokens=1)
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 5, CPU)
+    with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
+        run = GRPO(trainer, engine, loop, all_ranks())
+        run.push()
+        steps = []
+        for number in range(5):
+            before = [weight.detach().clone() for _, weight in trainer.policy.named_weights()]
+            steps.append(run.step())
+            changed = not all(
+                torch.equal(a, b) for a, (_, b) in zip(before, trainer.policy.named_weights(), strict=True)
+            )
+            assert changed == (number not in (1, 3))
+    metrics = [step.metrics for step in steps]
+    print([(m.reward, m.kept, m.losses, m.logprob_gap) for m in metrics])
+    assert [m.weight_version for m in metrics] == ["0", "1", "1", "3", "3"]
+    assert [m.failed for m in metrics] == [12, 24, 0, 0, 0]
+    assert [m.skipped is not None for m in metrics] == [False, True, False, True, False]
+    assert str(metrics[1].skipped).startswith("24 of 24 episodes failed: 24 x ws://")
+    assert "the sandbox is down" in str(metrics[1].skipped)
+    assert metrics[1].logprob_gap is None and metrics[1].reward is None
+    assert str(metrics[3].skipped) == "in no group did the rewards differ (24 episodes have a reward, 1 on average)"
+    assert metrics[3].logprob_gap is not None
+    assert {(f.step, f.url, f.seed) for f in steps[0].failures} == {(0, environment_url, 2), (0, environment_url, 3)}
 
 
-def _run_ranks(ranks: int, policy: Path, env_url: str, out: Path) -> list[dict[str, Any]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    settings = ["--steps", "2", "--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu"]
-    settings += ["--grpo.groups", "4", "--grpo.group-size", "6", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
-    settings += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1"]
-    where = ["--model-path", str(policy), "--env-url", env_url, "--out", str(out)]
-    result = subprocess.run(
-        [*launcher, "-m", "verl_server.train.grpo", *where, *settings],
-        capture_output=True,
-        text=True,
-        timeout=140,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def test_a_rollout_that_fails_on_one_rank_is_raised_on_all(
+    policy_folder: Path, environment_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks exchange what their rollouts raised, where the others wait for their reports."""
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), GRPOConfig(groups=4), 5, CPU)
+    gathered: list[str] = []
+    ranks = all_ranks()
+    gather = ranks.gather
+
+    def noted(what: str, prepare: Any) -> Any:
+        gathered.append(what)
+        return gather(what, prepare)
+
+    class NoServer:
+        def run(self, *_: Any) -> Any:
+            raise ServerUnavailableError("No generation succeeded.")
+
+    monkeypatch.setattr(ranks, "gather", noted)
+    run = GRPO(trainer, None, NoServer(), ranks)  # type: ignore[arg-type]
+    with pytest.raises(ServerUnavailableError):
+        run.step()
+    assert gathered == ["GRPO.step"]
 
 
-@pytest.mark.timeout(300)
-def test_two_ranks_learn_what_one_learns(policy: Path, tmp_path: Path) -> None:
-    """The command line under torchrun: sharded over two ranks, the same episodes give the same weights."""
-    with EnvServer("verl_server.rollout.games:GuessNumber", kwargs={"numbers": 3, "guesses": 3}) as environment:
-        both = {n: _run_ranks(n, policy, environment.url, tmp_path / str(n)) for n in (1, 2)}
-    assert [m["logprob_gap"] < 1e-4 for m in both[2]] == [True, True]
-    assert both[2][0]["trajectories"] * 2 == both[1][0]["trajectories"] == 24
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / str(n) / "model").state_dict() for n in (1, 2)]
-    start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
-    for name, tensor in models[0].items():
-        torch.testing.assert_close(models[1][name], tensor, rtol=1e-3, atol=1e-4)
-        assert not torch.equal(tensor, start[name])
+def test_weights_that_fsdp_holds_for_one_rank_are_pushed_as_they_are(policy_folder: Path, server_url: str) -> None:
+    """Passes in bf16 make every parameter a DTensor over one rank; the server gets the fp32 weights."""
+    client = HttpServerEngineAdapter.attach(server_url)
+    sums = []
+    with client, attach_engine(server_url) as engine:
+        for dtype in (torch.float32, torch.bfloat16):
+            policy = load_policy(str(policy_folder), CPU, compute_dtype=dtype)
+            with torch.no_grad():
+                for _, weight in policy.named_weights():
+                    weight.mul_(1.1)
+            engine.update_weights_from_tensor(policy.named_weights(), weight_version=str(dtype), partial=False)
+            sums.append([rank["checksums"] for rank in client.weights_checker()["ranks"]])
+    assert sums[0] == sums[1]
+    assert dist.get_world_size() == 1

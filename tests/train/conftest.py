@@ -1,0 +1,57 @@
+"""What the trainer's tests share: a process group of one rank, a tiny policy, trajectories made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.trajectory import StopReason, Task, Trajectory
+from verl_server.train.demo import make_policy_folder
+from verl_server.train.ranks import setup_ranks
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    setup_ranks("cpu")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="package")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy_folder(tmp_path_factory.mktemp("policy"), seed=0)
+
+
+@pytest.fixture(scope="package")
+def server_url(policy_folder: Path) -> Iterator[str]:
+    """A rollout server that the trainers of several tests attach to, one after the other."""
+    settings = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.1, "log_level": "warning"}
+    with HttpServerEngineAdapter(model_path=str(policy_folder), port=0, **settings) as engine:
+        yield engine.url
+
+
+@pytest.fixture(scope="package")
+def environment_url() -> Iterator[str]:
+    """An easy game. In steps of four groups that begin with seed 0, the second half of step 0 and all of step 1 fail,
+    and in step 3 all rewards are equal."""
+    game = {"numbers": 3, "guesses": 3, "failing": [2, 3, 4, 5, 6, 7], "equal": [12, 13, 14, 15]}
+    with EnvServer("tests.train.environments:FailingGame", kwargs=game) as environment:
+        yield environment.url
+
+
+def make_trajectory(group: int, reward: float | None, length: int = 3, seed: int = 0) -> Trajectory:
+    """Two tokens read, `length` sampled with log-probability -1 under version "0". No reward: the game failed."""
+    t = Trajectory(task=Task(seed=seed, group=group, episode_id=f"{group}-{seed}"))
+    t.append_observation({}, [1, 2])
+    t.append_output([3 + (seed + i) % 30 for i in range(length)], [-1.0] * length, ["0"] * length)
+    t.turns[0].reward = reward
+    if reward is None:
+        t.finish(StopReason.ENV_ERROR, "ws://env:1/ws did not answer `step`")
+    else:
+        t.finish(StopReason.DONE)
+    return t

@@ -1,0 +1,26 @@
+"""Environments that fail on schedule: an `EnvServer` of the trainer's tests loads them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_server.rollout.games import GuessNumber
+
+
+class FailingGame(GuessNumber):
+    """The game, in which episodes of some seeds fail or all end with the same reward."""
+
+    def __init__(self, failing: list[int], equal: list[int] | None = None, **game: Any) -> None:
+        """`failing` and `equal` are seeds."""
+        super().__init__(**game)
+        self._failing, self._equal = set(failing), set(equal or ())
+
+    async def reset(self, seed: int | None = None, episode_id: str | None = None) -> dict[str, Any]:
+        if seed in self._failing:
+            raise RuntimeError("the sandbox is down")
+        self._is_equal = seed in self._equal
+        return await super().reset(seed, episode_id)
+
+    async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool]:
+        observation, reward, done = await super().step(action)
+        return observation, 1.0 if done and self._is_equal else reward, done

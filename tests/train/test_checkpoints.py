@@ -1,0 +1,106 @@
+"""A run that is resumed ends with the very weights of a run that was never interrupted; no run is overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.conftest import make_trajectory
+from verl_server.errors import BadRequestError
+from verl_server.train.batches import Sample
+from verl_server.train.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
+from verl_server.train.grpo import PolicyTrainer
+from verl_server.train.metrics import RolloutReport, describe_rollout
+from verl_server.train.options import GRPOConfig
+from verl_server.train.policy import load_policy
+from verl_server.train.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+CONFIG = GRPOConfig(epochs=2, minibatches=3, learning_rate=1e-2, warmup_steps=3, seed=7)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def make_trainer(policy_folder: Path) -> PolicyTrainer:
+    return PolicyTrainer(load_policy(str(policy_folder), CPU), CONFIG, 4, CPU)
+
+
+def train(trainer: PolicyTrainer, first: int, last: int) -> None:
+    for step in range(first, last):
+        samples = [
+            Sample(make_trajectory(0, 1.0, 2 + i % 4, seed=10 * step + i), 0.5 if i % 2 else -0.5) for i in range(8)
+        ]
+        trainer.update(samples, step)
+
+
+def save(trainer: PolicyTrainer, out: Path, step: int) -> Path:
+    return save_checkpoint(out, trainer.policy, trainer.optimizer, next_step=step, version=step)
+
+
+def test_a_resumed_run_is_the_run(policy_folder: Path, tmp_path: Path) -> None:
+    straight = make_trainer(policy_folder)
+    train(straight, 0, 4)
+    interrupted = make_trainer(policy_folder)
+    train(interrupted, 0, 2)
+    save(interrupted, tmp_path, 2)
+    resumed = make_trainer(policy_folder)
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    progress = load_checkpoint(folder, resumed.policy, resumed.optimizer)
+    assert (progress.next_step, progress.version) == (2, 2)
+    train(resumed, 2, 4)
+    for (name, ours), (_, theirs) in zip(resumed.policy.named_weights(), straight.policy.named_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_checkpoint_before_the_first_update(policy_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(policy_folder)
+    folder = save(trainer, tmp_path, 3)
+    resumed = make_trainer(policy_folder)
+    assert load_checkpoint(folder, resumed.policy, resumed.optimizer).next_step == 3
+    train(trainer, 3, 4)
+    train(resumed, 3, 4)
+    pairs = zip(trainer.policy.parameters(), resumed.policy.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_only_a_finished_checkpoint_counts(policy_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(policy_folder)
+    first = save(trainer, tmp_path, 9)
+    (tmp_path / "checkpoint-10").mkdir()  # a save that was cut off
+    assert latest_checkpoint(tmp_path) == first
+    second = save(trainer, tmp_path, 10)
+    assert latest_checkpoint(tmp_path) == second
+    assert list(tmp_path.glob("checkpoint-*")) == [second]
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start()
+    folder.start()  # empty so far
+    folder.record(describe_rollout(RolloutReport(), step=0, version="0", ranks=1, gap=None))
+    with pytest.raises(BadRequestError, match=r"run already holds a run \(metrics.jsonl.*\)\. Name another folder"):
+        folder.start()
+    with pytest.raises(BadRequestError, match=r"nothing to resume in .*run: it holds no finished checkpoint"):
+        folder.resume()
+    (tmp_path / "run/checkpoint-1").mkdir()
+    (tmp_path / "run/checkpoint-1/run.json").write_text('{"next_step": 1}')
+    with pytest.raises(BadRequestError, match="Continue it with --resume, or name another folder with --out"):
+        folder.start()
+
+
+def test_resuming_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        metrics = describe_rollout(RolloutReport(), step=step, version="0", ranks=1, gap=None)
+        folder.record(metrics, [make_trajectory(0, 1.0)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "cut of')
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/run.json").write_text('{"next_step": 2}')
+    assert folder.resume() == tmp_path / "checkpoint-2"
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]

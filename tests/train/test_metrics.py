@@ -1,0 +1,86 @@
+"""Totals over ranks, and the words for a step that had nothing to train on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.conftest import make_trajectory
+from verl_server.rollout.trajectory import Event, StopReason, Trajectory
+from verl_server.train.metrics import RolloutReport, describe_rollout, merge_reports, report_rollout
+from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
+
+
+def report(trajectories: list[Trajectory], kept: int, rank: int = 0, seconds: float = 1.0) -> RolloutReport:
+    return report_rollout(
+        trajectories, kept, seconds, step=4, rank=rank, env_url="http://env:1", server_url="http://server:2"
+    )
+
+
+def test_ranks_count_by_their_episodes() -> None:
+    """One rank has three episodes and another one: means are over the four, not over the ranks."""
+    first = [make_trajectory(0, 1.0, 2), make_trajectory(0, 0.0, 4), make_trajectory(0, 0.5, 6)]
+    second = [make_trajectory(1, 4.0, 8)]
+    second[0].events = [Event("env", 0.0, 8.0), Event("generate", 0.0, 4.0)]
+    merged = merge_reports([report(first, 3, 0, seconds=1.0), report(second, 0, 1, seconds=4.0)])
+    metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=0.25)
+    assert (metrics.ranks, metrics.trajectories, metrics.trainable, metrics.kept) == (2, 4, 4, 3)
+    assert metrics.reward == pytest.approx(5.5 / 4)
+    assert metrics.sampled_tokens == 20
+    assert (metrics.rollout_seconds, metrics.tokens_per_s) == (4.0, 5.0)
+    assert (metrics.env_seconds, metrics.generate_seconds) == (2.0, 1.0)
+    assert metrics.stop_reasons == {"done": 4}
+    assert metrics.skipped is None
+
+
+def test_failures_name_the_url_of_whoever_failed() -> None:
+    generation = make_trajectory(2, 1.0)
+    generation.stop_reason, generation.reward, generation.error = StopReason.GENERATION_ERROR, None, "503"
+    merged = merge_reports([report([make_trajectory(0, None, seed=9)], 0, 0), report([generation], 0, 1)])
+    assert [(f.rank, f.url, f.stop_reason, f.seed, f.group, f.turns) for f in merged.failures] == [
+        (0, "http://env:1", "env_error", 9, 0, 1),
+        (1, "http://server:2", "generation_error", 0, 2, 1),
+    ]
+    assert merged.failures[0].error == "ws://env:1/ws did not answer `step`"
+    metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=None)
+    assert metrics.failed == 2 and metrics.reward is None
+
+
+def test_nothing_to_train_on_is_explained() -> None:
+    failed = [make_trajectory(0, None) for _ in range(3)]
+    assert report(failed, 0).obstacle() == "3 of 3 episodes failed: 3 x ws://env:1/ws did not answer `step`"
+    failed[0].error = "refused"
+    equal = [make_trajectory(0, 1.0), make_trajectory(0, 1.0)]
+    assert report(equal, 0).obstacle() == (
+        "in no group did the rewards differ (2 episodes have a reward, 1 on average)"
+    )
+    assert report([*equal, failed[0]], 0).obstacle() == (
+        "in no group did the rewards differ (2 episodes have a reward, 1 on average); "
+        "1 of 3 episodes failed: 1 x http://env:1: refused"
+    )
+    unjudged = make_trajectory(0, 1.0)
+    unjudged.reward = None
+    assert report([unjudged], 0).obstacle() == "no episode has both a reward and a sampled token (ends: {'done': 1})"
+    assert report(equal, 2).obstacle() is None
+
+
+def test_many_errors_are_counted_and_the_most_frequent_are_shown() -> None:
+    failed = [make_trajectory(0, None) for _ in range(8)]
+    for trajectory, error in zip(failed, "aaabbcde", strict=True):
+        trajectory.error = error
+    assert str(report(failed, 0).obstacle()).endswith(
+        "3 x http://env:1: a; 2 x http://env:1: b; 1 x http://env:1: c; and 2 other error(s)"
+    )
+
+
+def test_steps_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    failed = describe_rollout(report([make_trajectory(0, None)], 0), step=4, version="0", ranks=1, gap=None)
+    equal = describe_rollout(report([make_trajectory(0, 1.0)], 0), step=5, version="0", ranks=1, gap=None)
+    trained = describe_rollout(report([make_trajectory(0, 1.0)], 1), step=5, version="0", ranks=1, gap=None)
+    skipped = SkippedSteps(most=3, pause=2.0)
+    for metrics in (failed, failed, trained, failed, equal):
+        skipped.note(metrics)
+    assert pauses == [2.0, 4.0, 2.0, 0.0]  # an environment that is down gets time; equal rewards need none
+    with pytest.raises(NothingToTrainError, match=r"3 step\(s\) in a row had nothing to train on. Step 4: 1 of 1 epi"):
+        skipped.note(failed)

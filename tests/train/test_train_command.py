@@ -1,0 +1,170 @@
+"""`python -m verl_server.train.grpo`: its options, its errors, giving up, resuming, and two ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.episode import Limits
+from verl_server.server_args import ServerArgs
+from verl_server.train.grpo import main
+from verl_server.train.options import TrainArgs
+
+SETTINGS = ["--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu", "--retry-pause", "0"]
+SETTINGS += ["--grpo.groups", "4", "--grpo.group-size", "6", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
+SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1"]
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    settings = ("--model-path", "--env-url", "--grpo.learning-rate", "--observation-key", "--resume", "--max-turns")
+    for flag in (*settings, "--env.step", "--generate-timeout", "--server ", "--server.kv-cache-gib"):
+        assert flag in out
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    def options(**changes: Any) -> TrainArgs:
+        return TrainArgs(model_path="m", env_url="http://e", **changes)
+
+    with pytest.raises(BadRequestError, match=r"rank_timeout=10 must exceed trajectory_timeout=60"):
+        options(rank_timeout=10.0, limits=Limits(trajectory_timeout=60.0))
+    with pytest.raises(BadRequestError, match=r"has its settings already: drop --server\.kv-cache-gib"):
+        options(server_url="http://s", server=ServerArgs(model_path="", kv_cache_gib=1.0, api_key="key"))
+    with pytest.raises(BadRequestError, match="max_skipped_steps"):
+        options(max_skipped_steps=0)
+    assert options(server=ServerArgs(model_path="", dtype="float32")).server_settings == {"dtype": "float32"}
+    assert options().server_settings == {}
+
+
+def test_a_wrong_environment_url_is_reported_before_anything_starts(
+    policy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded before the environment was tried")
+
+    monkeypatch.setattr("verl_server.train.grpo.load_policy", too_early)
+    where = ["--model-path", str(policy_folder), "--out", str(tmp_path / "run")]
+    assert main([*where, "--env-url", NOWHERE, *SETTINGS]) == 1
+    error = capsys.readouterr().err
+    assert f"The environment at --env-url {NOWHERE} cannot be played" in error
+    assert "Start the environment server, or correct the URL" in error
+    assert "Traceback" not in error
+
+
+def test_a_wrong_observation_key_is_reported_before_anything_starts(
+    policy_folder: Path, environment_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--model-path", str(policy_folder), "--out", str(tmp_path), "--env-url", environment_url]
+    assert main([*where, *SETTINGS, "--observation-key", "board"]) == 1
+    assert "no text under 'board'; its keys: ['text']" in capsys.readouterr().err
+
+
+def test_a_run_gives_up_with_everything_saved_and_is_resumed(
+    policy_folder: Path,
+    server_url: str,
+    environment_url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    where = ["--model-path", str(policy_folder), "--env-url", environment_url, "--server", server_url]
+    command = [*where, "--out", str(out), *SETTINGS]
+    # Step 1 fails and is the first of a row of one.
+    assert main([*command, "--steps", "4", "--max-skipped-steps", "1"]) == 3
+    error = capsys.readouterr().err
+    assert "Gave up: 1 step(s) in a row had nothing to train on. Step 1: 24 of 24 episodes failed" in error
+    assert f"saved in {out}; --resume continues the run" in error
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == [0, 1]
+    errors = lines(out / "errors.jsonl")
+    assert len(errors) == 12 + 24
+    assert errors[0] | {"error": ""} == {
+        "step": 0,
+        "rank": 0,
+        "url": environment_url,
+        "stop_reason": "env_error",
+        "error": "",
+        "seed": 2,
+        "group": 2,
+        "episode_id": "0-2-0",
+        "turns": 0,
+    }
+    assert "the sandbox is down" in errors[0]["error"]
+    assert (out / "checkpoint-2" / "run.json").exists()
+    assert (out / "model" / "model.safetensors").exists()
+
+    assert main([*command, "--steps", "4"]) == 1
+    assert "already holds a run" in capsys.readouterr().err
+
+    assert main([*command, "--steps", "4", "--resume"]) == 0
+    metrics = lines(out / "metrics.jsonl")
+    assert [(line["step"], line["weight_version"]) for line in metrics] == [(0, "0"), (1, "1"), (2, "1"), (3, "3")]
+    assert [line["skipped"] is None for line in metrics] == [True, False, True, False]
+    assert all(line["logprob_gap"] < 1e-4 for line in metrics if line["logprob_gap"] is not None)
+    assert [line["step"] for line in lines(out / "trajectories.jsonl")] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+
+
+def _run_ranks(ranks: int, arguments: list[str], out: Path) -> list[dict[str, Any]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*launcher, "-m", "verl_server.train.grpo", *arguments, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    return lines(out / "metrics.jsonl")
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_learn_what_one_learns(
+    policy_folder: Path, server_url: str, environment_url: str, tmp_path: Path
+) -> None:
+    """Sharded over two ranks, the same episodes give the same weights and metrics. In step 0 one rank has nothing to
+    train on, in step 1 none has; nobody waits for another. What two ranks saved, one rank resumes."""
+    arguments = [
+        "--model-path",
+        str(policy_folder),
+        "--env-url",
+        environment_url,
+        *SETTINGS,
+        "--server.dtype",
+        "float32",
+    ]
+    arguments += ["--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    both = _run_ranks(2, [*arguments, *launched, "--steps", "3", "--gradient-checkpointing"], two)
+    assert main([*arguments, "--server", server_url, "--steps", "3", "--out", str(one)]) == 0
+    alone = lines(one / "metrics.jsonl")
+    assert [m["skipped"] is None for m in both] == [True, False, True]
+    assert [m["ranks"] for m in both + alone] == [2, 2, 2, 1, 1, 1]
+    assert all(m["logprob_gap"] < 1e-4 for m in both if m["logprob_gap"] is not None)
+    same = ("reward", "trajectories", "failed", "trainable", "kept", "turns", "sampled_tokens", "stop_reasons")
+    for name in same:
+        assert [m[name] for m in both[:2]] == [m[name] for m in alone[:2]], name
+    assert both[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-3, abs=1e-5)
+    assert {line["rank"] for line in lines(two / "errors.jsonl")} == {0, 1}
+    models = [AutoModelForCausalLM.from_pretrained(out / "model").state_dict() for out in (one, two)]
+    start = AutoModelForCausalLM.from_pretrained(policy_folder).state_dict()
+    for name, tensor in models[0].items():
+        torch.testing.assert_close(models[1][name], tensor, rtol=1e-3, atol=1e-4)
+        assert not torch.equal(tensor, start[name])
+    assert main([*arguments, "--server", server_url, "--steps", "4", "--out", str(two), "--resume"]) == 0
+    assert [m["ranks"] for m in lines(two / "metrics.jsonl")] == [2, 2, 2, 1]
