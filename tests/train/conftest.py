@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from verl_server.engine.http import HttpServerEngineAdapter
@@ -13,6 +14,15 @@ from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.ranks import setup_ranks
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    """The models are tiny, and the servers want the other cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

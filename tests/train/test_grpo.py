@@ -135,11 +135,11 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
     config = GRPOConfig(groups=8, group_size=12, epochs=2, minibatches=2, learning_rate=4e-3, warmup_steps=1, seed=1)
     renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
     limits = Limits(max_turns=3, max_new_tokens=1)
-    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 10, CPU)
+    trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), config, 6, CPU)
     with attach_engine(server_url) as engine, AgentLoop(server_url, environment_url, renderer, limits=limits) as loop:
         run = GRPO(trainer, engine, loop, all_ranks())
         run.push()
-        steps = [run.step() for _ in range(10)]
+        steps = [run.step() for _ in range(6)]
     metrics = [step.metrics for step in steps]
     assert all(m.logprob_gap is not None and m.logprob_gap < 1e-4 for m in metrics)
     assert (metrics[0].logprob_gap or 0) > 0, "later both may be sure, and agree on 0"
@@ -148,7 +148,7 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
         sampled = {v for t in step.rollout.trajectories for v in t.weight_versions if v}
         assert sampled == {metrics[number].weight_version} == {str(version)}
         version = version if metrics[number].skipped else number + 1
-    assert sum(m.reward or 0 for m in metrics[-3:]) / 3 > (metrics[0].reward or 0) + 0.2
+    assert sum(m.reward or 0 for m in metrics[-2:]) / 2 > (metrics[0].reward or 0) + 0.2
     assert metrics[0].losses["grad_norm"] > 0
 
 

@@ -139,16 +139,8 @@ def test_two_ranks_learn_what_one_learns(
 ) -> None:
     """Sharded over two ranks, the same episodes give the same weights and metrics. In step 0 one rank has nothing to
     train on, in step 1 none has; nobody waits for another. What two ranks saved, one rank resumes."""
-    arguments = [
-        "--model-path",
-        str(policy_folder),
-        "--env-url",
-        environment_url,
-        *SETTINGS,
-        "--server.dtype",
-        "float32",
-    ]
-    arguments += ["--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
+    arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
+    launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"
     both = _run_ranks(2, [*arguments, *launched, "--steps", "3", "--gradient-checkpointing"], two)
     assert main([*arguments, "--server", server_url, "--steps", "3", "--out", str(one)]) == 0
