@@ -30,7 +30,7 @@ def report() -> Report:
     before[1] = trajectory(1, "what", None)
     metrics = {
         "success": 0.5, "reward": None, "sync_seconds": 0.01, "train_seconds": 0.1, "rollout_seconds": 1.0,
-        "env_seconds": 0.6, "generate_seconds": 0.2, "logprob_gap": 0.0,
+        "env_seconds": 0.6, "generate_seconds": 0.2, "logprob_gap": 0.0, "skipped": None,
     }  # fmt: skip
     pace = PaceComparison(after, before, 1.0, 2.5, 0.8, 0.4, 3)
     summary = {
@@ -41,7 +41,8 @@ def report() -> Report:
         "weight_pushes": 3, "push_ms_median": 10.0, "push_ms_max": 12.0, "max_logprob_gap": 2e-6,
         "episodes_played": 100, "episodes_failed": 1,
     }  # fmt: skip
-    history = [metrics, metrics | {"reward": 0.4, "logprob_gap": 2e-6}]
+    skipped = metrics | {"logprob_gap": None, "sync_seconds": 0.0, "skipped": "every episode failed"}
+    history = [metrics, skipped, metrics | {"reward": 0.4, "logprob_gap": 2e-6}]
     return Report(summary, history, pace, before, after, {"game": "g", "policy": "p", "waits": "w"})
 
 

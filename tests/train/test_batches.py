@@ -41,4 +41,4 @@ def test_no_samples_make_a_batch_of_nothing_to_learn() -> None:
 def test_a_first_token_cannot_be_trained_on() -> None:
     trajectory = make_trajectory(0, 1.0)
     trajectory.loss_mask[0] = 1
-    assert sampled_positions(trajectory) == [2, 3, 4]
+    assert sampled_positions(trajectory).tolist() == [2, 3, 4]

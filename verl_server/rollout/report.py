@@ -111,9 +111,9 @@ def _timeline(report: Report) -> str:
 
 
 def _pushes(report: Report) -> str:
-    syncs = [1e3 * m["sync_seconds"] for m in report.history]
+    syncs = [1e3 * m["sync_seconds"] for m in report.history if not m["skipped"]]
     left = charts.push_latency(syncs, report.summary["push_ms_median"])
-    right = charts.logprob_gap([m["logprob_gap"] for m in report.history], GAP_LIMIT)
+    right = charts.logprob_gap([m["logprob_gap"] for m in report.history if m["logprob_gap"] is not None], GAP_LIMIT)
     note = (
         "Left: time from the trainer's call of update_weights_from_tensor to the server's answer that it serves the "
         "new weights. Handles travel, not bytes. Right: the largest difference between the log-probability that the "

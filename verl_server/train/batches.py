@@ -41,27 +41,24 @@ class MicroBatch:
         """No samples make a batch of two tokens of which none was sampled: its gradients are 0."""
         length = max((len(sample.trajectory.tokens) for sample in samples), default=2)
         tokens = torch.zeros((max(1, len(samples)), length), dtype=torch.long)
-        positions: list[int] = []
-        logprobs: list[float] = []
-        advantages: list[float] = []
+        positions = [torch.zeros(0, dtype=torch.long)]
+        logprobs, advantages = [torch.zeros(0)], [torch.zeros(0)]
         for row, sample in enumerate(samples):
             trajectory = sample.trajectory
             tokens[row, : len(trajectory.tokens)] = torch.tensor(trajectory.tokens)
             sampled = sampled_positions(trajectory)
-            positions += [row * length + position for position in sampled]
-            logprobs += [trajectory.logprobs[position] for position in sampled]
-            advantages += [sample.advantage] * len(sampled)
-        return cls(
-            tokens.to(device),
-            torch.tensor(positions, dtype=torch.long).to(device),
-            torch.tensor(logprobs, dtype=torch.float32).to(device),
-            torch.tensor(advantages, dtype=torch.float32).to(device),
-        )
+            positions.append(sampled + row * length)
+            logprobs.append(torch.tensor(trajectory.logprobs)[sampled])
+            advantages.append(torch.full((len(sampled),), sample.advantage))
+        flat = (torch.cat(tensors).to(device) for tensors in (positions, logprobs, advantages))
+        return cls(tokens.to(device), *flat)
 
 
-def sampled_positions(trajectory: Trajectory) -> list[int]:
-    """Positions of the tokens that are trained on. The first token follows nothing, so it is none of them."""
-    return [position for position, sampled in enumerate(trajectory.loss_mask) if sampled and position > 0]
+def sampled_positions(trajectory: Trajectory) -> Tensor:
+    """Positions of the tokens that are trained on, int64. The first token follows nothing, so it is none of them."""
+    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+    mask[:1] = False
+    return mask.nonzero().squeeze(1)
 
 
 def pack(samples: Sequence[Sample], token_budget: int) -> list[list[Sample]]:

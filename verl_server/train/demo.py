@@ -163,7 +163,7 @@ class Demo:
     def _train(self, run: GRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
         args = self.args
         begun = time.monotonic()
-        skipped = SkippedSteps(most=3, pause=1.0)
+        skipped = SkippedSteps(most=min(3, args.steps), pause=1.0)
         while run.next_step < args.steps and time.monotonic() - begun < args.time_limit:
             step = run.step()
             metrics, trajectories = step.metrics, step.rollout.trajectories

@@ -116,7 +116,11 @@ class PolicyTrainer:
         samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
         packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
         batch = MicroBatch.of(packed, self.device)
-        current = [s.trajectory.weight_versions[i] == version for s in packed for i in sampled_positions(s.trajectory)]
+        current = [
+            sample.trajectory.weight_versions[position] == version
+            for sample in packed
+            for position in sampled_positions(sample.trajectory).tolist()
+        ]
         with torch.no_grad():
             logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
         gaps = (logprobs - batch.behaviour_logprobs).abs().cpu()[torch.tensor(current, dtype=torch.bool)]

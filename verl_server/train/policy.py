@@ -66,7 +66,9 @@ def load_policy(
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     language_model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     if gradient_checkpointing:
-        language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renames the method: the new name is not in the oldest release that we support.
+        enable = getattr(language_model, "activation_checkpointing_enable", None)
+        (enable or language_model.gradient_checkpointing_enable)()
     policy = Policy(language_model.to(device), logprob_chunk)
     if dist.get_world_size() > 1 or dtype != torch.float32:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
