@@ -4,13 +4,14 @@
 control requests and `WithdrawReq`. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of
 arrays, and one `ControlReply` for each control request, matched by `id`.
 
-Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager.
+Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager. `route` is
+the path: `server.dialects.sglang.admin_routes` mounts it, `engine.http` sends to it.
 Unknown JSON keys are ignored there, as SGLang's routes do.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -45,6 +46,7 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
 class AbortReq(msgspec.Struct, tag=True, kw_only=True):
     """Stop one request (exact `rid`) or all; each gets its terminal `BatchTokenIDOut` with type "abort"."""
 
+    route: ClassVar[str] = "/abort_request"
     rid: str = ""
     abort_all: bool = False
 
@@ -126,6 +128,7 @@ class WithdrawReq(msgspec.Struct, tag=True, kw_only=True):
 class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
     """Empty the prefix cache. Refused (success=False) while requests run or wait, as SGLang does."""
 
+    route: ClassVar[str] = "/flush_cache"
     id: int = 0
     timeout: float = 0.0
     """Seconds to wait for the scheduler to become idle first."""
@@ -135,11 +138,13 @@ class PauseGenerationReq(msgspec.Struct, tag=True, kw_only=True):
     """Stop stepping. `abort` ends all requests with partial output, `retract` frees their KV and re-queues
     them, `in_place` freezes them with their KV. New requests queue until `ContinueGenerationReq`."""
 
+    route: ClassVar[str] = "/pause_generation"
     id: int = 0
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):
+    route: ClassVar[str] = "/continue_generation"
     id: int = 0
     torch_empty_cache: bool = True
 
@@ -150,6 +155,7 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     The source is exactly one of `named_tensors`, `description`, `registration` and `serialized_named_tensors`.
     """
 
+    route: ClassVar[str] = "/update_weights_from_tensor"
     id: int = 0
     named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
     """Hugging Face names; server rank i reads `values[i]`. Opened for this update only."""
@@ -186,6 +192,7 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
 class RegisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
     """Open and plan `description` now, so that pushes by its id only copy. Changes no weights."""
 
+    route: ClassVar[str] = "/register_weights"
     id: int = 0
     description: WeightsDescription
     forget: list[str] = []
@@ -195,6 +202,7 @@ class RegisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
 class UnregisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
     """Close registrations. When it is answered, no process of the server maps their memory any more."""
 
+    route: ClassVar[str] = "/unregister_weights"
     id: int = 0
     registrations: list[str] | None = None
     """None: all. Unknown ids are ignored."""
@@ -207,6 +215,7 @@ class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     From its reply to its end no step is taken (requests wait). Its calls renew the lease.
     """
 
+    route: ClassVar[str] = "/begin_weight_update"
     id: int = 0
     transaction_id: TransactionId | None = None
     """Calls of this session carry it, all others are refused (409). None: SGLang's sessions, whose calls carry
@@ -226,6 +235,7 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     `discard` gives it up instead: old weights if nothing was written, else torn.
     """
 
+    route: ClassVar[str] = "/end_weight_update"
     id: int = 0
     transaction_id: TransactionId | None = None
     weight_version: VersionLabel | None = None
@@ -236,6 +246,7 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
 class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
     """Join a process group with trainers of other hosts: the trainer is rank 0, server ranks follow."""
 
+    route: ClassVar[str] = "/init_weights_update_group"
     id: int = 0
     master_address: str
     master_port: int
@@ -247,6 +258,7 @@ class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
 
 
 class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
+    route: ClassVar[str] = "/destroy_weights_update_group"
     id: int = 0
     group_name: str = "weight_update_group"
 
@@ -254,6 +266,7 @@ class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
 class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     """Receive tensors that rank 0 of a process group broadcasts, in the order of `names`."""
 
+    route: ClassVar[str] = "/update_weights_from_distributed"
     id: int = 0
     names: list[str]
     dtypes: list[str]
@@ -275,6 +288,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
 class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     """Load a folder of safetensors over the served weights."""
 
+    route: ClassVar[str] = "/update_weights_from_disk"
     id: int = 0
     model_path: str
     load_format: str | None = None
@@ -289,6 +303,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
 class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
     """Relabel the served weights without changing them."""
 
+    route: ClassVar[str] = "/update_weight_version"
     id: int = 0
     new_version: VersionLabel
     abort_all_requests: bool = True
@@ -297,6 +312,7 @@ class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
 class GetWeightsByNameReq(msgspec.Struct, tag=True, kw_only=True):
     """First `truncate_size` rows of a parameter under its Hugging Face name, as float32 nested lists."""
 
+    route: ClassVar[str] = "/get_weights_by_name"
     id: int = 0
     name: str
     truncate_size: int = 100
@@ -306,6 +322,7 @@ class WeightsCheckerReq(msgspec.Struct, tag=True, kw_only=True):
     """`checksum`: a digest per parameter and rank; `snapshot`/`compare`: remember weights, compare later;
     `reset_tensors`: overwrite with noise (marks the weights torn until a full update)."""
 
+    route: ClassVar[str] = "/weights_checker"
     id: int = 0
     action: str = "checksum"
     allow_quant_error: bool = False
@@ -316,6 +333,7 @@ class WeightsCheckerReq(msgspec.Struct, tag=True, kw_only=True):
 class ReleaseMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
     """Give memory back. Refused while requests run. Tags: "kv_cache", "weights", "cuda_graph"; None is all."""
 
+    route: ClassVar[str] = "/release_memory_occupation"
     id: int = 0
     tags: list[str] | None = None
 
@@ -324,6 +342,7 @@ class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
     """Take memory again. Resumed weights are *not loaded*: generation answers 503 until a full update, unless
     `enable_weights_cpu_backup` kept their contents."""
 
+    route: ClassVar[str] = "/resume_memory_occupation"
     id: int = 0
     tags: list[str] | None = None
 
@@ -331,6 +350,8 @@ class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
 class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
     """Load and memory figures of the scheduler, for `/server_info`, `/v1/loads` and `/metrics`."""
 
+    route: ClassVar[str] = "/server_info"
+    """Whose answer holds the figures as `internal_states[0]`."""
     id: int = 0
 
 

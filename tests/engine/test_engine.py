@@ -29,6 +29,7 @@ from verl_server import (
     ServerUnavailableError,
     WeightUpdateError,
 )
+from verl_server.results import GenerateResult, InternalState, MetaInfo, ModelInfo, SchedulerInfo, ServerInfo
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 SMALL = {"kv_cache_gib": 0.05, "cpu_threads": 1, "port": 0}
@@ -157,6 +158,33 @@ def test_weights_memory_and_cache(face: EngineBase, tiny_llama: Path) -> None:
     assert face.update_weights_from_disk(str(tiny_llama))[0]
     assert face.generate("hi", GREEDY)["output_ids"] == before["output_ids"]
     assert face.weights_checker()
+
+
+def test_results_have_the_keys_that_their_types_declare(face: EngineBase) -> None:
+    result = face.generate(
+        "hello",
+        GREEDY,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+        token_ids_logprob=[5],
+        return_prompt_token_ids=True,
+    )
+    expect_declared(result, GenerateResult)
+    expect_declared(result["meta_info"], MetaInfo)
+    assert set(result["meta_info"]) == set(MetaInfo.__annotations__)
+    for frame in face.generate(["a", "b"], GREEDY, stream=True):
+        expect_declared(frame, GenerateResult)
+        expect_declared(frame["meta_info"], MetaInfo)
+    info = face.get_server_info()
+    assert set(info) >= set(ServerInfo.__annotations__) | set(SchedulerInfo.__annotations__)
+    assert set(face.scheduler_info) == set(SchedulerInfo.__annotations__)
+    assert set(info["internal_states"][0]) == set(face.get_internal_state()) == set(InternalState.__annotations__)
+    assert set(face.get_model_info()) == set(ModelInfo.__annotations__)
+
+
+def expect_declared(value: Any, kind: Any) -> None:
+    assert kind.__required_keys__ <= set(value) <= set(kind.__annotations__)
 
 
 def test_info(face: EngineBase, tiny_llama: Path) -> None:

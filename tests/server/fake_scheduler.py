@@ -27,6 +27,7 @@ INFO: dict[str, Any] = {
     "max_running_requests": 64,
     "chunked_prefill_size": 2048,
     "vocab_size": VOCAB,
+    "num_parameters": 20,
     "device": "cpu",
     "dtype": "float32",
     "weight_version": "default",

@@ -9,100 +9,133 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack, overload
 
+from verl_server.engine.options import GenerateOptions, check_names
 from verl_server.engine.weights import EngineWeights
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, GetInternalStateReq, PauseGenerationReq
+from verl_server.results import GenerateResult, InternalState, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
-Result = dict[str, Any] | list[dict[str, Any]]
+Result = GenerateResult | list[GenerateResult]
+"""A list for several prompts, and for one prompt with `n` above 1."""
 
 
 class EngineBase(EngineWeights):
     """One policy that generates. Thread-safe; a context manager that shuts down at the end."""
 
     server_args: ServerArgs
-    scheduler_info: dict[str, Any]
+    scheduler_info: SchedulerInfo
     url: str | None = None
     """Where it answers HTTP, if it does."""
 
     # -- generation -----------------------------------------------------------------------------------------
+    # One prompt, several prompts, a stream. (No prompt at all fits the first two, and is refused at run time.)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | None = None,
+        sampling_params: dict[str, Any] | None = None,
+        input_ids: list[int] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[list[int]] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateResult]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: Literal[True],
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[GenerateResult]: ...
 
     def generate(
         self,
         prompt: str | list[str] | None = None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
-        image_data: Any = None,
-        return_logprob: bool | list[bool] = False,
-        logprob_start_len: int | list[int] | None = None,
-        top_logprobs_num: int | list[int] | None = None,
-        token_ids_logprob: list[int] | list[list[int]] | None = None,
-        lora_path: str | list[str] | None = None,
-        custom_logit_processor: str | list[str] | None = None,
-        stream: bool = False,
         *,
-        rid: str | list[str] | None = None,
-        return_text_in_logprobs: bool = False,
+        stream: bool = False,
         timeout: float | None = None,
-    ) -> Any:
-        """{"text", "output_ids", "meta_info"}, a list of them, or with `stream` an iterator of cumulative ones.
+        **options: Unpack[GenerateOptions],
+    ) -> Result | Iterator[GenerateResult]:
+        """One result, a list of them, or with `stream` an iterator of cumulative ones.
 
-        Waits as long as it takes unless `timeout` (seconds) is given; beyond it the request is aborted and
-        ControlTimeoutError raised.
+        One prompt with `sampling_params["n"]` above 1 gives a list, too, which the declared type cannot tell. The
+        sampling parameters are those of `SamplingParams`. The call has no bound unless `timeout` (seconds) is given;
+        beyond it the request is aborted and ControlTimeoutError is raised.
         """
-        body = generate_body(
-            text=prompt,
-            sampling_params=sampling_params,
-            input_ids=input_ids,
-            image_data=image_data,
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_logprob,
-            lora_path=lora_path,
-            custom_logit_processor=custom_logit_processor,
-            rid=rid,
-            return_text_in_logprobs=return_text_in_logprobs,
-        )
-        if stream:
-            return self._stream(body | {"stream": True}, timeout)
-        return self._generate(body, timeout)
+        body = generate_body(prompt, sampling_params, input_ids, options)
+        return self._stream(body | {"stream": True}, timeout) if stream else self._generate(body, timeout)
+
+    @overload
+    async def async_generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | None = None,
+        sampling_params: dict[str, Any] | None = None,
+        input_ids: list[int] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[list[int]] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateResult]: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: Literal[True],
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[GenerateResult]: ...
 
     async def async_generate(
         self,
         prompt: str | list[str] | None = None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
-        image_data: Any = None,
-        return_logprob: bool | list[bool] = False,
-        logprob_start_len: int | list[int] | None = None,
-        top_logprobs_num: int | list[int] | None = None,
-        token_ids_logprob: list[int] | list[list[int]] | None = None,
-        lora_path: str | list[str] | None = None,
-        custom_logit_processor: str | list[str] | None = None,
-        stream: bool = False,
         *,
-        rid: str | list[str] | None = None,
-        return_text_in_logprobs: bool = False,
+        stream: bool = False,
         timeout: float | None = None,
-    ) -> Any:
+        **options: Unpack[GenerateOptions],
+    ) -> Result | AsyncIterator[GenerateResult]:
         """`generate`, awaited from any event loop; with `stream` it returns an async iterator."""
-        body = generate_body(
-            text=prompt,
-            sampling_params=sampling_params,
-            input_ids=input_ids,
-            image_data=image_data,
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_logprob,
-            lora_path=lora_path,
-            custom_logit_processor=custom_logit_processor,
-            rid=rid,
-            return_text_in_logprobs=return_text_in_logprobs,
-        )
+        body = generate_body(prompt, sampling_params, input_ids, options)
         if stream:
             return self._async_stream(body | {"stream": True}, timeout)
         return await self._async_generate(body, timeout)
@@ -119,29 +152,34 @@ class EngineBase(EngineWeights):
     def continue_generation(self) -> None:
         self._ask(ContinueGenerationReq())
 
+    def get_internal_state(self) -> InternalState:
+        """The scheduler's load and memory figures."""
+        state: InternalState = self._ask(GetInternalStateReq())
+        return state
+
     # -- what a subclass brings -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
 
     @abc.abstractmethod
-    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]: ...
+    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]: ...
 
     @abc.abstractmethod
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
 
     @abc.abstractmethod
-    def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]: ...
+    def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]: ...
 
     @abc.abstractmethod
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
 
     @abc.abstractmethod
-    def get_server_info(self) -> dict[str, Any]: ...
+    def get_server_info(self) -> ServerInfo: ...
 
     @abc.abstractmethod
-    def get_model_info(self) -> dict[str, Any]: ...
+    def get_model_info(self) -> ModelInfo: ...
 
     @abc.abstractmethod
     def shutdown(self) -> None:
@@ -154,9 +192,16 @@ class EngineBase(EngineWeights):
         self.shutdown()
 
 
-def generate_body(**fields: Any) -> dict[str, Any]:
-    """The `/generate` body of these arguments: unset ones left out, arrays and tensors as lists."""
-    _check_finite("sampling_params", fields.get("sampling_params"))
+def generate_body(
+    prompt: str | list[str] | None,
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
+    input_ids: list[int] | list[list[int]] | None,
+    options: GenerateOptions,
+) -> dict[str, Any]:
+    """The `/generate` body of these arguments: unset ones are left out, arrays and tensors become lists."""
+    check_names(options, GenerateOptions, "generate")
+    _check_finite("sampling_params", sampling_params)
+    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
     return {key: _plain(value) for key, value in fields.items() if value is not None and value is not False}
 
 

@@ -15,7 +15,7 @@ import socket
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import httpx
@@ -43,50 +43,17 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.io_struct import (
-    BeginWeightUpdateReq,
-    ContinueGenerationReq,
+    AbortReq,
     ControlReply,
     ControlReq,
-    DestroyWeightsUpdateGroupReq,
-    EndWeightUpdateReq,
     FlushCacheReq,
     GetInternalStateReq,
-    GetWeightsByNameReq,
-    InitWeightsUpdateGroupReq,
-    PauseGenerationReq,
-    RegisterWeightsReq,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromDistributedReq,
-    UpdateWeightsFromTensorReq,
-    UpdateWeightVersionReq,
-    WeightsCheckerReq,
 )
 from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
-_PATHS: dict[type[msgspec.Struct], str] = {
-    FlushCacheReq: "/flush_cache",
-    PauseGenerationReq: "/pause_generation",
-    ContinueGenerationReq: "/continue_generation",
-    UpdateWeightsFromTensorReq: "/update_weights_from_tensor",
-    UpdateWeightsFromDiskReq: "/update_weights_from_disk",
-    UpdateWeightsFromDistributedReq: "/update_weights_from_distributed",
-    RegisterWeightsReq: "/register_weights",
-    UnregisterWeightsReq: "/unregister_weights",
-    BeginWeightUpdateReq: "/begin_weight_update",
-    EndWeightUpdateReq: "/end_weight_update",
-    InitWeightsUpdateGroupReq: "/init_weights_update_group",
-    DestroyWeightsUpdateGroupReq: "/destroy_weights_update_group",
-    UpdateWeightVersionReq: "/update_weight_version",
-    GetWeightsByNameReq: "/get_weights_by_name",
-    WeightsCheckerReq: "/weights_checker",
-    ReleaseMemoryOccupationReq: "/release_memory_occupation",
-    ResumeMemoryOccupationReq: "/resume_memory_occupation",
-    GetInternalStateReq: "/server_info",
-}
 _CONNECT_TIMEOUT = 30.0
 _INFO_TIMEOUT = 30.0
 _LET_GO_TIMEOUT = 5.0
@@ -120,7 +87,8 @@ class HttpServerEngineAdapter(EngineBase):
             info = child.wait_ready(args.startup_timeout + 30)
             self._connect(info["url"], args.api_key, args.admin_api_key, child)
             self.server_args = args.replace(port=info["port"])
-            self.scheduler_info = self.get_server_info()["scheduler_info"] if args.node_rank == 0 else {}
+            if args.node_rank == 0:
+                self.scheduler_info = self.get_server_info()["scheduler_info"]
         except BaseException:
             self._finalizer()
             raise
@@ -133,10 +101,10 @@ class HttpServerEngineAdapter(EngineBase):
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
         info = adapter.get_server_info()
         known = {field.name for field in dataclasses.fields(ServerArgs)}
-        fields = {key: value for key, value in info.items() if key in known and value is not None}
-        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(info.get("gpu_uuids") or ())}
+        fields: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
+        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(fields.get("gpu_uuids", ()))}
         adapter.server_args = ServerArgs(**fields | {"allow_unauthenticated": True})
-        adapter.scheduler_info = info.get("scheduler_info") or {}
+        adapter.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})  # another make's has none
         return adapter
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
@@ -176,7 +144,7 @@ class HttpServerEngineAdapter(EngineBase):
         raise_for(response)
         return read_result(response)
 
-    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]:
+    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
         request = self._generate_request(body, timeout)
         with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
             if response.status_code != 200:
@@ -186,7 +154,7 @@ class HttpServerEngineAdapter(EngineBase):
                 if (frame := read_frame(line)) is not None:
                     yield frame
 
-    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
         request = self._generate_request(body, timeout)
         client = await self._async_client()
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
@@ -198,7 +166,7 @@ class HttpServerEngineAdapter(EngineBase):
                     yield frame
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-        request = self._request("/generate", ask_for_columns(body), timeout)
+        request = self._request(self._api_key, ask_for_columns(body), timeout)
         request["headers"]["Accept"] = MSGPACK
         return request
 
@@ -219,29 +187,25 @@ class HttpServerEngineAdapter(EngineBase):
     # -- control and info -----------------------------------------------------------------------------------
 
     def _control(self, req: ControlReq) -> ControlReply:
-        path = _PATHS[type(req)]
-        waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
         if isinstance(req, GetInternalStateReq):
             return ControlReply(id=0, success=True, payload=self.get_server_info()["internal_states"][0])
+        path, waits = req.route, 0.0
         if isinstance(req, FlushCacheReq):
-            path += f"?timeout={req.timeout}"
+            path, waits = f"{req.route}?timeout={req.timeout}", req.timeout
         timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
-        return control_reply(self._send("POST", path, given, timeout))
+        return control_reply(self._command(path, given, timeout))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        raise_for(self._send("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
+        raise_for(self._command(AbortReq.route, {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
 
-    def get_server_info(self) -> dict[str, Any]:
-        return self._call("GET", "/server_info")
+    def get_server_info(self) -> ServerInfo:
+        info: ServerInfo = self._look("/server_info")
+        return info
 
-    def get_model_info(self) -> dict[str, Any]:
-        return self._call("GET", "/model_info")
-
-    def get_internal_state(self) -> dict[str, Any]:
-        """The scheduler's load and memory figures."""
-        payload = self._ask(GetInternalStateReq())
-        return payload if isinstance(payload, dict) else {}
+    def get_model_info(self) -> ModelInfo:
+        info: ModelInfo = self._look("/model_info")
+        return info
 
     def shutdown(self) -> None:
         if self._closed:
@@ -261,25 +225,27 @@ class HttpServerEngineAdapter(EngineBase):
         if registrations and self._child is None:
             req = UnregisterWeightsReq(registrations=registrations)
             with contextlib.suppress(VerlServerError):  # it is gone, or slow: then it notices the end of this process
-                self._send("POST", _PATHS[UnregisterWeightsReq], msgspec.to_builtins(req), _LET_GO_TIMEOUT)
+                self._command(req.route, msgspec.to_builtins(req), _LET_GO_TIMEOUT)
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, path: str) -> dict[str, Any]:
-        answer = self._send(method, path, None, _INFO_TIMEOUT)
+    def _look(self, path: str) -> Any:
+        """The JSON body that a GET returns."""
+        answer = self._send("GET", path, self._request(self._api_key, None, _INFO_TIMEOUT), _INFO_TIMEOUT)
         raise_for(answer)
-        info: dict[str, Any] = orjson.loads(answer.content)
-        return info
+        return orjson.loads(answer.content)
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
+    def _command(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
+        """POST to a control route."""
+        return self._send("POST", path, self._request(self._admin_api_key, body, timeout), timeout)
+
+    def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
         """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
-        request = self._request(path, body, timeout)
         with self._translated(timeout, UnansweredError):
             return self._controls.request(method, path, request.get("content"), request["headers"], timeout)
 
-    def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
-        control = path.split("?")[0] in (*_PATHS.values(), "/abort_request") and path != "/server_info"
-        key = self._admin_api_key if control else self._api_key
+    def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+        """Headers, body and bounds, as httpx takes them."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
         if body is not None:

@@ -6,7 +6,7 @@ An error answer names its class in the X-Verl-Error header, so the same one is r
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -18,6 +18,7 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.io_struct import ControlReply
+from verl_server.results import GenerateResult
 
 
 def encode(body: Any) -> bytes:
@@ -36,20 +37,20 @@ def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
 def read_result(response: httpx.Response) -> Result:
     """What `/generate` returned, as JSON or msgpack (a server of another make does not know msgpack)."""
     is_msgpack = response.headers.get("content-type") == MSGPACK
-    content: Result = msgspec.msgpack.decode(response.content) if is_msgpack else orjson.loads(response.content)
+    content: Any = msgspec.msgpack.decode(response.content) if is_msgpack else orjson.loads(response.content)
     for result in content if isinstance(content, list) else [content]:
         unpack(result)
-    return content
+    return cast(Result, content)
 
 
-def read_frame(line: str) -> dict[str, Any] | None:
+def read_frame(line: str) -> GenerateResult | None:
     """A result of an event-stream line, None for other lines; raises for an error frame."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     frame: dict[str, Any] = orjson.loads(line[6:])
     if "error" in frame:
         raise error_for_status(int(frame["error"].get("code") or 500), str(frame["error"].get("message")))
-    return unpack(frame)
+    return cast(GenerateResult, unpack(frame))
 
 
 def raise_for(response: httpx.Response | Answer) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
-from verl_server.io_struct import ControlReply, ControlReq, GetInternalStateReq
+from verl_server.io_struct import ControlReply, ControlReq
+from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server.dialects.sglang.routes import NativeApi, model_info
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers
@@ -38,7 +39,7 @@ class Engine(EngineBase):
         # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:
-            self.scheduler_info = self._processes.wait_ready()
+            self.scheduler_info = cast(SchedulerInfo, self._processes.wait_ready())
             if self._processes.manager is not None:
                 self._manager_or_none: TokenizerManager | None = self._processes.manager
                 self._info = NativeApi(self._processes.manager, self.server_args)
@@ -69,11 +70,11 @@ class Engine(EngineBase):
     async def _result(self, obj: GenerateReqInput, timeout: float | None) -> Result:
         generation = await self.tokenizer_manager.submit(obj)
         try:
-            return await _bounded(generation.result(), timeout)
+            return cast(Result, await _bounded(generation.result(), timeout))
         finally:
             generation.close()
 
-    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[dict[str, Any]]:
+    def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
         manager = self.tokenizer_manager
         frames = manager.generate_request(GenerateReqInput.parse(body))
         try:
@@ -82,7 +83,7 @@ class Engine(EngineBase):
         finally:
             manager.run_sync(_close(frames))
 
-    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
         manager = self.tokenizer_manager
         frames = manager.generate_request(GenerateReqInput.parse(body))
         try:
@@ -102,17 +103,12 @@ class Engine(EngineBase):
 
         self.tokenizer_manager.run_sync(abort(), timeout=30)
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self) -> ServerInfo:
         manager = self.tokenizer_manager
-        return manager.run_sync(self._info.server_info_dict(), timeout=30)
+        return cast(ServerInfo, manager.run_sync(self._info.server_info_dict(), timeout=30))
 
-    def get_model_info(self) -> dict[str, Any]:
-        return model_info(self.tokenizer_manager, self.server_args)
-
-    def get_internal_state(self) -> dict[str, Any]:
-        """The scheduler's load and memory figures."""
-        payload = self._ask(GetInternalStateReq())
-        return payload if isinstance(payload, dict) else {}
+    def get_model_info(self) -> ModelInfo:
+        return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
 
     def wait(self) -> None:
         """Block a node that has only scheduler ranks until they end."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import msgspec
 import torch
@@ -22,30 +22,23 @@ from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.in_process import Engine
 from verl_server.engine.joint_ranks import JointRanks
+from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
 from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.io_struct import UpdateWeightsFromTensorReq
+from verl_server.io_struct import UpdateMode
 from verl_server.ipc.sockets import free_port
+from verl_server.results import GenerateResult, ServerInfo
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
 from verl_server.weight_sync.trainer.sender import Mapping
 from verl_server.weight_sync.trainer.shards import TensorShard
 
+T = TypeVar("T")
+
 _MEET_TIMEOUT = 1800.0
 """Seconds that trainer ranks may be apart when they come to a call: torch's own default."""
-
-_UPDATE_OPTIONS = (
-    "load_format",
-    "flush_cache",
-    "weight_version",
-    "mode",
-    "abort_all_requests",
-    "strict_dtype",
-    "partial",
-    "transaction_id",
-    "checksums",
-)
 
 
 class _Place(msgspec.Struct, array_like=True):
@@ -150,29 +143,66 @@ class VerlEngine:
 
     # -- generation --------------------------------------------------------------------------------------------
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | None = None,
+        sampling_params: dict[str, Any] | None = None,
+        input_ids: list[int] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[list[int]] | None = None,
+        *,
+        stream: Literal[False] = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateResult]: ...
+
     def generate(
         self,
         prompt: str | list[str] | None = None,
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
-        **options: Any,
-    ) -> Any:
-        """What `Engine.generate` returns, the same on every rank; rank 0's arguments count."""
-        if options.get("stream"):
+        *,
+        stream: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult | list[GenerateResult]:
+        """What `EngineBase.generate` returns, the same on every rank; rank 0's arguments count."""
+        if stream:
             raise BadRequestError("VerlEngine.generate cannot stream: stream from rank 0's `engine`, or over `url`.")
-        return self._on_engine("generate", prompt, sampling_params, input_ids=input_ids, **options)
 
-    def flush_cache(self) -> Any:
-        return self._on_engine("flush_cache")
+        def generate(engine: EngineBase) -> Any:
+            call: Callable[..., Any] = engine.generate  # none of its overloads takes all kinds of prompts
+            return call(prompt, sampling_params, input_ids, timeout=timeout, **options)
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> Any:
-        return self._on_engine("abort_request", rid, abort_all)
+        result: GenerateResult | list[GenerateResult] = self._on_engine("generate", generate)
+        return result
 
-    def pause_generation(self, mode: str = "abort") -> Any:
-        return self._on_engine("pause_generation", mode)
+    def flush_cache(self, timeout: float = 0.0) -> bool:
+        """Empty the prefix cache, waiting `timeout` seconds for an idle engine; False if it stayed busy."""
+        return self._on_engine("flush_cache", lambda engine: engine.flush_cache(timeout))
 
-    def continue_generation(self) -> Any:
-        return self._on_engine("continue_generation")
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
+        self._on_engine("abort_request", lambda engine: engine.abort_request(rid, abort_all))
+
+    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Take no step until `continue_generation`; `mode` says what happens to running requests."""
+        self._on_engine("pause_generation", lambda engine: engine.pause_generation(mode))
+
+    def continue_generation(self) -> None:
+        """Generate again after `pause_generation`."""
+        self._on_engine("continue_generation", lambda engine: engine.continue_generation())
 
     # -- weights and memory ------------------------------------------------------------------------------------
 
@@ -182,78 +212,180 @@ class VerlEngine:
         load_format: str | None = None,
         flush_cache: bool = True,
         mapping: Mapping | None = None,
-        **options: Any,
+        *,
+        weight_version: str | None = None,
+        **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
         """Push what the ranks own, in one update: whole tensors (each server rank reads one rank's), `DTensor`s and
         `TensorShard`s, which are read shard by shard from their owners.
 
         What several ranks bring under one name must be one tensor. When it returns on any rank, no rank's tensors
-        are read any more. `options` are those of `Engine.update_weights_from_tensor` (weight_version, mode, ...).
+        are read any more.
         """
 
         def send(push: Push) -> tuple[bool, str]:
-            req = _update_request(load_format=load_format, flush_cache=flush_cache, **options)
+            req = push_request(load_format, flush_cache, weight_version, options)
             return self._serving.send_update(push.for_readers(self._serving.server_args.tp_size), req)
 
-        result = self._pusher.update(named_tensors, mapping, send)
-        return result[0], result[1]
+        return _outcome(self._pusher.update(named_tensors, mapping, send))
 
     def register_weights(self, weights: Source, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
-        """Have the server open and plan the memory of all ranks now; see `Engine.register_weights`."""
+        """Have the server open and plan the memory of all ranks now; see `EngineWeights.register_weights`."""
         self._pusher.register(weights, mapping, lambda push: self._serving.send_registration(push, strict_dtype))
 
-    def push_weights(self, version: str | int | None = None, **options: Any) -> tuple[bool, str]:
+    def push_weights(
+        self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
+    ) -> tuple[bool, str]:
         """Copy what the ranks registered into the served weights, as it is now."""
 
         def send(push: Push) -> tuple[bool, str]:
-            weight_version = None if version is None else str(version)
-            return self._serving.send_update(push, _update_request(weight_version=weight_version, **options))
+            return self._serving.send_update(push, push_request(None, flush_cache, version, options))
 
-        result = self._pusher.push(send)
-        return result[0], result[1]
+        return _outcome(self._pusher.push(send))
 
     def unregister_weights(self) -> None:
         """Have the server close the memory of all ranks; afterwards it may be freed or offloaded."""
         self._pusher.unregister(lambda ids: self._serving.send_unregistration(ids))
 
-    def begin_weight_update(self, transaction_id: str | None = None, **options: Any) -> Any:
-        return self._on_engine("begin_weight_update", transaction_id, **options)
+    def begin_weight_update(
+        self,
+        transaction_id: str | None = None,
+        *,
+        lease_seconds: float | None = None,
+        full: bool = False,
+        mode: UpdateMode = "wait",
+    ) -> str:
+        """See `EngineWeights.begin_weight_update`; rank 0's arguments count, here and in the calls below."""
+        return self._on_engine(
+            "begin_weight_update",
+            lambda engine: engine.begin_weight_update(
+                transaction_id, lease_seconds=lease_seconds, full=full, mode=mode
+            ),
+        )
 
-    def end_weight_update(self, transaction_id: str | None = None, **options: Any) -> Any:
-        return self._on_engine("end_weight_update", transaction_id, **options)
+    def end_weight_update(
+        self,
+        transaction_id: str | None = None,
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        discard: bool = False,
+    ) -> tuple[bool, str]:
+        """See `EngineWeights.end_weight_update`."""
+        return _outcome(
+            self._on_engine(
+                "end_weight_update",
+                lambda engine: engine.end_weight_update(
+                    transaction_id, weight_version=weight_version, flush_cache=flush_cache, discard=discard
+                ),
+            )
+        )
 
-    def init_weights_update_group(self, *args: Any, **options: Any) -> Any:
-        """See `Engine.init_weights_update_group`; rank 0's arguments count. Whoever joins does so in another thread."""
-        return self._on_engine("init_weights_update_group", *args, **options)
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> tuple[bool, str]:
+        """See `EngineWeights.init_weights_update_group`. The trainer joins in another thread."""
+        return _outcome(
+            self._on_engine(
+                "init_weights_update_group",
+                lambda engine: engine.init_weights_update_group(
+                    master_address, master_port, rank_offset, world_size, group_name, backend
+                ),
+            )
+        )
 
-    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Any:
-        return self._on_engine("destroy_weights_update_group", group_name)
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> tuple[bool, str]:
+        """See `EngineWeights.destroy_weights_update_group`."""
+        return _outcome(
+            self._on_engine(
+                "destroy_weights_update_group", lambda engine: engine.destroy_weights_update_group(group_name)
+            )
+        )
 
-    def update_weights_from_distributed(self, *args: Any, **options: Any) -> Any:
-        """See `Engine.update_weights_from_distributed`; the broadcasts are made in another thread."""
-        return self._on_engine("update_weights_from_distributed", *args, **options)
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: Sequence[torch.dtype | str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group",
+        flush_cache: bool = True,
+        load_format: str | None = None,
+        *,
+        weight_version: str | None = None,
+        **options: Unpack[TensorUpdateOptions],
+    ) -> tuple[bool, str]:
+        """See `EngineWeights.update_weights_from_distributed`. The broadcasts are made in another thread."""
+        return _outcome(
+            self._on_engine(
+                "update_weights_from_distributed",
+                lambda engine: engine.update_weights_from_distributed(
+                    names,
+                    dtypes,
+                    shapes,
+                    group_name,
+                    flush_cache,
+                    load_format,
+                    weight_version=weight_version,
+                    **options,
+                ),
+            )
+        )
 
-    def update_weights_from_disk(self, model_path: str, load_format: str | None = None, **options: Any) -> Any:
-        return self._on_engine("update_weights_from_disk", model_path, load_format, **options)
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> tuple[bool, str]:
+        """Load a folder of safetensors, as the server's host sees it, over the served weights."""
+        return _outcome(
+            self._on_engine(
+                "update_weights_from_disk",
+                lambda engine: engine.update_weights_from_disk(
+                    model_path, load_format, flush_cache=flush_cache, weight_version=weight_version, **options
+                ),
+            )
+        )
 
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        return self._on_engine("get_weights_by_name", name, truncate_size)
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
+        """Relabel the served weights."""
+        return _outcome(
+            self._on_engine(
+                "update_weight_version", lambda engine: engine.update_weight_version(new_version, abort_all_requests)
+            )
+        )
 
-    def weights_checker(self, action: str = "checksum") -> Any:
-        return self._on_engine("weights_checker", action)
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """First rows of a parameter as float32 nested lists."""
+        return self._on_engine("get_weights_by_name", lambda engine: engine.get_weights_by_name(name, truncate_size))
 
-    def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        result = self._on_engine("release_memory_occupation", tags)
+    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
+        """Digests of the served weights, per rank and parameter."""
+        return self._on_engine("weights_checker", lambda engine: engine.weights_checker(action))
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Release memory: "kv_cache", "weights", "cuda_graph", or None for all. Refused while requests run."""
+        self._on_engine("release_memory_occupation", lambda engine: engine.release_memory_occupation(tags))
         if self._joint is not None:  # others' engines may have this rank's memory open until they have released, too
             self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
-        return result
 
-    def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
-        return self._on_engine("resume_memory_occupation", tags)
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Take memory again. Resumed weights are not loaded: push them before generating."""
+        self._on_engine("resume_memory_occupation", lambda engine: engine.resume_memory_occupation(tags))
 
-    def get_server_info(self) -> Any:
-        return self._on_engine("get_server_info")
+    def get_server_info(self) -> ServerInfo:
+        """Settings, load and weight version of the server that this rank's engine has."""
+        return self._on_engine("get_server_info", lambda engine: engine.get_server_info())
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -274,8 +406,15 @@ class VerlEngine:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _on_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.call(method, lambda _: getattr(self._serving, method)(*args, **kwargs))
+    def _on_engine(self, call: str, act: Callable[[EngineBase], T]) -> T:
+        """`act` on rank 0's engine; its JSON-like result, or its error, on all ranks of this engine."""
+        result: T = self._group.call(call, lambda _: act(self._serving))
+        return result
+
+
+def _outcome(result: Sequence[Any]) -> tuple[bool, str]:
+    """(success, message), which travels between ranks as a list."""
+    return result[0], result[1]
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -321,10 +460,3 @@ def _place() -> bytes:
     except OSError:
         address = "127.0.0.1"
     return msgspec.msgpack.encode(_Place(host, address, uuid))
-
-
-def _update_request(**options: Any) -> UpdateWeightsFromTensorReq:
-    unknown = [name for name in options if name not in _UPDATE_OPTIONS]
-    if unknown:
-        raise BadRequestError(f"Unknown option(s) {unknown}; an update takes {', '.join(_UPDATE_OPTIONS)}.")
-    return UpdateWeightsFromTensorReq(**options)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import abc
 import threading
 import uuid
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgspec
 
+from verl_server.engine.options import PushOptions, TensorUpdateOptions, UpdateOptions, check_names
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
 from verl_server.io_struct import (
     BeginWeightUpdateReq,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from verl_server.weight_sync.trainer.shards import TensorShard
 
 _UNKNOWN_REGISTRATION, _CONFLICT = 404, 409
+U = TypeVar("U", UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq, UpdateWeightsFromDistributedReq)
 
 
 class EngineWeights(abc.ABC):
@@ -64,33 +66,17 @@ class EngineWeights(abc.ABC):
         flush_cache: bool = True,
         *,
         weight_version: str | None = None,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-        strict_dtype: bool = False,
-        partial: bool = True,
-        transaction_id: str | None = None,
-        checksums: dict[str, str] | None = None,
         mapping: Mapping | None = None,
+        **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
         """Copy tensors (Hugging Face names) into the served weights; returns (True, message).
 
         Tensors of this process travel as descriptions of their memory, which must not be written before this
         returns. From the second push of the same tensors on, the server keeps their memory open, and this process
         holds it (CUDA memory that is to be freed or offloaded wants `unregister_weights` first).
-        `mapping(name, tensor)` gives the tensors, or `TensorShard`s, that the server knows of each.
-        See `UpdateWeightsFromTensorReq` for the other options.
+        `mapping(name, tensor)` returns the tensors, or `TensorShard`s, that the server knows for each.
         """
-        req = UpdateWeightsFromTensorReq(
-            load_format=load_format,
-            flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
-            weight_version=weight_version,
-            strict_dtype=strict_dtype,
-            partial=partial,
-            transaction_id=transaction_id,
-            checksums=checksums,
-        )
+        req = push_request(load_format, flush_cache, weight_version, options)
         result: tuple[bool, str] = self._weight_pusher().update(
             named_tensors, mapping, lambda push: self.send_update(push, req)
         )
@@ -106,28 +92,13 @@ class EngineWeights(abc.ABC):
         self._weight_pusher().register(weights, mapping, lambda push: self.send_registration(push, strict_dtype))
 
     def push_weights(
-        self,
-        version: str | int | None = None,
-        *,
-        flush_cache: bool = True,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-        strict_dtype: bool = False,
-        partial: bool = True,
-        transaction_id: str | None = None,
-        checksums: dict[str, str] | None = None,
+        self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
     ) -> tuple[bool, str]:
-        """Copy what was registered into the served weights, as it is now; storage that moved is registered again."""
-        req = UpdateWeightsFromTensorReq(
-            flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
-            weight_version=None if version is None else str(version),
-            strict_dtype=strict_dtype,
-            partial=partial,
-            transaction_id=transaction_id,
-            checksums=checksums,
-        )
+        """Copy what was registered into the served weights, as it is now; storage that moved is registered again.
+
+        `version` labels the new weights; default: the next integer.
+        """
+        req = push_request(None, flush_cache, version, options)
         result: tuple[bool, str] = self._weight_pusher().push(lambda push: self.send_update(push, req))
         return result
 
@@ -145,21 +116,18 @@ class EngineWeights(abc.ABC):
         *,
         flush_cache: bool = True,
         weight_version: str | None = None,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-        transaction_id: str | None = None,
+        **options: Unpack[UpdateOptions],
     ) -> tuple[bool, str]:
         """Load a folder of safetensors, as the server's host sees it, over the served weights."""
+        check_names(options, UpdateOptions, "update_weights_from_disk")
         req = UpdateWeightsFromDiskReq(
             model_path=str(model_path),
             load_format=load_format,
             flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
             weight_version=weight_version,
-            transaction_id=transaction_id or self._transaction,
+            **options,
         )
-        return self._update(req)
+        return self._update(self._in_transaction(req))
 
     def init_weights_update_group(
         self,
@@ -190,23 +158,20 @@ class EngineWeights(abc.ABC):
     def update_weights_from_distributed(
         self,
         names: list[str],
-        dtypes: list[Any],
-        shapes: list[list[int]],
+        dtypes: Sequence[torch.dtype | str],
+        shapes: Sequence[Sequence[int]],
         group_name: str = "weight_update_group",
         flush_cache: bool = True,
         load_format: str | None = None,
         *,
         weight_version: str | None = None,
-        mode: UpdateMode = "wait",
-        abort_all_requests: bool = False,
-        strict_dtype: bool = False,
-        partial: bool = True,
-        transaction_id: str | None = None,
+        **options: Unpack[TensorUpdateOptions],
     ) -> tuple[bool, str]:
         """Receive what rank 0 of the group broadcasts, in the order of `names`; `dtypes` are torch's, or their names.
 
         Blocks until the weights are served: rank 0 calls it from another thread than the one that broadcasts.
         """
+        check_names(options, TensorUpdateOptions, "update_weights_from_distributed")
         req = UpdateWeightsFromDistributedReq(
             names=list(names),
             dtypes=[str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -214,14 +179,10 @@ class EngineWeights(abc.ABC):
             group_name=group_name,
             load_format=load_format,
             flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-            mode=mode,
             weight_version=weight_version,
-            transaction_id=transaction_id or self._transaction,
-            strict_dtype=strict_dtype,
-            partial=partial,
+            **options,
         )
-        return self._update(req)
+        return self._update(self._in_transaction(req))
 
     # -- several calls, one version ------------------------------------------------------------------------------
 
@@ -300,9 +261,7 @@ class EngineWeights(abc.ABC):
 
     def send_update(self, push: Push, req: UpdateWeightsFromTensorReq) -> tuple[bool, str]:
         """Send `req` with the source of `push`: its id where the server knows it, else the description."""
-        transaction_id = req.transaction_id or self._transaction
-        req = msgspec.structs.replace(req, transaction_id=transaction_id)
-        offer = push.offer
+        req, offer = self._in_transaction(req), push.offer
         if offer is None or push.describe is None:
             return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
         req = msgspec.structs.replace(req, forget=offer.forget)
@@ -332,6 +291,10 @@ class EngineWeights(abc.ABC):
     @abc.abstractmethod
     def _control(self, req: ControlReq) -> ControlReply:
         """Bounded. Raises for a dead or unreachable engine; a refusal is `success=False`."""
+
+    def _in_transaction(self, req: U) -> U:
+        """`req` as a part of the transaction that this engine began, unless it names one."""
+        return msgspec.structs.replace(req, transaction_id=req.transaction_id or self._transaction)
 
     def _weight_pusher(self) -> WeightPusher:
         """Made at the first push: a client that only generates needs no torch."""
@@ -373,3 +336,14 @@ class EngineWeights(abc.ABC):
             return False
         self._transaction = None
         return True
+
+
+def push_request(
+    load_format: str | None, flush_cache: bool, version: str | int | None, options: PushOptions
+) -> UpdateWeightsFromTensorReq:
+    """An update that lacks its source; raises BadRequestError for unknown options."""
+    check_names(options, PushOptions, "an update")
+    weight_version = None if version is None else str(version)
+    return UpdateWeightsFromTensorReq(
+        load_format=load_format, flush_cache=flush_cache, weight_version=weight_version, **options
+    )

@@ -20,6 +20,7 @@ import uvloop
 from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
+from verl_server.results import SchedulerInfo
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
@@ -148,10 +149,10 @@ class AgentLoop:
                 pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
             await _all(episode.act() for episode in alive)
 
-    async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> list[dict[str, Any]]:
+    async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> Any:
         start = clock()
         requests = [episode.request() for episode in episodes]
-        results: list[dict[str, Any]] = await self.engine.async_generate(
+        results = await self.engine.async_generate(
             input_ids=[request["input_ids"] for request in requests],
             sampling_params=[request["sampling_params"] for request in requests],
             return_logprob=True,
@@ -190,7 +191,7 @@ class AgentLoop:
         self.close()
 
 
-def _sequence_capacity(scheduler_info: dict[str, Any]) -> int:
+def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
     """Tokens of the longest sequence that the context length and the whole KV cache allow."""
     context_length = int(scheduler_info["context_length"])
     longest_input = scheduler_info.get("max_req_input_len")

@@ -6,7 +6,8 @@ and counted, no body is {}), sent to the scheduler, and answered in SGLang's sha
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from verl_server.io_struct import (
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
     FlushCacheReq,
+    GetInternalStateReq,
     GetWeightsByNameReq,
     InitWeightsUpdateGroupReq,
     PauseGenerationReq,
@@ -56,33 +58,26 @@ _FLUSHED = (
 _BASE_FIELDS = ("rid", "http_worker_ipc", "selector", "torch_empty_cache", "is_async", "recapture_cuda_graph")
 """Keys of SGLang's control bodies without effect here; accepted, not counted as unknown."""
 
-_WEIGHT_ROUTES: dict[str, type[ControlReq]] = {
-    "/update_weights_from_tensor": UpdateWeightsFromTensorReq,
-    "/update_weights_from_distributed": UpdateWeightsFromDistributedReq,
-    "/register_weights": RegisterWeightsReq,
-    "/unregister_weights": UnregisterWeightsReq,
-    "/begin_weight_update": BeginWeightUpdateReq,
-    "/end_weight_update": EndWeightUpdateReq,
-    "/init_weights_update_group": InitWeightsUpdateGroupReq,
-    "/destroy_weights_update_group": DestroyWeightsUpdateGroupReq,
-}
-"""Routes that are nothing but their struct in and {"success", "message"} out."""
+_PLAIN_REQS: tuple[type[ControlReq], ...] = (
+    UpdateWeightsFromTensorReq,
+    UpdateWeightsFromDistributedReq,
+    RegisterWeightsReq,
+    UnregisterWeightsReq,
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
+    DestroyWeightsUpdateGroupReq,
+)
+"""Requests whose route is nothing but their struct in and {"success", "message"} out."""
 _PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration", "seconds")
 """What such a reply carries besides, as far as there is any."""
 
+_POST_PROCESS = "/post_process_weights"
+
 ADMIN_PATHS = {
-    *_WEIGHT_ROUTES,
-    "/flush_cache",
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/update_weights_from_disk",
-    "/update_weight_version",
-    "/post_process_weights",
-    "/get_weights_by_name",
-    "/weights_checker",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
+    AbortReq.route,
+    _POST_PROCESS,
+    *(req.route for req in get_args(ControlReq) if req is not GetInternalStateReq),
 }
 
 
@@ -94,18 +89,18 @@ class ControlApi:
     def routes(self) -> list[Route]:
         both = ["GET", "POST"]
         return [
-            Route("/flush_cache", self.flush_cache, methods=both),
-            Route("/abort_request", self.abort_request, methods=["POST"]),
-            Route("/pause_generation", self.pause_generation, methods=["POST"]),
-            Route("/continue_generation", self.continue_generation, methods=["POST"]),
-            *(Route(path, self.change_weights, methods=["POST"]) for path in _WEIGHT_ROUTES),
-            Route("/update_weights_from_disk", self.update_weights_from_disk, methods=["POST"]),
-            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
-            Route("/post_process_weights", self.post_process_weights, methods=["POST"]),
-            Route("/get_weights_by_name", self.get_weights_by_name, methods=both),
-            Route("/weights_checker", self.weights_checker, methods=both),
-            Route("/release_memory_occupation", self.release_memory_occupation, methods=both),
-            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=both),
+            Route(FlushCacheReq.route, self.flush_cache, methods=both),
+            Route(AbortReq.route, self.abort_request, methods=["POST"]),
+            Route(PauseGenerationReq.route, self.pause_generation, methods=["POST"]),
+            Route(ContinueGenerationReq.route, self.continue_generation, methods=["POST"]),
+            *(Route(kind.route, self._plain(kind), methods=["POST"]) for kind in _PLAIN_REQS),
+            Route(UpdateWeightsFromDiskReq.route, self.update_weights_from_disk, methods=["POST"]),
+            Route(UpdateWeightVersionReq.route, self.update_weight_version, methods=["POST"]),
+            Route(_POST_PROCESS, self.post_process_weights, methods=["POST"]),
+            Route(GetWeightsByNameReq.route, self.get_weights_by_name, methods=both),
+            Route(WeightsCheckerReq.route, self.weights_checker, methods=both),
+            Route(ReleaseMemoryOccupationReq.route, self.release_memory_occupation, methods=both),
+            Route(ResumeMemoryOccupationReq.route, self.resume_memory_occupation, methods=both),
         ]
 
     # -- cache, abort, pause --------------------------------------------------------------------------------
@@ -141,11 +136,15 @@ class ControlApi:
 
     # -- weights --------------------------------------------------------------------------------------------
 
-    async def change_weights(self, request: Request) -> Response:
-        """Everything in `_WEIGHT_ROUTES`."""
-        reply = await self._control(request, await self._parse(request, _WEIGHT_ROUTES[request.url.path.rstrip("/")]))
-        payload = reply.payload if isinstance(reply.payload, dict) else {}
-        return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
+    def _plain(self, kind: type[ControlReq]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of one of `_PLAIN_REQS`."""
+
+        async def change_weights(request: Request) -> Response:
+            reply = await self._control(request, await self._parse(request, kind))
+            payload = reply.payload if isinstance(reply.payload, dict) else {}
+            return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
+
+        return change_weights
 
     async def post_process_weights(self, request: Request) -> Response:
         """Older clients call it after their updates; weights are not quantized here, so nothing is left to do."""
