@@ -187,6 +187,7 @@ def main() -> None:
                 tp_size=args.tp_size,
                 mem_fraction_static=0.3,
                 chunked_prefill_size=1024,
+                random_seed=0,
             ) as engine:
                 report(f"{arch}_ready", time.perf_counter() - start, "s")
                 ok &= check_parity(engine, folder, arch, "loaded", args.tp_size)

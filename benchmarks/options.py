@@ -68,6 +68,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, **defaults: Any) -> 
         "dtype": "bfloat16" if args.device == "cuda" else "float32",
         "tp_size": args.tp,
         "log_level": "warning",
+        "random_seed": 0,
     }
     return settings | defaults | dict(args.settings)
 

@@ -90,8 +90,9 @@ class ServerArgs:
     """Wait for each step on CUDA before the next one is planned."""
     disable_custom_all_reduce: bool = False
     """Sum over tensor-parallel GPUs with NCCL only, not out of each other's memory."""
-    random_seed: int = 0
-    """Seed of dummy weights and of requests that bring none."""
+    random_seed: int | None = None
+    """Seed from which requests without a `sampling_seed` draw theirs; default: a random one at each start. Servers with
+    the same seed sample the same, so give one only to repeat a run."""
     cpu_threads: int | None = None
     """Intra-op threads of each rank on CPU; default: cores of this process / `tp_size`."""
     check_invariants: bool = False

@@ -183,6 +183,13 @@ def test_results_have_the_keys_that_their_types_declare(face: EngineBase) -> Non
     assert set(face.get_model_info()) == set(ModelInfo.__annotations__)
 
 
+def test_servers_without_a_seed_draw_different_ones(engine: Engine, adapter: HttpServerEngineAdapter) -> None:
+    """Replicas that drew the same samples would make every group of GRPO collapse, and nobody would see why."""
+    ours, theirs = (each.get_server_info()["random_seed"] for each in (engine, adapter))
+    assert ours != theirs
+    assert (engine.server_args.random_seed, adapter.server_args.random_seed) == (ours, theirs)
+
+
 def expect_declared(value: Any, kind: Any) -> None:
     assert kind.__required_keys__ <= set(value) <= set(kind.__annotations__)
 

@@ -39,6 +39,7 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> 
     [
         "start",
         "own_weights",
+        "each_replica_has_a_seed_of_its_own",
         "shards_of_all_ranks_are_refused",
         "start jointly",
         "fsdp2_trainer",

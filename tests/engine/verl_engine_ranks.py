@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
-from verl_server.engine.verl_engine import VerlEngine
+from verl_server.engine.verl_engine import VerlEngine, seed_of_engine
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
@@ -366,6 +366,12 @@ def run_replicas(bench: Bench) -> None:
         push([(name, LocalSerializedTensor(values=[local.get(0)]))])
         assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0 + bench.rank // 2]
 
+    def each_replica_has_a_seed_of_its_own() -> None:
+        seeds: list[Any] = [None] * 4
+        dist.all_gather_object(seeds, bench.engine.get_server_info()["random_seed"])
+        assert seeds == [1, 1, seed_of_engine(1, 2), seed_of_engine(1, 2)], seeds
+        assert seeds[0] != seeds[2]
+
     def shards_of_all_ranks_are_refused() -> None:
         everyones = distribute_tensor(torch.ones(64), init_device_mesh("cpu", (4,)), [Shard(0)])
         push = bench.engine.update_weights_from_tensor
@@ -400,6 +406,7 @@ def run_replicas(bench: Bench) -> None:
 
     bench.run("start", lambda: bench.start(mesh, launch_server=True, tp_size=1))
     bench.run("own_weights", own_weights)
+    bench.run("each_replica_has_a_seed_of_its_own", each_replica_has_a_seed_of_its_own)
     bench.run("shards_of_all_ranks_are_refused", shards_of_all_ranks_are_refused)
     bench.run("start jointly", lambda: bench.start(mesh, launch_server=True, tp_size=1, read_all_ranks=True))
     for check in ("fsdp2_trainer", "tensor_parallel_trainer", "release_and_resume"):

@@ -289,7 +289,7 @@ def test_a_loop_that_stops_collects_its_last_step() -> None:
 # -- seeds ------------------------------------------------------------------------------------------------------
 
 
-def seeds(random_seed: int) -> list[int]:
+def seeds(random_seed: int | None) -> list[int]:
     h = Harness(random_seed=random_seed)
     for i, own in enumerate([None, 7, None, -3]):
         sampling = SamplingParams(max_new_tokens=2, sampling_seed=own)
@@ -304,3 +304,7 @@ def test_every_request_has_a_seed_its_own_or_one_of_the_engine() -> None:
     assert all(0 <= seed < 2**63 for seed in (first, second))
     assert seeds(0) == [first, own, second, other] and seeds(1)[0] != first
     assert max(first, second) > VOCAB, "not a handful of values"
+
+
+def test_engines_without_a_seed_share_no_stream_of_seeds() -> None:
+    assert not set(seeds(None)[0::2]) & set(seeds(None)[0::2])

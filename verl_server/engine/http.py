@@ -88,7 +88,9 @@ class HttpServerEngineAdapter(EngineBase):
             self._connect(info["url"], args.api_key, args.admin_api_key, child)
             self.server_args = args.replace(port=info["port"])
             if args.node_rank == 0:
-                self.scheduler_info = self.get_server_info()["scheduler_info"]
+                server_info = self.get_server_info()
+                self.scheduler_info = server_info["scheduler_info"]
+                self.server_args = self.server_args.replace(random_seed=server_info["random_seed"])
         except BaseException:
             self._finalizer()
             raise

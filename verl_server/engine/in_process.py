@@ -34,8 +34,8 @@ class Engine(EngineBase):
         if server_args is not None and kwargs:
             raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
         super().__init__()
-        self.server_args = server_args or ServerArgs.from_kwargs(**kwargs)
-        self._processes = EngineProcesses(self.server_args)
+        self._processes = EngineProcesses(server_args or ServerArgs.from_kwargs(**kwargs))
+        self.server_args = self._processes.server_args
         # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:

@@ -9,6 +9,7 @@ the same on every rank (see `rank_group`).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
@@ -68,7 +69,8 @@ class VerlEngine:
         unregisters or releases is then called by all ranks of the mesh together.
         Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
         ranks, a server's port is a free one, and the GPUs are those that the ranks use (with a larger `tp_size`
-        those from `base_gpu_id` on).
+        those from `base_gpu_id` on). From a given `random_seed` each engine of a mesh gets another one, the first one
+        the given.
         With `server_url` nothing is launched: rank 0 attaches to the server that runs there, on the ranks' host, with
         `api_key` and `admin_api_key`. Other settings are the server's own, so they are refused.
         """
@@ -78,10 +80,13 @@ class VerlEngine:
                 f"server_url={server_url!r} attaches to a server that runs: launch_server, nnodes and server settings "
                 f"other than api_key and admin_api_key cannot be given with it (also got {sorted(settings)})."
             )
-        self._group = RankGroup(_ranks_of(device_mesh_cpu), _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
+        ranks = _ranks_of(device_mesh_cpu)
+        self._group = RankGroup(ranks, _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
         self._joint = _joint_ranks(device_mesh_cpu, self._group) if read_all_ranks else None
         self._pusher = WeightPusher(self._joint or self._group)
         settings.setdefault("tp_size", self._group.size)
+        if settings.get("random_seed") is not None:
+            settings["random_seed"] = seed_of_engine(settings["random_seed"], ranks[0])
         self._engine: EngineBase | None = None
         self._launch_server = launch_server
         self._server_url = server_url
@@ -424,6 +429,18 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
             raise BadRequestError("A mesh of more than one dimension needs one that is named 'tp'.")
         mesh = mesh["tp"]
     return dist.get_process_group_ranks(mesh.get_group())
+
+
+def seed_of_engine(random_seed: int, first_rank: int) -> int:
+    """The `random_seed` of the engine whose first trainer rank is the global rank `first_rank`.
+
+    Replicas with one seed would all draw the same samples. Rank 0's engine keeps the given seed, so that a mesh of one
+    engine samples what a server with this seed samples.
+    """
+    if first_rank == 0:
+        return random_seed
+    digest = hashlib.sha256(f"{random_seed}:{first_rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 11  # 53 bits: every JSON reader keeps them exactly
 
 
 def _joint_ranks(mesh: DeviceMesh, engine: RankGroup) -> JointRanks | None:

@@ -131,11 +131,14 @@ def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], wher
         raise BadRequestError(f"The weights in {where} do not fit the model. {'; '.join(problems)}.")
 
 
-def fill_dummy(weight_map: WeightMap, seed: int, device: torch.device) -> None:
-    """Random weights. Each full tensor has a seed of its own, so the model is the same whatever `tp_size`."""
+def fill_dummy(weight_map: WeightMap, device: torch.device) -> None:
+    """Random weights, the same at every start: each full tensor has a seed of its own, which follows from its name.
+
+    So all ranks and all replicas agree, whatever `tp_size` and `random_seed` are.
+    """
     for name, slot in weight_map.slots.items():
         # 32 bits: the CPU generator ignores the upper half of a seed.
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"0:{name}".encode()))
         full = torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02, generator=generator)
         if "norm" in name:
             full.add_(1.0)

@@ -12,7 +12,6 @@ import gc
 import logging
 import math
 import os
-import random
 import select
 import signal
 import socket
@@ -237,7 +236,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def _set_up_process(server_args: ServerArgs, rank: int) -> None:
-    """Name, log prefix and seeds (threads are the ModelRunner's)."""
+    """Name, log prefix and how often threads take turns (the number of threads is the ModelRunner's)."""
     prefix = "scheduler" if server_args.tp_size == 1 else f"scheduler tp{rank}"
     logging.basicConfig(
         level=server_args.log_level.upper(), format=f"[%(asctime)s {prefix}] %(levelname)s %(message)s", force=True
@@ -247,8 +246,6 @@ def _set_up_process(server_args: ServerArgs, rank: int) -> None:
     # A step gives up the GIL at each of its hundreds of operators. At Python's 5 ms, a stager that opens and plans
     # would make it wait that long each time.
     sys.setswitchinterval(2e-4)
-    random.seed(server_args.random_seed)
-    torch.manual_seed(server_args.random_seed)
 
 
 if __name__ == "__main__":

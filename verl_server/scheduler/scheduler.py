@@ -68,6 +68,7 @@ class Scheduler:
         self._output = BatchOutput()
         self._arrivals = 0
         self._seeds = random.Random(server_args.random_seed)
+        """Seeds of requests that bring none. Only this rank draws them: the others get them with each step."""
         self._in_flight: tuple[ScheduleBatch, Step] | None = None
         """The step that was launched and not collected; None between two turns unless the runner overlaps."""
 

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 _STOP_GRACE = 10.0
 """Seconds that children and open connections get to end by themselves."""
 
+_SEED_BITS = 53
+"""Every JSON reader keeps such an integer exactly."""
+
 Check = Callable[[], None]
 
 
@@ -46,7 +50,10 @@ class EngineProcesses:
 
     def __init__(self, server_args: ServerArgs, on_death: Callable[[Exception], None] | None = None) -> None:
         """Start everything without waiting; `wait_ready` follows."""
-        self.server_args = server_args
+        self.server_args = server_args = with_random_seed(server_args)
+        """The given settings, with the seed that was drawn where none was given."""
+        if server_args.node_rank == 0:
+            logger.info("Requests without a sampling_seed draw theirs from random_seed=%d.", server_args.random_seed)
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
         self._model_text = ModelText(server_args)  # first: a wrong path is known before anything is started
@@ -116,6 +123,17 @@ class EngineProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def with_random_seed(server_args: ServerArgs) -> ServerArgs:
+    """`server_args` with a `random_seed`: the given one, else one from the operating system.
+
+    Trainer ranks seed Python's and torch's generators alike, so a seed from there would be the same for all replicas.
+    It is drawn on the first node, where the scheduler's rank 0 is the only one that uses it.
+    """
+    if server_args.random_seed is not None or server_args.node_rank > 0:
+        return server_args
+    return server_args.replace(random_seed=secrets.randbits(_SEED_BITS))
+
+
 def launch_server(
     server_args: ServerArgs,
     pipe_finish_writer: Connection | None = None,
@@ -148,6 +166,7 @@ def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) 
         server_args = server_args.replace(port=sock.getsockname()[1])
         processes = EngineProcesses(server_args, on_death=stop.die)
         cleanup.callback(processes.shutdown)
+        server_args = processes.server_args
         assert processes.manager is not None
         http = HttpServer(processes.manager, server_args, sock)
         http.start()  # answers 503 from now on: a starting server is not a missing one
@@ -204,7 +223,8 @@ def launch_server_from_verl_engine(
     del scheduler_info  # the manager has it; the argument is the original's
     try:
         sock = bind_socket(server_args.host, server_args.port)
-        server_args = server_args.replace(port=sock.getsockname()[1])
+        seed = tokenizer_manager.server_args.random_seed
+        server_args = server_args.replace(port=sock.getsockname()[1], random_seed=seed)
         http = HttpServer(tokenizer_manager, server_args, sock)
         try:
             http.start()

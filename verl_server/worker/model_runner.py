@@ -82,7 +82,7 @@ class ModelRunner:
         self.model = self._build(choice.ops(device))
         self.weight_map = self.model.weight_map()
         if dummy:
-            fill_dummy(self.weight_map, server_args.random_seed, device)
+            fill_dummy(self.weight_map, device)
         else:
             load_checkpoint(self.weight_map, folder)
         self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
