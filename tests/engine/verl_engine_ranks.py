@@ -246,6 +246,13 @@ class Bench:
             text = "x" * size
             assert group.call("result", lambda _, text=text: text if self.rank == 0 else "") == text
 
+    def check_a_rank_that_does_not_come_is_named_with_the_setting(self) -> None:
+        group = RankGroup(list(range(dist.get_world_size())), 1.0, silence_timeout=20)
+        if self.rank == 0:
+            text = "push: another rank of this VerlEngine died, or did not come to the call within rank_timeout=1 s "
+            self.expect_error(UnansweredError, f"{text}(rank(s) 1 said nothing", lambda: group.gather("push", bytes))
+        dist.barrier()
+
     def check_a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one(self) -> None:
         """Ctrl-C on one rank: it would believe that its memory is not read any more. The group is lost instead."""
         group = RankGroup(list(range(dist.get_world_size())), 3, silence_timeout=1.0)
@@ -311,6 +318,7 @@ EVERY_CHECK = (
     "http_beside",
     "bounds_are_on_silence_not_on_work",
     "messages_of_any_length",
+    "a_rank_that_does_not_come_is_named_with_the_setting",
     "a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one",
     "an_interrupted_call_is_an_error_on_every_rank",
     "a_killed_server_is_an_error_on_every_rank",

@@ -129,7 +129,7 @@ class _Rank:
             if url is None:
                 patches.enter_context(holdable(folder))
             else:
-                patches.enter_context(mock.patch.object(verl_engine, "_MEET_TIMEOUT", MEET_TIMEOUT))
+                settings = {"rank_timeout": MEET_TIMEOUT} | settings
                 attach = mock.Mock(side_effect=lambda server_args: HttpServerEngineAdapter.attach(url))
                 patches.enter_context(mock.patch.object(verl_engine, "HttpServerEngineAdapter", attach))
             settings = SETTINGS | {"sync_timeout": SILENCE_TIMEOUT} | settings

@@ -26,8 +26,9 @@ class Star:
     def __init__(self, size: int, timeout: float | None = 20.0) -> None:
         pairs = [socket.socketpair() for _ in range(size - 1)]
         bounds = {"gather_timeout": timeout, "hear_timeout": timeout}
-        self.ranks = [RankSockets([ours for ours, _ in pairs], is_hub=True, **bounds)]
-        self.ranks += [RankSockets([theirs], is_hub=False, **bounds) for _, theirs in pairs]
+        others = list(range(1, size))
+        self.ranks = [RankSockets([ours for ours, _ in pairs], ranks=others, is_hub=True, **bounds)]
+        self.ranks += [RankSockets([theirs], ranks=[0], is_hub=False, **bounds) for _, theirs in pairs]
         self._threads = ThreadPoolExecutor(size)
 
     def on(self, rank: int, call: Callable[[RankSockets], object]) -> Future[object]:
@@ -92,8 +93,25 @@ def test_silence_ends_with_the_bound(make_star: MakeStar, waits: str) -> None:
     with pytest.raises(RuntimeError, match=r"nothing within 0.1 s|timed out"):
         star.on(rank, call).result(WAIT)
     for other in star.ranks:
-        with pytest.raises(RuntimeError, match=r"lost in an earlier call|is gone"):
+        with pytest.raises(RuntimeError, match=r"earlier call|is gone|rank\(s\) 1 said nothing"):
             other.gather(b"")
+
+
+def test_every_rank_hears_which_ones_did_not_come(make_star: MakeStar) -> None:
+    star = make_star(4, timeout=0.2)
+    came = [star.on(rank, lambda me: me.gather(b"")) for rank in (0, 2)]
+    for future in came:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 said nothing within 0.2 s"):
+            future.result(WAIT)
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 said nothing"):
+        star.on(3, lambda me: me.gather(b"late")).result(WAIT)
+
+
+def test_a_first_rank_that_does_not_come_is_named(make_star: MakeStar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_sockets, "_VERDICT_GRACE", 0.0)
+    star = make_star(2, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 0 said nothing within 0.2 s"):
+        star.on(1, lambda me: me.gather(b"")).result(WAIT)
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
@@ -157,6 +175,12 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
             channel.tell(b"news", confirmed=confirmed)
         else:
             assert channel.hear() == b"news"
+    brief = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1.0))
+    meeting = RankSockets.connect(group, 1.0, WAIT) or GlooChannel(brief, brief, first=0, gather_timeout=1.0)
+    if rank < 2:  # the last one does not come
+        named = r"[Rr]ank(s|\(s\)) (1, )?2 "
+        with pytest.raises(RuntimeError, match=named if rank == 0 or one_host else "rank 0"):
+            meeting.gather(b"")
     channel.gather(b"all are done")
     dist.destroy_process_group()
 

@@ -28,6 +28,9 @@ from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
 
 T = TypeVar("T")
 
+RANK_TIMEOUT = 7200.0
+"""Default of `rank_timeout`: seconds that trainer ranks may be apart when they come to a call. One rank may still play
+an episode while the others wait, so it is longer than an episode (`Limits.trajectory_timeout`, an hour)."""
 _BEAT_SECONDS = 2.0
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
 
@@ -50,20 +53,21 @@ class RankGroup:
     """Some ranks of the default process group, in order; the first one acts for all.
 
     Every member constructs it, and calls the same methods in the same order. Its connections are its own:
-    `meet_timeout` bounds how far ranks may be apart when they come to a call, `silence_timeout` how long the
-    acting rank may be silent.
+    `rank_timeout` bounds how far ranks may be apart when they come to a call, `silence_timeout` how long the
+    acting rank may be silent (seconds).
     """
 
     def __init__(
-        self, ranks: list[int], meet_timeout: float, silence_timeout: float, beat: float = _BEAT_SECONDS
+        self, ranks: list[int], rank_timeout: float, silence_timeout: float, beat: float = _BEAT_SECONDS
     ) -> None:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._rank_timeout = rank_timeout
         if self.size == 1:
             return  # there is nobody to talk to
-        meeting = _new_group(ranks, meet_timeout)
-        channel = RankSockets.connect(meeting, meet_timeout, silence_timeout)
+        meeting = _new_group(ranks, rank_timeout)
+        channel = RankSockets.connect(meeting, rank_timeout, silence_timeout)
         self._channel: RankSockets | GlooChannel = channel or GlooChannel(
-            meeting, _new_group(ranks, silence_timeout), ranks[0]
+            meeting, _new_group(ranks, silence_timeout), ranks[0], gather_timeout=rank_timeout
         )
         self._heart = _Heart(self._channel, beat)
 
@@ -76,7 +80,7 @@ class RankGroup:
             mine.payload = prepare()
         except Exception as error:
             failure, mine.error = error, describe_error(error)
-        with _peer_errors(what):
+        with self._peer_errors(what):
             encoded = self._channel.gather(msgspec.msgpack.encode(mine))
         entries = [msgspec.msgpack.decode(data, type=_Entry) for data in encoded]
         if failure is not None:
@@ -97,7 +101,7 @@ class RankGroup:
         if self.rank == 0:
             return self._act(what, act)
         data = b""
-        with _peer_errors(what):
+        with self._peer_errors(what):
             while not data:  # empty: still at it
                 data = self._channel.hear()
         outcome = msgspec.msgpack.decode(data, type=_Outcome)
@@ -137,8 +141,19 @@ class RankGroup:
         return msgspec.msgpack.decode(data, type=_Outcome).result  # what the other ranks get
 
     def _tell(self, what: str, data: bytes) -> None:
-        with _peer_errors(what):
+        with self._peer_errors(what):
             self._channel.tell(data, confirmed=True)
+
+    @contextlib.contextmanager
+    def _peer_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise UnansweredError(
+                f"{what}: another rank of this VerlEngine died, or did not come to the call within "
+                f"rank_timeout={self._rank_timeout:g} s ({str(error).splitlines()[0]}). Look for that rank's own "
+                "error; if it only needs longer, raise VerlEngine(rank_timeout=...)."
+            ) from error
 
 
 class _Heart:
@@ -187,17 +202,6 @@ def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
     # Local synchronization: the ranks of another replica need not take part.
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=bound, backend="gloo", use_local_synchronization=True)
     return group
-
-
-@contextlib.contextmanager
-def _peer_errors(what: str) -> Any:
-    try:
-        yield
-    except RuntimeError as error:
-        raise UnansweredError(
-            f"{what}: another rank of this VerlEngine died, or did not come to the call in time "
-            f"({str(error).splitlines()[0]})."
-        ) from error
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:

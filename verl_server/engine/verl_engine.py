@@ -24,7 +24,7 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.in_process import Engine
 from verl_server.engine.joint_ranks import JointRanks
 from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
-from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.io_struct import UpdateMode
@@ -37,9 +37,6 @@ from verl_server.weight_sync.trainer.sender import Mapping
 from verl_server.weight_sync.trainer.shards import TensorShard
 
 T = TypeVar("T")
-
-_MEET_TIMEOUT = 1800.0
-"""Seconds that trainer ranks may be apart when they come to a call: torch's own default."""
 
 
 class _Place(msgspec.Struct, array_like=True):
@@ -59,6 +56,7 @@ class VerlEngine:
         read_all_ranks: bool = False,
         server_args: ServerArgs | None = None,
         server_url: str | None = None,
+        rank_timeout: float = RANK_TIMEOUT,
         **kwargs: Any,
     ) -> None:
         """Start the engine; all ranks return when it is ready, or all raise.
@@ -73,6 +71,7 @@ class VerlEngine:
         the given.
         With `server_url` nothing is launched: rank 0 attaches to the server that runs there, on the ranks' host, with
         `api_key` and `admin_api_key`. Other settings are the server's own, so they are refused.
+        `rank_timeout` bounds how long a rank waits, in any call, for one that has not come to it yet (seconds).
         """
         settings = _given(server_args) | kwargs
         if server_url is not None and (launch_server or nnodes > 1 or set(settings) - {"api_key", "admin_api_key"}):
@@ -81,8 +80,8 @@ class VerlEngine:
                 f"other than api_key and admin_api_key cannot be given with it (also got {sorted(settings)})."
             )
         ranks = _ranks_of(device_mesh_cpu)
-        self._group = RankGroup(ranks, _MEET_TIMEOUT, settings.get("sync_timeout", 60.0))
-        self._joint = _joint_ranks(device_mesh_cpu, self._group) if read_all_ranks else None
+        self._group = RankGroup(ranks, rank_timeout, settings.get("sync_timeout", 60.0))
+        self._joint = _joint_ranks(device_mesh_cpu, self._group, rank_timeout) if read_all_ranks else None
         self._pusher = WeightPusher(self._joint or self._group)
         settings.setdefault("tp_size", self._group.size)
         if settings.get("random_seed") is not None:
@@ -443,12 +442,12 @@ def seed_of_engine(random_seed: int, first_rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 11  # 53 bits: every JSON reader keeps them exactly
 
 
-def _joint_ranks(mesh: DeviceMesh, engine: RankGroup) -> JointRanks | None:
+def _joint_ranks(mesh: DeviceMesh, engine: RankGroup, rank_timeout: float) -> JointRanks | None:
     """All ranks of a mesh of several slices; None if there is one."""
     everyone = sorted(mesh.mesh.flatten().tolist())
     if len(everyone) == engine.size:
         return None
-    group = RankGroup(everyone, _MEET_TIMEOUT, _MEET_TIMEOUT)
+    group = RankGroup(everyone, rank_timeout, rank_timeout)
     if not group.is_on_one_host:
         raise BadRequestError(
             "read_all_ranks=True needs all ranks of the mesh on one host, for nobody can read another's memory. Shard "

@@ -11,6 +11,7 @@ connection is lost for all ranks at once: messages of one call can never be take
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import select
 import shutil
@@ -30,18 +31,30 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<BQ")
 """Kind and length of a message."""
-_ENTRY, _ENTRIES, _NEWS, _NEWS_TO_CONFIRM, _CONFIRMED = range(5)
+_ENTRY, _ENTRIES, _NEWS, _NEWS_TO_CONFIRM, _CONFIRMED, _MISSING = range(6)
 _RANK = struct.Struct("<I")
+_VERDICT_GRACE = 10.0
+"""Seconds over the bound of a gather that the others wait for the first rank: it knows which ranks did not come."""
 
 
 class RankSockets:
     """One rank's end. All ranks make the same calls in the same order; each from one thread at a time."""
 
     def __init__(
-        self, peers: list[socket.socket], *, is_hub: bool, gather_timeout: float | None, hear_timeout: float | None
+        self,
+        peers: list[socket.socket],
+        *,
+        ranks: list[int],
+        is_hub: bool,
+        gather_timeout: float | None,
+        hear_timeout: float | None,
     ) -> None:
-        """`peers`: on the first rank the others in their order, on those the first one. Takes them over."""
+        """`peers`: on the first rank the others in their order, on those the first one. Takes them over.
+
+        `ranks`: the numbers of the peers, for error messages.
+        """
         self._peers = peers
+        self._ranks = ranks
         self._is_hub = is_hub
         self._gather_timeout, self._hear_timeout = gather_timeout, hear_timeout
 
@@ -71,17 +84,28 @@ class RankSockets:
                     peer.close()
                 return None
             peers = [peer] if peer is not None else _accepted(listener, size - 1)
-        return cls(peers, is_hub=rank == 0, gather_timeout=gather_timeout, hear_timeout=hear_timeout)
+        first_one, *others = dist.get_process_group_ranks(group)
+        ranks = others if rank == 0 else [first_one]
+        return cls(peers, ranks=ranks, is_hub=rank == 0, gather_timeout=gather_timeout, hear_timeout=hear_timeout)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's data in the order of ranks, on every rank. Raises RuntimeError if one is gone, or late."""
+        """Every rank's data in the order of ranks, on every rank.
+
+        Raises RuntimeError on every rank if one is gone, or late: then it names the late ones.
+        """
         with self._lost_on_error():
             if self._is_hub:
-                entries = [data, *self._receive_from_all(_ENTRY, self._gather_timeout)]
+                try:
+                    entries = [data, *self._receive_from_all(_ENTRY, self._gather_timeout)]
+                except _SilenceError as error:
+                    self._send_to_all(_MISSING, str(error).encode())
+                    raise
                 self._send_to_all(_ENTRIES, msgspec.msgpack.encode(entries))
                 return entries
-            self._send_to_all(_ENTRY, data)
-            (encoded,) = self._receive_from_all(_ENTRIES, self._gather_timeout)
+            with contextlib.suppress(BrokenPipeError):  # the first rank gave up; what it said can still be read
+                self._send_to_all(_ENTRY, data)
+            bound = None if self._gather_timeout is None else self._gather_timeout + _VERDICT_GRACE
+            (encoded,) = self._receive_from_all(_ENTRIES, bound)
             return msgspec.msgpack.decode(encoded, type=list[bytes])
 
     def tell(self, data: bytes, *, confirmed: bool = False) -> None:
@@ -143,11 +167,14 @@ class RankSockets:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = poller.poll(None if left is None else 1000.0 * left)
             if not ready:
-                raise RuntimeError(f"{len(peers) - len(received)} rank(s) said nothing within {timeout:g} s")
+                silent = [str(rank) for rank, fd in zip(self._ranks, peers, strict=True) if fd not in received]
+                raise _SilenceError(f"rank(s) {', '.join(silent)} said nothing within {timeout:g} s")
             for fd, _ in ready:
                 if fd in received:
                     raise RuntimeError("another rank is gone")
                 got, received[fd] = _receive(peers[fd], left)
+                if got == _MISSING:
+                    raise RuntimeError(received[fd].decode())
                 if got != kind:
                     raise _out_of_step()
                 if kind == _CONFIRMED:
@@ -155,6 +182,10 @@ class RankSockets:
                 else:
                     poller.modify(fd, 0)  # tells of its end only
         return [received[fd] for fd in peers]
+
+
+class _SilenceError(RuntimeError):
+    """Some ranks did not come in time."""
 
 
 def _connected(address: bytes, rank: int) -> socket.socket | None:
@@ -204,14 +235,26 @@ def _out_of_step() -> RuntimeError:
 class GlooChannel:
     """`RankSockets` for ranks of several hosts: the bounds are those of the groups."""
 
-    def __init__(self, gathers: dist.ProcessGroup, news: dist.ProcessGroup, first: int) -> None:
-        """`first`: global rank of the one that tells. The groups are of the same ranks."""
+    def __init__(
+        self, gathers: dist.ProcessGroup, news: dist.ProcessGroup, first: int, gather_timeout: float | None = None
+    ) -> None:
+        """`first`: global rank of the one that tells. The groups are of the same ranks.
+
+        With `gather_timeout` (seconds) the first rank's error names the ranks that did not come to a gather, at the
+        price of a second collective.
+        """
         self._gathers, self._news, self._first = gathers, news, first
+        self._gather_timeout = gather_timeout
 
     is_closed = False
     """A group that lost a rank says so at the next call."""
 
     def gather(self, data: bytes) -> list[bytes]:
+        if self._gather_timeout is not None:
+            import torch.distributed as dist
+
+            bound = datetime.timedelta(seconds=self._gather_timeout)
+            dist.monitored_barrier(self._gathers, timeout=bound, wait_all_ranks=True)
         return all_gather_bytes(data, self._gathers)
 
     def close(self) -> None:

@@ -317,9 +317,10 @@ def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Itera
     settings = args.server_settings
     with contextlib.ExitStack() as stack:
         if args.server_url is None:
-            engine = launch_engine(args.model_path, device, **settings)
+            engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
         else:
-            engine = attach_engine(args.server_url, settings.get("api_key"), settings.get("admin_api_key"))
+            keys = settings.get("api_key"), settings.get("admin_api_key")
+            engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
         stack.enter_context(engine)
         client = stack.enter_context(HttpServerEngineAdapter.attach(str(engine.url), settings.get("api_key")))
         loop = AgentLoop(

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
-from verl_server.train.ranks import RANK_TIMEOUT
 
 
 @dataclass(frozen=True)

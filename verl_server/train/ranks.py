@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_server.engine.rank_group import RankGroup
+from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-
-RANK_TIMEOUT = 7200.0
-"""Seconds that one rank waits for another; longer than the longest episode (`Limits.trajectory_timeout`)."""
 
 
 def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
-    """Join torchrun's process group, or make one of a single rank; returns this rank's device."""
+    """Join torchrun's process group, or make one of a single rank; returns this rank's device.
+
+    `timeout`: seconds that one rank waits for another in a collective.
+    """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -47,9 +47,16 @@ def launch_engine(model_path: str, device: torch.device, **settings: Any) -> Ver
     return VerlEngine(_cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
 
 
-def attach_engine(url: str, api_key: str | None = None, admin_api_key: str | None = None) -> VerlEngine:
+def attach_engine(
+    url: str,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    rank_timeout: float = RANK_TIMEOUT,
+) -> VerlEngine:
     """A rollout server that runs already on this host; it keeps running when the engine is shut down."""
-    return VerlEngine(_cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key)
+    return VerlEngine(
+        _cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key, rank_timeout=rank_timeout
+    )
 
 
 def _cpu_mesh() -> DeviceMesh:
