@@ -11,6 +11,7 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
     │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
     ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
     ├── ServerDiedError        503  the server was up and is gone
+    ├── ServerRestartedError   412  the server was started again: nothing was done; heal() or accept_restart()
     └── ControlTimeoutError    504  a call took longer than its bound: it was refused, and is not carried out
         └── UnansweredError    504  no answer came, so it is not certain whether it was carried out
 """
@@ -52,6 +53,10 @@ class ServerDiedError(VerlServerError, ConnectionError):
     status_code = 503
 
 
+class ServerRestartedError(VerlServerError):
+    status_code = 412
+
+
 class ControlTimeoutError(VerlServerError, TimeoutError):
     status_code = 504
 
@@ -64,7 +69,11 @@ def error_for_status(
     status_code: int, message: str, bad_request: type[VerlServerError] = BadRequestError
 ) -> VerlServerError:
     """The error that an HTTP status stands for; `bad_request` is the class of 4xx."""
-    kinds: dict[int, type[VerlServerError]] = {503: ServerUnavailableError, 504: ControlTimeoutError}
+    kinds: dict[int, type[VerlServerError]] = {
+        412: ServerRestartedError,
+        503: ServerUnavailableError,
+        504: ControlTimeoutError,
+    }
     if issubclass(bad_request, WeightUpdateError):
         kinds |= {404: UnknownRegistrationError, 409: UpdateConflictError}
     kind = kinds.get(status_code, bad_request if 400 <= status_code < 500 else VerlServerError)

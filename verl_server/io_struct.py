@@ -23,6 +23,11 @@ VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 
+INSTANCE_HEADER = "X-Verl-Instance"
+"""On every HTTP response: the id of the run of the server that answers."""
+EXPECTED_INSTANCE_HEADER = "X-Verl-Expected-Instance"
+"""On a request: the only run that may carry it out; another one answers 412 and does nothing (`server.instance`)."""
+
 # -- generation ---------------------------------------------------------------------------------------------
 
 
@@ -49,6 +54,15 @@ class AbortReq(msgspec.Struct, tag=True, kw_only=True):
     route: ClassVar[str] = "/abort_request"
     rid: str = ""
     abort_all: bool = False
+
+
+class AcceptRestartReq(msgspec.Struct, tag=True, kw_only=True):
+    """The owner of the weights accepts those that the server serves, though nobody pushed them since its start.
+
+    Handled by the TokenizerManager: the scheduler does not know of it.
+    """
+
+    route: ClassVar[str] = "/accept_restart"
 
 
 class FinishReq(msgspec.Struct, tag=True, kw_only=True):

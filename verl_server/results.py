@@ -143,6 +143,10 @@ class ServerInfo(TypedDict, total=False):
     scheduler_info: SchedulerInfo
     internal_states: list[InternalState]
     weight_version: str
+    instance_id: str
+    """Random id of this run of the server; another one after a restart."""
+    weights_confirmed: bool
+    """Since the start, an update brought every parameter, or the owner called `accept_restart`."""
     startup_time: float
     """Unix time in seconds."""
     version: str

@@ -14,6 +14,7 @@ from verl_server.engine import verl_engine
 from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
 from verl_server.io_struct import (
     AbortReq,
+    AcceptRestartReq,
     ControlReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
@@ -89,7 +90,7 @@ def test_unknown_options_are_refused_by_name() -> None:
 
 
 def test_every_control_request_has_one_route_and_the_server_mounts_it() -> None:
-    routes = [kind.route for kind in (*get_args(ControlReq), AbortReq)]
+    routes = [kind.route for kind in (*get_args(ControlReq), AbortReq, AcceptRestartReq)]
     assert len(set(routes)) == len(routes)
     mounted = {route.path for route in ControlApi.routes(object.__new__(ControlApi))}
     assert mounted == {*routes, "/post_process_weights"} - {"/server_info"}

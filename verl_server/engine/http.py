@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
+import logging
 import socket
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import httpx
@@ -34,31 +35,56 @@ from verl_server.engine.http_answers import (
     read_result,
 )
 from verl_server.engine.http_connection import Answer, ControlConnections
+from verl_server.engine.options import PushOptions
+from verl_server.engine.server_instance import ServerInstance
+from verl_server.engine.weights import push_request
 from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
     ServerDiedError,
+    ServerRestartedError,
     ServerUnavailableError,
     UnansweredError,
     VerlServerError,
 )
 from verl_server.io_struct import (
+    INSTANCE_HEADER,
     AbortReq,
+    AcceptRestartReq,
     ControlReply,
     ControlReq,
     FlushCacheReq,
     GetInternalStateReq,
     UnregisterWeightsReq,
+    UpdateMode,
+    UpdateReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightVersionReq,
 )
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
+if TYPE_CHECKING:
+    import torch
+
+    from verl_server.weight_sync.trainer.pusher import Push
+    from verl_server.weight_sync.trainer.sender import Mapping
+    from verl_server.weight_sync.trainer.shards import TensorShard
+
+logger = logging.getLogger(__name__)
+
+NOTHING_TO_HEAL = (
+    "heal() does not know what to push: nothing is registered, and the newest update was not from disk. Pass the "
+    "weights, heal(model.named_parameters()), or call accept_restart() to go on with what the server serves."
+)
 _CONNECT_TIMEOUT = 30.0
 _INFO_TIMEOUT = 30.0
 _LET_GO_TIMEOUT = 5.0
 _CONTROL_GRACE = 30.0
 """Over the server's own bound, so that its error, which knows more, arrives first."""
+_RESTART_POLL = 0.5
+"""Seconds between two looks at a server that is started again."""
 _DEATH_WAIT = 5.0
 """How long a broken connection is given to turn out as the end of our child."""
 _BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
@@ -88,7 +114,7 @@ class HttpServerEngineAdapter(EngineBase):
             self._connect(info["url"], args.api_key, args.admin_api_key, child)
             self.server_args = args.replace(port=info["port"])
             if args.node_rank == 0:
-                server_info = self.get_server_info()
+                server_info = self._meet()
                 self.scheduler_info = server_info["scheduler_info"]
                 self.server_args = self.server_args.replace(random_seed=server_info["random_seed"])
         except BaseException:
@@ -101,7 +127,9 @@ class HttpServerEngineAdapter(EngineBase):
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
-        info = adapter.get_server_info()
+        info = adapter._meet()
+        if adapter._instance.id is None:
+            logger.warning("The server at %s names no run: a restart of it will not be noticed.", url)
         known = {field.name for field in dataclasses.fields(ServerArgs)}
         fields: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
         fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(fields.get("gpu_uuids", ()))}
@@ -116,6 +144,9 @@ class HttpServerEngineAdapter(EngineBase):
         self._admin_api_key = admin_api_key or api_key
         self._child = child
         self._closed = False
+        self._instance = ServerInstance(url)
+        self._last_disk: UpdateWeightsFromDiskReq | None = None
+        """The newest update, if it came from disk."""
         self._client = httpx.Client(
             base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
@@ -127,6 +158,11 @@ class HttpServerEngineAdapter(EngineBase):
         ] = weakref.WeakKeyDictionary()
 
     @property
+    def instance_id(self) -> str | None:
+        """The run of the server that this engine works with; None if the server names none."""
+        return self._instance.id
+
+    @property
     def pid(self) -> int | None:
         """Process id of a launched server."""
         return self._child.pid if self._child is not None else None
@@ -136,6 +172,7 @@ class HttpServerEngineAdapter(EngineBase):
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         with self._translated(timeout):
             response = self._client.post("/generate", **self._generate_request(body, timeout))
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
         raise_for(response)
         return read_result(response)
 
@@ -143,12 +180,14 @@ class HttpServerEngineAdapter(EngineBase):
         async with self._translated_async(timeout):
             client = await self._async_client()
             response = await client.post("/generate", **self._generate_request(body, timeout))
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
         raise_for(response)
         return read_result(response)
 
     def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
         request = self._generate_request(body, timeout)
         with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
+            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
             if response.status_code != 200:
                 response.read()
                 raise_for(response)
@@ -160,6 +199,7 @@ class HttpServerEngineAdapter(EngineBase):
         request = self._generate_request(body, timeout)
         client = await self._async_client()
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
+            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
             if response.status_code != 200:
                 await response.aread()
                 raise_for(response)
@@ -196,7 +236,18 @@ class HttpServerEngineAdapter(EngineBase):
             path, waits = f"{req.route}?timeout={req.timeout}", req.timeout
         timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
-        return control_reply(self._command(path, given, timeout))
+        reply = control_reply(self._command(path, given, timeout))
+        if reply.success:
+            self._note_version(req, reply.payload)
+        return reply
+
+    def _note_version(self, req: ControlReq, payload: Any) -> None:
+        if isinstance(req, UpdateReq):
+            self._last_disk = req if isinstance(req, UpdateWeightsFromDiskReq) else None
+        if isinstance(payload, dict) and "weight_version" in payload:
+            self._instance.weight_version = str(payload["weight_version"])
+        elif isinstance(req, UpdateWeightVersionReq):
+            self._instance.weight_version = req.new_version
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         raise_for(self._command(AbortReq.route, {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
@@ -208,6 +259,140 @@ class HttpServerEngineAdapter(EngineBase):
     def get_model_info(self) -> ModelInfo:
         info: ModelInfo = self._look("/model_info")
         return info
+
+    # -- after a restart of the server ----------------------------------------------------------------------
+
+    def heal(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor | TensorShard]] | None = None,
+        mapping: Mapping | None = None,
+        *,
+        version: str | int | None = None,
+        partial: bool = False,
+        mode: UpdateMode = "wait",
+    ) -> tuple[bool, str]:
+        """Push the weights to a server that was started again, and go on with it.
+
+        The weights are `named_tensors`; else what was registered, as it is now; else the folder that the newest update
+        loaded. Their `version` is the one that the server had, unless given: give it if the weights have changed since.
+        A server that is still starting is waited for, at most `startup_timeout`. All other calls raise
+        ServerRestartedError until this one has succeeded.
+        `partial=True` permits a push that lacks parameters, for a trainer that leaves them as the server loads them.
+        Process groups are gone with the run before: make them anew.
+        """
+
+        def send(push: Push) -> tuple[bool, str]:
+            return self.send_healing(push, version, options)
+
+        options, pusher = PushOptions(partial=partial, mode=mode), self._weight_pusher()
+        if named_tensors is None and not pusher.has_source:
+            return self.heal_from_disk(version)
+        sent = pusher.push(send) if named_tensors is None else pusher.update(named_tensors, mapping, send)
+        return sent[0], sent[1]
+
+    def accept_restart(self) -> None:
+        """Go on with a server that was started again, and with the weights that it serves now.
+
+        On behalf of all: engines that wait for it to be healed (`AgentLoop`) go on, too. It needs the admin key then;
+        a server that was healed already is accepted without.
+        """
+        instance, info = self._wait_for_server()
+        if not info["weights_confirmed"]:
+            self._confirm(instance)
+        self._adopt(instance, info["weight_version"])
+
+    async def async_wait_until_healed(self, timeout: float) -> None:
+        """Wait until the server answers, and, if it was started again, until its weights were confirmed by the engine
+        that pushes (`heal`, `accept_restart`, or a full update). Then go on with it.
+
+        Raises ServerRestartedError after `timeout` seconds, or ServerDiedError if the server cannot come back.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                instance, info = await asyncio.to_thread(self._ask_any_run)
+                if instance == self._instance.id:
+                    return
+                if info["weights_confirmed"]:
+                    self._adopt(instance, info["weight_version"])
+                    return
+                state = f"run {instance} serves version {info['weight_version']!r}, which nobody has confirmed"
+            except (ServerUnavailableError, ServerDiedError, ControlTimeoutError) as error:
+                self._raise_if_gone(error)
+                state = str(error)
+            if time.monotonic() > deadline:
+                raise ServerRestartedError(
+                    f"The server at {self.url} was started again, and was not healed within {timeout:g} s ({state}). "
+                    "The engine that pushes must call heal() or accept_restart()."
+                )
+            await asyncio.sleep(_RESTART_POLL)
+
+    def send_healing(self, push: Push, version: str | int | None, options: PushOptions) -> tuple[bool, str]:
+        """`send_update` of `heal`, also for `VerlEngine`."""
+        return self._healed(version, lambda label: self.send_update(push, push_request(None, True, label, options)))
+
+    def heal_from_disk(self, version: str | int | None) -> tuple[bool, str]:
+        """`heal` with the folder that the newest update loaded, also for `VerlEngine`."""
+        req = self._last_disk
+        if req is None:
+            raise BadRequestError(NOTHING_TO_HEAL)
+        return self._healed(
+            version,
+            lambda label: self._update(msgspec.structs.replace(req, weight_version=label, transaction_id=None)),
+        )
+
+    def _healed(self, version: str | int | None, push: Callable[[str | None], tuple[bool, str]]) -> tuple[bool, str]:
+        instance, _ = self._wait_for_server()
+        label = self._instance.weight_version if version is None else str(version)
+        if instance != self._instance.id:
+            self._transaction = None  # it ended with the run before
+        with self._instance.addressing(instance):
+            result = push(label)
+        self._confirm(instance)
+        self._adopt(instance, self._instance.weight_version)
+        return result
+
+    def _confirm(self, instance: str | None) -> None:
+        with self._instance.addressing(instance):
+            raise_for(self._command(AcceptRestartReq.route, {}, _INFO_TIMEOUT))
+
+    def _meet(self) -> ServerInfo:
+        """The first look at the server: from now on this run of it is expected."""
+        instance, info = self._ask_any_run()
+        self._adopt(instance, info.get("weight_version"))
+        return info
+
+    def _adopt(self, instance: str | None, weight_version: str | None) -> None:
+        if instance != self._instance.id:
+            self._transaction = None
+        self._instance.weight_version, self._instance.id = weight_version, instance
+
+    def _ask_any_run(self) -> tuple[str | None, ServerInfo]:
+        """The id of the run that answers now, and what it says of itself."""
+        with self._instance.addressing(None):
+            request = self._request(self._api_key, None, _INFO_TIMEOUT)
+            answer = self._send("GET", "/server_info", request, _INFO_TIMEOUT)
+        raise_for(answer)
+        return answer.headers.get(INSTANCE_HEADER), orjson.loads(answer.content)
+
+    def _wait_for_server(self) -> tuple[str | None, ServerInfo]:
+        """`_ask_any_run` of a server that may still be starting."""
+        deadline = time.monotonic() + self.server_args.startup_timeout
+        while True:
+            try:
+                return self._ask_any_run()
+            except (ServerUnavailableError, ServerDiedError) as error:
+                self._raise_if_gone(error)
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RESTART_POLL)
+
+    def _raise_if_gone(self, error: VerlServerError) -> None:
+        """A server that this engine launched does not come back."""
+        if self._closed or (self._child is not None and self._child.poll() is not None):
+            raise error
+
+    # -- the end --------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         if self._closed:
@@ -244,11 +429,15 @@ class HttpServerEngineAdapter(EngineBase):
     def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
         """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
         with self._translated(timeout, UnansweredError):
-            return self._controls.request(method, path, request.get("content"), request["headers"], timeout)
+            answer = self._controls.request(method, path, request.get("content"), request["headers"], timeout)
+        self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
+        return answer
 
     def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
         """Headers, body and bounds, as httpx takes them."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = self._instance.headers()
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
         if body is not None:
             headers["Content-Type"] = "application/json"

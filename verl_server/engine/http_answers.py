@@ -20,6 +20,15 @@ from verl_server.errors import BadRequestError, VerlServerError, error_for_statu
 from verl_server.io_struct import ControlReply
 from verl_server.results import GenerateResult
 
+_FAULTS = (
+    "ServerDiedError",
+    "ServerRestartedError",
+    "ControlTimeoutError",
+    "UnansweredError",
+    "ServerUnavailableError",
+)
+"""Errors of a control call that raise; any other is the scheduler's refusal, which is a reply."""
+
 
 def encode(body: Any) -> bytes:
     """JSON of a request; raises BadRequestError for what has none."""
@@ -82,7 +91,7 @@ def control_reply(response: Answer) -> ControlReply:
     """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
     if response.status_code != 200:
         kind = response.headers.get("X-Verl-Error", "")
-        if kind in ("ServerDiedError", "ControlTimeoutError", "UnansweredError", "ServerUnavailableError") or not kind:
+        if kind in _FAULTS or not kind:
             if response.headers.get("content-type", "").startswith("text/plain") and response.status_code == 400:
                 return ControlReply(id=0, success=False, message=response.text.strip(), status_code=400)
             raise_for(response)

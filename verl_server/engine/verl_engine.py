@@ -251,6 +251,35 @@ class VerlEngine:
         """Have the server close the memory of all ranks; afterwards it may be freed or offloaded."""
         self._pusher.unregister(lambda ids: self._serving.send_unregistration(ids))
 
+    def heal(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor | TensorShard]] | None = None,
+        mapping: Mapping | None = None,
+        *,
+        version: str | int | None = None,
+        partial: bool = False,
+        mode: UpdateMode = "wait",
+    ) -> tuple[bool, str]:
+        """Push the weights to a server that was started again, and go on; see `HttpServerEngineAdapter.heal`.
+
+        All ranks call it (with `read_all_ranks`, all ranks of the mesh), each with its own tensors.
+        """
+        options = PushOptions(partial=partial, mode=mode)
+
+        def send(push: Push) -> tuple[bool, str]:
+            engine = _restartable(self._serving)
+            return engine.send_healing(push.for_readers(engine.server_args.tp_size), version, options)
+
+        if named_tensors is not None:
+            return _outcome(self._pusher.update(named_tensors, mapping, send))
+        if self._pusher.has_source:
+            return _outcome(self._pusher.push(send))
+        return _outcome(self._on_engine("heal", lambda engine: _restartable(engine).heal_from_disk(version)))
+
+    def accept_restart(self) -> None:
+        """Go on with a server that was started again, and with the weights that it serves now."""
+        self._on_engine("accept_restart", lambda engine: _restartable(engine).accept_restart())
+
     def begin_weight_update(
         self,
         transaction_id: str | None = None,
@@ -414,6 +443,12 @@ class VerlEngine:
         """`act` on rank 0's engine; its JSON-like result, or its error, on all ranks of this engine."""
         result: T = self._group.call(call, lambda _: act(self._serving))
         return result
+
+
+def _restartable(engine: EngineBase) -> HttpServerEngineAdapter:
+    if not isinstance(engine, HttpServerEngineAdapter):
+        raise BadRequestError("This engine runs in the trainer's processes: it cannot be started again without them.")
+    return engine
 
 
 def _outcome(result: Sequence[Any]) -> tuple[bool, str]:

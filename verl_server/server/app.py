@@ -18,6 +18,7 @@ from verl_server.server.auth import AuthMiddleware
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.sglang.admin_routes import ADMIN_PATHS, ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
+from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -37,7 +38,8 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
             Exception: _on_crash,
         },
     )
-    return AuthMiddleware(app, server_args.api_key, server_args.admin_api_key, ADMIN_PATHS)
+    guarded = AuthMiddleware(app, server_args.api_key, server_args.admin_api_key, ADMIN_PATHS)
+    return InstanceMiddleware(guarded, manager.instance_id)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

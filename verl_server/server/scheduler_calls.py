@@ -48,6 +48,11 @@ class ControlCalls:
         """`serial` gives the ids of calls; `encode` raises BadRequestError for what cannot be sent."""
         self.is_paused = False
         self.weight_version = server_args.weight_version
+        self.weights_confirmed = False
+        """An update brought every parameter since the start, or the owner accepted what was loaded (`accept_restart`).
+        Clients that knew an earlier run of this server wait for it."""
+        self.num_parameters = 0
+        """Of the model; known when the scheduler is ready."""
         self.model_path = server_args.model_path
         """Of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
@@ -143,6 +148,7 @@ class ControlCalls:
             self._session_end = time.monotonic() + float(payload["lease_seconds"])
         if "weight_version" in payload:
             self.weight_version = str(payload["weight_version"])
+            self.weights_confirmed |= payload.get("num_tensors", 0) >= self.num_parameters
 
     def _carried_out_for_nobody(self, req: ControlReq) -> None:
         """Its caller gave up when it had begun already. A session that he does not know of would hold generation."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class TokenizerManager:
     ) -> None:
         """Start the loop; `start` follows when the scheduler, at the other end of `messages`, is ready."""
         self.server_args = server_args
+        self.instance_id = secrets.token_hex(8)
+        """Tells this run of the engine, whose weights live as long, from one that is started later."""
         self.model_text: ModelText | None = None
         self.scheduler_info: dict[str, Any] = {}
         self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
@@ -88,6 +91,7 @@ class TokenizerManager:
         self.model_text = model_text
         self.scheduler_info = scheduler_info
         self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
+        self.controls.num_parameters = int(scheduler_info["num_parameters"])
         self._children = children
         self.run_sync(self._start_tasks(), timeout=30)
 

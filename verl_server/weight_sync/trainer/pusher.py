@@ -109,6 +109,11 @@ class WeightPusher:
         """On the first rank: the last description of each rank that pushes."""
         self._lock = threading.Lock()
 
+    @property
+    def has_source(self) -> bool:
+        """Whether weights are registered, so that `push` has something to send."""
+        return self._source is not None
+
     def update(self, named_tensors: Named, mapping: Mapping | None, send: Send) -> Any:
         """Push these tensors, by id if the server knows them; returns what `send` returns."""
         with self._lock:

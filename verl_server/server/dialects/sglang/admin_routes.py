@@ -17,6 +17,7 @@ from starlette.routing import Route
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
 from verl_server.io_struct import (
     AbortReq,
+    AcceptRestartReq,
     BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
@@ -76,6 +77,7 @@ _POST_PROCESS = "/post_process_weights"
 
 ADMIN_PATHS = {
     AbortReq.route,
+    AcceptRestartReq.route,
     _POST_PROCESS,
     *(req.route for req in get_args(ControlReq) if req is not GetInternalStateReq),
 }
@@ -96,6 +98,7 @@ class ControlApi:
             *(Route(kind.route, self._plain(kind), methods=["POST"]) for kind in _PLAIN_REQS),
             Route(UpdateWeightsFromDiskReq.route, self.update_weights_from_disk, methods=["POST"]),
             Route(UpdateWeightVersionReq.route, self.update_weight_version, methods=["POST"]),
+            Route(AcceptRestartReq.route, self.accept_restart, methods=["POST"]),
             Route(_POST_PROCESS, self.post_process_weights, methods=["POST"]),
             Route(GetWeightsByNameReq.route, self.get_weights_by_name, methods=both),
             Route(WeightsCheckerReq.route, self.weights_checker, methods=both),
@@ -152,9 +155,16 @@ class ControlApi:
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})
 
+    async def accept_restart(self, request: Request) -> Response:
+        await self._parse(request, AcceptRestartReq)
+        self._manager.check_serving()
+        self._manager.controls.weights_confirmed = True
+        version = self._manager.controls.weight_version
+        return json_response({"success": True, "message": "Success", "weight_version": version})
+
     async def update_weights_from_disk(self, request: Request) -> Response:
         reply = await self._control(request, await self._parse(request, UpdateWeightsFromDiskReq))
-        return _success(reply, num_paused_requests=0)
+        return _success(reply, num_paused_requests=0, **_known_version(reply))
 
     async def update_weight_version(self, request: Request) -> Response:
         req = await self._parse(request, UpdateWeightVersionReq)
@@ -210,6 +220,11 @@ def _success(reply: ControlReply, **extra: Any) -> Response:
         return json_response(content)
     error = error_for_status(reply.status_code, reply.message, WeightUpdateError)
     return json_response(content, error.status_code, error_headers(error))
+
+
+def _known_version(reply: ControlReply) -> dict[str, Any]:
+    payload = reply.payload if isinstance(reply.payload, dict) else {}
+    return {"weight_version": payload["weight_version"]} if "weight_version" in payload else {}
 
 
 def _message_or_error(reply: ControlReply, message: str) -> Response:

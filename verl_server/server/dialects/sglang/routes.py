@@ -211,6 +211,8 @@ class NativeApi:
             "scheduler_info": self._manager.scheduler_info,
             "internal_states": [state],
             "weight_version": self._manager.controls.weight_version,
+            "instance_id": self._manager.instance_id,
+            "weights_confirmed": self._manager.controls.weights_confirmed,
             "startup_time": self._started,
             "version": __version__,
             "frontend": "python",
