@@ -5,7 +5,8 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
 
     VerlServerError
     ├── BadRequestError        400  the caller's input; nothing was changed
-    ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, shutting down, queue full)
+    ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, queue full)
+    │   └── ServerStoppingError     503  the server is shutting down
     ├── WeightUpdateError      400  an update was refused; the old weights are still served
     │   ├── UnknownRegistrationError 404  the server does not know it (any more): send the description
     │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
@@ -31,6 +32,10 @@ class BadRequestError(VerlServerError, ValueError):
 
 class ServerUnavailableError(VerlServerError):
     status_code = 503
+
+
+class ServerStoppingError(ServerUnavailableError):
+    pass
 
 
 class WeightUpdateError(VerlServerError):

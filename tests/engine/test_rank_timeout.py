@@ -6,7 +6,7 @@ import inspect
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.rollout.session import Limits
+from verl_server.rollout.episode import Limits
 from verl_server.train.ranks import setup_ranks
 
 

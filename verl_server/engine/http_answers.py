@@ -23,6 +23,7 @@ from verl_server.results import GenerateResult
 _FAULTS = (
     "ServerDiedError",
     "ServerRestartedError",
+    "ServerStoppingError",
     "ControlTimeoutError",
     "UnansweredError",
     "ServerUnavailableError",

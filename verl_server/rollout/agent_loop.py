@@ -24,6 +24,7 @@ from verl_server.results import SchedulerInfo
 from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.restarts import HealedServer
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
@@ -97,6 +98,7 @@ class AgentLoop:
         """`run`, awaited in the caller's event loop."""
         clock = _Clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
+        server = HealedServer(self.engine, self.limits.restart_timeout)
         watch = StragglerWatch(self.limits, len(tasks))
 
         async def play(task: Task) -> Trajectory:
@@ -105,7 +107,7 @@ class AgentLoop:
                 episode = self._episode(task, clock)
                 episode.trajectory.events.append(Event("queue", 0.0, waited))
                 with watch.playing(episode):
-                    trajectory = await episode.play(self.engine)
+                    trajectory = await episode.play(server)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
@@ -152,7 +154,8 @@ class AgentLoop:
     async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> Any:
         start = clock()
         requests = [episode.request() for episode in episodes]
-        results = await self.engine.async_generate(
+        server = HealedServer(self.engine, self.limits.restart_timeout)
+        results = await server.async_generate(
             input_ids=[request["input_ids"] for request in requests],
             sampling_params=[request["sampling_params"] for request in requests],
             return_logprob=True,

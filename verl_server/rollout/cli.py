@@ -51,6 +51,8 @@ class RolloutArgs:
     """Sampling temperature."""
     generate_timeout: float = 600.0
     """Seconds for the generation of one turn."""
+    restart_timeout: float = 300.0
+    """Seconds for a server that was started again to come back and be healed by the engine that pushes."""
     trajectory_timeout: float = 3600.0
     """Seconds for one episode."""
     straggler_timeout: float | None = None
@@ -68,6 +70,7 @@ class RolloutArgs:
             max_turns=self.max_turns,
             max_new_tokens=self.max_new_tokens,
             generate_timeout=self.generate_timeout,
+            restart_timeout=self.restart_timeout,
             trajectory_timeout=self.trajectory_timeout,
             straggler_timeout=self.straggler_timeout,
             straggler_fraction=self.straggler_fraction,

@@ -61,6 +61,9 @@ class Limits:
     """Time for the generation of one turn. The episode ends as GENERATION_ERROR."""
     trajectory_timeout: float = 3600.0
     """Time for the whole episode, without its wait for a place. The episode ends as TIME_LIMIT."""
+    restart_timeout: float = 300.0
+    """Time for a server that went away, or was started again, to come back and be healed by the engine that pushes
+    (`heal` or `accept_restart`). Generations wait meanwhile. The episode then ends as GENERATION_ERROR."""
     straggler_timeout: float | None = None
     """Time for which the last episodes of a batch may delay the others. It counts from the moment when every episode
     has started and at least `straggler_fraction` of them have ended. The episodes that still run then end as STRAGGLER:
@@ -77,7 +80,9 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"Limits.{name} must be at least 1, not {value}.")
-        check_seconds("Limits", self, ("generate_timeout", "trajectory_timeout", "straggler_timeout"))
+        check_seconds(
+            "Limits", self, ("generate_timeout", "trajectory_timeout", "restart_timeout", "straggler_timeout")
+        )
         if not 0 < self.straggler_fraction <= 1:
             raise BadRequestError(f"Limits.straggler_fraction must be in (0, 1], not {self.straggler_fraction}.")
 

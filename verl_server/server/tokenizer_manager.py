@@ -22,6 +22,7 @@ from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
     ServerDiedError,
+    ServerStoppingError,
     ServerUnavailableError,
     VerlServerError,
 )
@@ -347,7 +348,7 @@ class TokenizerManager:
 
     async def _shutdown(self) -> None:
         if not isinstance(self._gone, ServerDiedError):
-            self._gone = ServerUnavailableError("The server is shutting down.")
+            self._gone = ServerStoppingError("The server is shutting down.")
             await self._abort_running()
             self._die(self._gone)
         await self._stop_http()

@@ -1,0 +1,81 @@
+"""A server without a model that can be started again on its port, as a run that knows nothing of the one before."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.server.conftest import Stack
+from tests.server.fake_scheduler import INFO
+from verl_server import io_struct as io
+from verl_server.ipc.sockets import bind_socket
+from verl_server.server.http_process import HttpServer
+
+PARAMETERS = INFO["num_parameters"]
+
+
+class Weights:
+    """What a scheduler does with weight requests, without weights: it counts versions and parameters."""
+
+    def __init__(self) -> None:
+        self.version, self.sizes, self.sources = 0, dict[str, int](), list[str]()
+
+    def __call__(self, req: Any) -> io.ControlReply:
+        size, source = 0, ""
+        match req:
+            case io.RegisterWeightsReq():
+                self.sizes[req.description.id] = len(req.description.tensors)
+            case io.UpdateWeightsFromTensorReq(registration=None):
+                source, size = "description", len(req.description.tensors)
+                self.sizes |= {req.description.id: size} if req.keep else {}
+            case io.UpdateWeightsFromTensorReq():
+                if req.registration not in self.sizes:
+                    return io.ControlReply(id=req.id, success=False, message="no such registration", status_code=404)
+                source, size = "registration", self.sizes[req.registration]
+            case io.UpdateWeightsFromDiskReq():
+                source, size = req.model_path, PARAMETERS
+        if not source:
+            return io.ControlReply(id=req.id, success=True)
+        if size < PARAMETERS and not getattr(req, "partial", True):
+            return io.ControlReply(id=req.id, success=False, message="it misses parameters", status_code=400)
+        self.version += 1
+        self.sources.append(source)
+        payload = {"weight_version": req.weight_version or str(self.version), "num_tensors": size}
+        return io.ControlReply(id=req.id, success=True, message="done", payload=payload)
+
+
+class Server:
+    """A front process over a fake scheduler on a real port, which can be started again there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._port = folder, 0
+        self.start()
+
+    def start(self, **settings: Any) -> None:
+        self._stops = ExitStack()
+        sock = bind_socket("127.0.0.1", self._port)
+        self._stops.callback(sock.close)
+        self._port = sock.getsockname()[1]
+        self.stack = Stack(self._folder, port=self._port, **settings)
+        self.weights = Weights()
+        self.stack.scheduler.control = self.weights
+        http = HttpServer(self.stack.manager, self.stack.args, sock)
+        self._stops.callback(self.stack.close)
+        self._stops.callback(http.end)
+        http.start()
+
+    def stop(self) -> None:
+        self._stops.close()
+
+    def restart(self, **settings: Any) -> None:
+        self.stop()
+        self.start(**settings)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def generated(self) -> int:
+        return sum(isinstance(message, io.TokenizedGenerateReq) for message in self.stack.scheduler.received)
