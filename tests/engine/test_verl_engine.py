@@ -20,6 +20,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Pat
 
 
 CHECKS = [f"{name}: {check}" for name, (_, checks) in SCENARIOS.items() for check in ("start", *checks)]
+CHECKS.append("a_restarted_server_is_healed_by_all_ranks")
 
 
 @pytest.mark.parametrize("check", CHECKS)

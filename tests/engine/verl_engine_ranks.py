@@ -34,6 +34,7 @@ from verl_server.engine.verl_engine import VerlEngine, seed_of_engine
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
+    ServerRestartedError,
     UnansweredError,
     UpdateConflictError,
     VerlServerError,
@@ -354,6 +355,38 @@ def run_scenarios(bench: Bench) -> None:
         bench.trainer = AutoModelForCausalLM.from_pretrained(bench._settings["model_path"], dtype=torch.float32)
 
 
+def run_restart(bench: Bench) -> None:
+    """A server that is not VerlEngine's own goes away, and another run of it comes back on its port."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def a_restarted_server_is_healed_by_all_ranks() -> None:
+        server, place = None, [""]
+        if bench.rank == 0:
+            server = HttpServerEngineAdapter(**(bench._settings | {"port": 0}))
+            place = [server.url]
+        dist.broadcast_object_list(place)
+        with VerlEngine(mesh, server_url=place[0]) as bench.engine:
+            bench.train(13)
+            shards = [(n, distribute_tensor(p.detach(), mesh, [Shard(0)])) for n, p in bench.trainer.named_parameters()]
+            bench.engine.register_weights(shards)
+            bench.engine.push_weights(7)
+            bench.expect_parity()
+            if server is not None:
+                server.shutdown()
+                server = HttpServerEngineAdapter(server_args=server.server_args)
+            dist.barrier()
+            for call in (lambda: bench.engine.push_weights(8), lambda: bench.engine.generate(input_ids=PROMPT)):
+                bench.expect_error(ServerRestartedError, "was started again", call)
+            bench.engine.heal()
+            bench.expect_parity()
+            info = bench.engine.get_server_info()
+            assert (info["weight_version"], info["weights_confirmed"]) == ("7", True)
+        if server is not None:
+            server.shutdown()
+
+    bench.run("a_restarted_server_is_healed_by_all_ranks", a_restarted_server_is_healed_by_all_ranks)
+
+
 def run_replicas(bench: Bench) -> None:
     """(dp 2, tp 2): two servers, first each for itself, then both for what all four ranks share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -427,5 +460,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     bench = Bench(sys.argv[2], Path(sys.argv[3]))
-    run_replicas(bench) if sys.argv[1] == "replicas" else run_scenarios(bench)
+    if sys.argv[1] == "replicas":
+        run_replicas(bench)
+    else:
+        run_scenarios(bench)
+        run_restart(bench)
     dist.destroy_process_group()
