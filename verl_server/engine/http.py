@@ -1,8 +1,8 @@
 """`HttpServerEngineAdapter`: the engine interface over HTTP, to a server it launched or one it attaches to.
 
-Made for rollouts: generation has no read timeout unless asked, connections are not capped and kept alive, and
-nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same
-as in process; when the server process is gone, its exit cause and the end of its log are in the error.
+Nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same as in
+process; when the server process is gone, its exit cause and the end of its log are in the error. A server that was
+started again is refused until its weights were pushed again or accepted (`server_instance`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import contextlib
 import dataclasses
 import http.client
 import logging
-import socket
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import aiohttp
 import httpx
 import msgspec
 import orjson
-from httpx_aiohttp import AiohttpTransport
 
 from verl_server.columns import MSGPACK
 from verl_server.engine.base import EngineBase, Result
@@ -34,6 +31,7 @@ from verl_server.engine.http_answers import (
     read_frame,
     read_result,
 )
+from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
 from verl_server.engine.http_connection import Answer, ControlConnections
 from verl_server.engine.options import PushOptions
 from verl_server.engine.server_instance import ServerInstance
@@ -78,7 +76,6 @@ NOTHING_TO_HEAL = (
     "heal() does not know what to push: nothing is registered, and the newest update was not from disk. Pass the "
     "weights, heal(model.named_parameters()), or call accept_restart() to go on with what the server serves."
 )
-_CONNECT_TIMEOUT = 30.0
 _INFO_TIMEOUT = 30.0
 _LET_GO_TIMEOUT = 5.0
 _CONTROL_GRACE = 30.0
@@ -88,16 +85,6 @@ _RESTART_POLL = 0.5
 _DEATH_WAIT = 5.0
 """How long a broken connection is given to turn out as the end of our child."""
 _BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
-_KEEP_ALIVE_EXPIRY = 60.0
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_EXPIRY)
-_KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after about two minutes
-    _KEEP_ALIVE_OPTIONS += [
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    ]
 
 
 class HttpServerEngineAdapter(EngineBase):
@@ -147,15 +134,8 @@ class HttpServerEngineAdapter(EngineBase):
         self._instance = ServerInstance(url)
         self._last_disk: UpdateWeightsFromDiskReq | None = None
         """The newest update, if it came from disk."""
-        self._client = httpx.Client(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-            transport=httpx.HTTPTransport(limits=_LIMITS, socket_options=_KEEP_ALIVE_OPTIONS),
-        )
-        self._controls = ControlConnections(url, _CONNECT_TIMEOUT, _KEEP_ALIVE_OPTIONS)
-        self._async_clients: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, tuple[AsyncGenerator[httpx.AsyncClient, None], httpx.AsyncClient]
-        ] = weakref.WeakKeyDictionary()
+        self._clients = HttpClients(url)
+        self._controls = ControlConnections(url, CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS)
 
     @property
     def instance_id(self) -> str | None:
@@ -171,14 +151,14 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         with self._translated(timeout):
-            response = self._client.post("/generate", **self._generate_request(body, timeout))
+            response = self._clients.for_threads.post("/generate", **self._generate_request(body, timeout))
         self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
         raise_for(response)
         return read_result(response)
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         async with self._translated_async(timeout):
-            client = await self._async_client()
+            client = await self._clients.for_this_loop()
             response = await client.post("/generate", **self._generate_request(body, timeout))
         self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
         raise_for(response)
@@ -186,7 +166,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
         request = self._generate_request(body, timeout)
-        with self._translated(timeout), self._client.stream("POST", "/generate", **request) as response:
+        with self._translated(timeout), self._clients.for_threads.stream("POST", "/generate", **request) as response:
             self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
             if response.status_code != 200:
                 response.read()
@@ -197,7 +177,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
         request = self._generate_request(body, timeout)
-        client = await self._async_client()
+        client = await self._clients.for_this_loop()
         async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
             self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
             if response.status_code != 200:
@@ -211,20 +191,6 @@ class HttpServerEngineAdapter(EngineBase):
         request = self._request(self._api_key, ask_for_columns(body), timeout)
         request["headers"]["Accept"] = MSGPACK
         return request
-
-    async def _async_client(self) -> httpx.AsyncClient:
-        """This loop's client: connections belong to the loop that opened them, and end with it."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._async_clients:
-            client = httpx.AsyncClient(
-                base_url=self._client.base_url,
-                timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-                transport=AiohttpTransport(client=_aiohttp_session),
-            )
-            # asyncio.run closes the async generators of its loop at the end: that is when the client closes.
-            lifetime = _open_until_closed(client)
-            self._async_clients[loop] = lifetime, await anext(lifetime)
-        return self._async_clients[loop][1]
 
     # -- control and info -----------------------------------------------------------------------------------
 
@@ -399,11 +365,8 @@ class HttpServerEngineAdapter(EngineBase):
             return
         self._let_go()
         self._closed = True
-        self._client.close()
+        self._clients.close()
         self._controls.close()
-        for loop, (lifetime, _) in list(self._async_clients.items()):
-            if loop.is_running():
-                asyncio.run_coroutine_threadsafe(_close(lifetime), loop)
         self._finalizer()
 
     def _let_go(self) -> None:
@@ -438,7 +401,7 @@ class HttpServerEngineAdapter(EngineBase):
         headers = self._instance.headers()
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
+        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
         if body is not None:
             headers["Content-Type"] = "application/json"
             request["content"] = encode(body)
@@ -497,31 +460,6 @@ class HttpServerEngineAdapter(EngineBase):
         return ServerDiedError(
             f"The server at {self.url} (process {self.pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
         )
-
-
-async def _open_until_closed(client: httpx.AsyncClient) -> AsyncGenerator[httpx.AsyncClient, None]:
-    async with client:
-        yield client
-
-
-async def _close(lifetime: AsyncGenerator[httpx.AsyncClient, None]) -> None:
-    await lifetime.aclose()
-
-
-def _aiohttp_session() -> aiohttp.ClientSession:
-    """httpx on aiohttp's connections: httpx's own pool looks at every connection for every request, which at 256
-    requests in flight leaves a few hundred a second of 4,000. No cap, and POST is never retried."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket)
-    return aiohttp.ClientSession(connector=connector)
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices, by keep-alive probes, that the server's host vanished during a long generation."""
-    family, kind, protocol, *_ = address
-    sock = socket.socket(family, kind, protocol)
-    for option in _KEEP_ALIVE_OPTIONS:
-        sock.setsockopt(*option)
-    return sock
 
 
 def _is_timeout(error: Exception) -> bool:
