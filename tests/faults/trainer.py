@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.faults.judge import weights_of
 from tests.faults.server import SETTINGS, holdable
-from verl_server import HttpServerEngineAdapter, VerlEngine, verl_engine
+from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server.engine import verl_engine
 
 BOUND = 10.0
 """Seconds within which every rank must know."""

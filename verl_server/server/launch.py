@@ -52,11 +52,11 @@ class EngineProcesses:
         """Start everything without waiting; `wait_ready` follows."""
         self.server_args = server_args = with_random_seed(server_args)
         """The given settings, with the seed that was drawn where none was given."""
-        if server_args.node_rank == 0:
-            logger.info("Requests without a sampling_seed draw theirs from random_seed=%d.", server_args.random_seed)
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
         self._model_text = ModelText(server_args)  # first: a wrong path is known before anything is started
+        if server_args.node_rank == 0:
+            logger.info("Requests without a sampling_seed draw theirs from random_seed=%d.", server_args.random_seed)
         self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): where the ranks meet
         try:
             messages, schedulers_end = MessageSocket.pair()
