@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
+from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory
@@ -239,8 +239,12 @@ class GRPO:
 
     def push(self) -> None:
         """Copy the trainer's weights into the server, as version `self.version`."""
-        weights = self.trainer.policy.named_weights()
-        self.engine.update_weights_from_tensor(weights, weight_version=str(self.version), partial=False)
+        named_weights, version = self.trainer.policy.named_weights, str(self.version)
+        try:
+            self.engine.update_weights_from_tensor(named_weights(), weight_version=version, partial=False)
+        except ServerRestartedError as error:
+            logger.warning("%s", error)
+            self.engine.heal(named_weights(), version=version)
 
     def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
         """This rank's episodes and what can be learned from them, and the report over all ranks.
