@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import http.client
 import socket
 import time
@@ -65,6 +66,7 @@ from verl_server.io_struct import (
     WeightsCheckerReq,
 )
 from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.server_args import ServerArgs
 
 _PATHS: dict[type[msgspec.Struct], str] = {
@@ -141,6 +143,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
         super().__init__()
+        raise_descriptor_limit()  # each request in flight takes a connection
         self.url = url
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
@@ -323,7 +326,9 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _may_be_dying(self, error: Exception) -> bool:
         """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
-        return not _is_timeout(error) and self._child is not None and self._child.poll() is None
+        if _is_timeout(error) or _is_out_of_descriptors(error):
+            return False
+        return self._child is not None and self._child.poll() is None
 
     def _explained(
         self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
@@ -332,6 +337,11 @@ class HttpServerEngineAdapter(EngineBase):
             return ServerUnavailableError("The adapter was shut down during the call.")
         if _is_timeout(error):
             return silence(f"{self.url} did not answer within {timeout} s.")
+        if _is_out_of_descriptors(error):
+            return ServerUnavailableError(
+                f"No connection to {self.url} could be opened: this process has as many files and connections open "
+                "as it may (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
+            )
         if self._child is None:
             return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
         code = self._child.poll()
@@ -371,6 +381,15 @@ def _is_timeout(error: Exception) -> bool:
     """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
     silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
     return silent or isinstance(error, TimeoutError)
+
+
+def _is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Whether this process, not the server, kept the connection from being opened."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _terminate(child: ChildProcess | None) -> None:
