@@ -55,7 +55,8 @@ def still_serves(server: HttpServerEngineAdapter, good: list[int]) -> Iterator[N
 
 def post(server: HttpServerEngineAdapter, path: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, timeout=BOUND)
+    headers = {"Authorization": f"Bearer {server.admin_api_key}"}
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=BOUND)
 
 
 # -- HTTP bodies --------------------------------------------------------------------------------------------

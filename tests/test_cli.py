@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import pytest
 
 import verl_server
 from verl_server.cli import main
+from verl_server.server import launch
+from verl_server.server_args import ServerArgs
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +35,33 @@ def test_serve_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for name in ("--model-path", "--tp-size", "--dist-init-addr", "--admin-api-key", "--kv-cache-gib"):
         assert name in text
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerArgs]:
+    """Settings of the servers that were started. None really is."""
+    started: list[ServerArgs] = []
+    monkeypatch.setattr(launch, "run_server", lambda server_args, on_ready: started.append(server_args))
+    monkeypatch.setattr(launch, "configure_logging", lambda server_args: None)
+    return started
+
+
+def test_keys_come_from_the_environment(served: list[ServerArgs], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_SERVER_API_KEY", "--key one")
+    with pytest.raises(SystemExit):
+        main(["serve", "--model-path", "m"])
+    monkeypatch.setenv("VERL_SERVER_API_KEY", "-key-1")
+    monkeypatch.setenv("VERL_SERVER_ADMIN_API_KEY", "key-2")
+    assert main(["serve", "--model-path", "m", "--host", "0.0.0.0"]) == 0
+    assert (served[0].api_key, served[0].admin_api_key) == ("-key-1", "key-2")
+    assert "VERL_SERVER_ADMIN_API_KEY" not in os.environ, "child processes need no key"
+
+
+def test_a_key_on_the_command_line_is_warned_of(served: list[ServerArgs], caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["serve", "--model-path", "m", "--admin-api-key", "key-2"]) == 0
+    assert served[0].admin_api_key == "key-2"
+    (text,) = (record.getMessage() for record in caplog.records)
+    assert "--admin-api-key" in text and "VERL_SERVER_ADMIN_API_KEY" in text and "key-2" not in text
 
 
 def test_bench_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -65,15 +67,35 @@ def _serve(args: list[str]) -> int:
 
     from verl_server.server_args import ServerArgs
 
-    server_args = tyro.cli(ServerArgs, prog="verl-server serve", args=args, description=_SERVE_HELP)
+    keys = _keys_of_environment()
+    server_args = tyro.cli(ServerArgs, prog="verl-server serve", args=[*keys, *args], description=_SERVE_HELP)
     from verl_server.server.launch import configure_logging, run_server
 
     configure_logging(server_args)
+    _warn_of_visible_keys(args)
     run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
     return 0
 
 
 _SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are SGLang's and OpenAI's."
+_KEY_FLAGS = {"VERL_SERVER_API_KEY": "--api-key", "VERL_SERVER_ADMIN_API_KEY": "--admin-api-key"}
+
+
+def _keys_of_environment() -> list[str]:
+    """Keys in the environment, as flags. They are taken out of it: child processes need none."""
+    given = [(flag, os.environ.pop(name, "")) for name, flag in _KEY_FLAGS.items()]
+    return [f"{flag}={key}" for flag, key in given if key]
+
+
+def _warn_of_visible_keys(args: list[str]) -> None:
+    for name, flag in _KEY_FLAGS.items():
+        if any(arg.replace("_", "-").split("=")[0] == flag for arg in args):
+            logging.getLogger(__name__).warning(
+                "Every user of this host can read the key that %s puts on the command line. Set %s, or use %s-file.",
+                flag,
+                name,
+                flag,
+            )
 
 
 def _rollout(args: list[str]) -> int:

@@ -127,9 +127,15 @@ class ServerArgs:
     port: int = 30000
     """TCP port; 0 picks a free one."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`."""
+    """Key that clients send as `Authorization: Bearer KEY`. On a command line every user of the host can read it: set
+    VERL_SERVER_API_KEY in the environment, or `api_key_file`, instead."""
+    api_key_file: str | None = None
+    """File that holds `api_key`."""
     admin_api_key: str | None = field(default=None, repr=False)
-    """Separate key for control routes (weights, memory, abort, pause, flush)."""
+    """Key of the control routes (weights, memory, pause, flush, abort_all); it opens all others, too. On a command line
+    every user of the host can read it: set VERL_SERVER_ADMIN_API_KEY, or `admin_api_key_file`, instead."""
+    admin_api_key_file: str | None = None
+    """File that holds `admin_api_key`."""
     allow_unauthenticated: bool = False
     """Permit a non-loopback bind without a key."""
     max_request_bytes: int = 64 * 2**20
@@ -143,7 +149,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work, naming the field and the remedy."""
-        for path in ("model_path", "tokenizer_path", "chat_template"):
+        for path in ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file"):
             if isinstance(value := getattr(self, path), Path):
                 object.__setattr__(self, path, str(value))
         for name, kind in get_type_hints(type(self)).items():
@@ -151,6 +157,8 @@ class ServerArgs:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
+        for name in ("api_key", "admin_api_key"):
+            self._read_key(name)
         sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs")
         for name in (*sizes, "weight_receive_bytes"):
             if getattr(self, name) < 1:
@@ -182,6 +190,22 @@ class ServerArgs:
                 f"Refusing to bind {self.host} without a key: anyone who reaches it could replace the weights. "
                 "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if the network is trusted."
             )
+
+    def _read_key(self, name: str) -> None:
+        """Take a key from its file, once, so that the file may be gone afterwards; check what came from wherever."""
+        key, file = getattr(self, name), getattr(self, f"{name}_file")
+        if file is not None:
+            try:
+                content = Path(file).expanduser().read_text(encoding="utf-8").strip()
+            except (OSError, ValueError) as error:
+                raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {error}.") from None
+            if key is not None and key != content:
+                raise BadRequestError(f"ServerArgs.{name} and {name}_file name two different keys: give one of them.")
+            key = content
+            object.__setattr__(self, name, key)
+            object.__setattr__(self, f"{name}_file", None)
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise BadRequestError(f"ServerArgs.{name} must be ASCII characters without spaces, and at least one.")
 
     def prefill_chunk(self, device_type: str) -> int:
         """Most prompt tokens in one step on "cpu" or "cuda"."""

@@ -26,6 +26,8 @@ class EngineBase(EngineWeights):
     scheduler_info: dict[str, Any]
     url: str | None = None
     """Where it answers HTTP, if it does."""
+    admin_api_key: str | None = None
+    """Key of the control routes at `url`, if they need one."""
 
     # -- generation -----------------------------------------------------------------------------------------
 

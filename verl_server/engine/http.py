@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import http.client
+import secrets
 import socket
 import time
 import weakref
@@ -110,12 +111,17 @@ if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after 
 
 
 class HttpServerEngineAdapter(EngineBase):
-    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not."""
+    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not.
+
+    Nobody else controls a launched server: it gets a random admin key, through a pipe, unless one is given.
+    """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is not None and kwargs:
             raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
         args = server_args or ServerArgs.from_kwargs(**kwargs)
+        if args.admin_api_key is None:
+            args = args.replace(admin_api_key=secrets.token_urlsafe(32))
         child = ChildProcess("server", "verl_server.server.launch", {"server_args": args.to_json()})
         self._finalizer = weakref.finalize(self, _terminate, child)
         try:
@@ -129,7 +135,10 @@ class HttpServerEngineAdapter(EngineBase):
 
     @classmethod
     def attach(cls, url: str, api_key: str | None = None, admin_api_key: str | None = None) -> HttpServerEngineAdapter:
-        """An adapter for a server that runs already. `shutdown` closes connections only."""
+        """An adapter for a server that runs already. `shutdown` closes connections only.
+
+        A server that was launched by another process has an admin key: that process's `engine.admin_api_key`.
+        """
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
@@ -145,8 +154,9 @@ class HttpServerEngineAdapter(EngineBase):
         super().__init__()
         raise_descriptor_limit()  # each request in flight takes a connection
         self.url = url
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key or api_key
+        self.admin_api_key = admin_api_key
+        self._api_key = api_key or admin_api_key
+        self._control_key = admin_api_key or api_key
         self._child = child
         self._closed = False
         self._client = httpx.Client(
@@ -282,7 +292,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
         control = path.split("?")[0] in (*_PATHS.values(), "/abort_request") and path != "/server_info"
-        key = self._admin_api_key if control else self._api_key
+        key = self._control_key if control else self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT)}
         if body is not None:
