@@ -118,6 +118,8 @@ class ServerArgs:
     """Keep released weights in host memory and restore them on resume, instead of waiting for an update."""
     fused_weight_copy: bool = True
     """Copy CUDA weights with one fused Triton kernel; off: torch's multi-tensor copy."""
+    allow_hub_updates: bool = False
+    """Let `update_weights_from_disk` take hub ids, whose files are downloaded; off: folders of its host only."""
     sync_timeout: float = 60.0
     """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
 
