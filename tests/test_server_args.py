@@ -23,6 +23,7 @@ from verl_server import BadRequestError, ServerArgs
         ("host", "0.0.0.0"),
         *(("api_key", value) for value in ("", "a b", "schlüssel", "line\n")),
         ("admin_api_key_file", "/no/such/file"),
+        *(("paused_request_timeout", value) for value in (0.0, -1.0, math.inf)),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(name: str, value: Any) -> None:

@@ -109,6 +109,9 @@ class ServerArgs:
     control_timeout: float = 300.0
     """Seconds that a control call (weights, memory, cache) may wait for its turn, and that the scheduler may be
     silent while calls wait for it, in a step or an update, before it counts as hung and is killed."""
+    paused_request_timeout: float | None = None
+    """Seconds that a request waits while generation is paused (`pause_generation`); then it is answered with 503.
+    Default: it waits until generation continues, as in SGLang."""
     weight_update_lease: float = 60.0
     """Seconds of silence after which an open weight-update session (begin ... end) is given up."""
     weight_receive_bytes: int = 2 * 2**30
@@ -173,6 +176,9 @@ class ServerArgs:
         for name in ("startup_timeout", "control_timeout", "sync_timeout", "weight_update_lease", "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
+        bound = self.paused_request_timeout
+        if bound is not None and not 0 < bound < math.inf:
+            raise BadRequestError(f"ServerArgs.paused_request_timeout must be positive and finite, not {bound}.")
         if not 0.0 < self.mem_fraction_static <= 1.0:
             raise BadRequestError(f"ServerArgs.mem_fraction_static must be in (0, 1], not {self.mem_fraction_static}.")
         if not 0 <= self.port <= 65535:
