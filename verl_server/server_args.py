@@ -206,7 +206,8 @@ class ServerArgs:
             try:
                 content = Path(file).expanduser().read_text(encoding="utf-8").strip()
             except (OSError, ValueError) as error:
-                raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {error}.") from None
+                reason = getattr(error, "strerror", None) or error
+                raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {reason}.") from None
             if key is not None and key != content:
                 raise BadRequestError(f"ServerArgs.{name} and {name}_file name two different keys: give one of them.")
             key = content

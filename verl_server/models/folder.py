@@ -58,7 +58,7 @@ def resolve_model_folder(model_path: str, revision: str | None = None, *, config
             local_files_only=problem is not None,
         )
     except Exception as error:
-        raise no_such_model(model_path, problem, error) from error
+        raise no_such_model(model_path, problem, str(error)) from error
     return Path(snapshot)
 
 
@@ -76,15 +76,15 @@ def hub_problem() -> str | None:
     return None
 
 
-def no_such_model(name: str, problem: str | None, error: Exception, setting: str = "model_path") -> BadRequestError:
-    """The error for a hub id that leads nowhere; `problem` is `hub_problem()`."""
+def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestError:
+    """The error for a hub id that leads nowhere; `problem` is `hub_problem()`, `reason` what the hub's client says."""
     if problem is not None:
         return BadRequestError(
-            f"{setting}={name!r} is not a folder here, and no hub id in the local cache; the hub cannot be asked "
+            f"model_path={name!r} is not a folder here, and no model in the hub's local cache; the hub cannot be asked "
             f"({problem}). Check the path, or the network."
         )
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    first_line = next(iter(reason.strip().splitlines()), "").rstrip(".")
     return BadRequestError(
-        f"{setting}={name!r} is not a folder here, and the hub has no such model for you: {first_line} "
-        "Check the spelling; a private or gated model needs HF_TOKEN."
+        f"model_path={name!r} is not a folder here, and no model that the hub shows you: {first_line}. Check "
+        "the spelling; a private or gated model needs HF_TOKEN."
     )

@@ -52,7 +52,7 @@ class PauseWatch:
         waiting: Callable[[], Collection[ReqState]],
         refuse: Callable[[ReqState, ServerUnavailableError], None],
     ) -> None:
-        """`bound` is the most seconds that a request waits in a pause; `waiting` returns the requests without an answer;
+        """`bound` is the most seconds that a request waits in a pause; `waiting` returns requests without an answer;
         `refuse` ends one of them with an error."""
         self._bound, self._pause, self._waiting, self._refuse = bound, pause, waiting, refuse
         self._warned = 0.0

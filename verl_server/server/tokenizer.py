@@ -37,10 +37,10 @@ class ModelText:
         args = self._server_args
         folder, problem = _source(args.model_path, "model_path")
         config = _read_json(args, folder, problem, "config.json")
+        if config is None and folder is not None:
+            raise BadRequestError(f"model_path={args.model_path!r} is a folder without config.json: not a model.")
         if config is None:
-            what = "a folder" if folder is not None else "a hub id"
-            reason = f", as far as the local cache says ({problem})" if problem is not None else ""
-            raise BadRequestError(f"model_path={args.model_path!r} is {what} without config.json: not a model{reason}.")
+            raise no_such_model(args.model_path, problem, "it has no config.json.")
         self.config = config
         self._generation_config = _read_json(args, folder, problem, "generation_config.json") or {}
         if args.tokenizer_path is not None and not args.skip_tokenizer_init:
@@ -146,7 +146,7 @@ def _hub_file(server_args: ServerArgs, problem: str | None, name: str) -> Path |
             _raise_exceptions_for_missing_entries=False,
         )
     except (OSError, ValueError) as error:
-        raise no_such_model(model, problem, error) from error
+        raise no_such_model(model, problem, str(error)) from error
     return Path(found) if found is not None else None
 
 
