@@ -299,10 +299,10 @@ def test_unknown_model_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tp-size", "0"], "tp_size"),
+        (["--tp-size", "0"], "--tp-size"),
         (["--port", "70000"], "port"),
         (["--host", "0.0.0.0"], "without a key"),
-        (["--nnodes", "2", "--tp-size", "2"], "dist_init_addr"),
+        (["--nnodes", "2", "--tp-size", "2"], "--nnodes 2 needs --dist-init-addr"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--dtype", "int3"], "int3"),
     ],

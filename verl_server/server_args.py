@@ -188,7 +188,7 @@ class ServerArgs:
         if not 0 <= self.node_rank < self.nnodes:
             raise BadRequestError(f"node_rank={self.node_rank} is outside 0..{self.nnodes - 1}.")
         if self.nnodes > 1 and self.dist_init_addr is None:
-            raise BadRequestError("nnodes > 1 needs dist_init_addr='host:port' of node 0.")
+            raise BadRequestError(f"nnodes={self.nnodes} needs dist_init_addr='host:port' of node 0.")
         if self.gpu_uuids and len(self.gpu_uuids) != self.ranks_per_node:
             raise BadRequestError(
                 f"gpu_uuids names {len(self.gpu_uuids)} devices, but a node has {self.ranks_per_node} ranks."
