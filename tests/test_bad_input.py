@@ -55,7 +55,8 @@ def still_serves(server: HttpServerEngineAdapter, good: list[int]) -> Iterator[N
 
 def post(server: HttpServerEngineAdapter, path: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, timeout=BOUND)
+    headers = {"Authorization": f"Bearer {server.admin_api_key}"}
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=BOUND)
 
 
 # -- HTTP bodies --------------------------------------------------------------------------------------------
@@ -298,10 +299,10 @@ def test_unknown_model_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tp-size", "0"], "tp_size"),
+        (["--tp-size", "0"], "--tp-size"),
         (["--port", "70000"], "port"),
         (["--host", "0.0.0.0"], "without a key"),
-        (["--nnodes", "2", "--tp-size", "2"], "dist_init_addr"),
+        (["--nnodes", "2", "--tp-size", "2"], "--nnodes 2 needs --dist-init-addr"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--dtype", "int3"], "int3"),
     ],

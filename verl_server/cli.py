@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from verl_server import __version__
+
+if TYPE_CHECKING:
+    from verl_server.server_args import ServerArgs
 
 _USAGE = """\
 usage: verl-server [--help] [--version] COMMAND [OPTIONS]
@@ -63,17 +70,68 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(args: list[str]) -> int:
     import tyro
 
+    from verl_server.errors import VerlServerError
     from verl_server.server_args import ServerArgs
 
-    server_args = tyro.cli(ServerArgs, prog="verl-server serve", args=args, description=_SERVE_HELP)
-    from verl_server.server.launch import configure_logging, run_server
+    keys = _keys_of_environment()
+    parsed = tyro.cli(_unchecked(ServerArgs), prog="verl-server serve", args=[*keys, *args], description=_SERVE_HELP)
+    try:
+        server_args = ServerArgs(**vars(parsed))
+        from verl_server.server.launch import configure_logging, run_server
 
-    configure_logging(server_args)
-    run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
+        configure_logging(server_args)
+        _warn_of_visible_keys(args)
+        run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
+    except VerlServerError as error:
+        message, *details = str(error).split("\n\n", 1)
+        raise VerlServerError("\n\n".join([_with_flags(message, list(vars(parsed))), *details])) from None
     return 0
 
 
+def _unchecked(settings: type[ServerArgs]) -> type[ServerArgs]:
+    """The same options without their checks, whose errors tyro would wrap. They are checked when all are parsed."""
+    return type(settings.__name__, (settings,), {"__post_init__": _nothing, "__doc__": settings.__doc__})
+
+
+def _nothing(settings: object) -> None: ...
+
+
+def _with_flags(message: str, names: Sequence[str]) -> str:
+    """An error of `ServerArgs` with flags in place of Python's names: `tp_size=3` becomes `--tp-size 3`.
+
+    A name of one word ("port") is a word of English, too: it counts only with a value or after "ServerArgs.".
+    """
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        start, end = r"(?:\bServerArgs\.|(?<![\w/.'\"-]))", r"(?![\w/-])"
+        message = re.sub(rf"{start}{name}=True{end}", flag, message)
+        message = re.sub(rf"{start}{name}=False{end}", f"--no-{flag[2:]}", message)
+        message = re.sub(rf"{start}{name}=(?=[^\s=])", f"{flag} ", message)
+        message = re.sub(rf"\bServerArgs\.{name}{end}", flag, message)
+        if "_" in name:
+            message = re.sub(rf"{start}{name}{end}", flag, message)
+    return message
+
+
 _SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are SGLang's and OpenAI's."
+_KEY_FLAGS = {"VERL_SERVER_API_KEY": "--api-key", "VERL_SERVER_ADMIN_API_KEY": "--admin-api-key"}
+
+
+def _keys_of_environment() -> list[str]:
+    """Keys in the environment, as flags. They are taken out of it: child processes need none."""
+    given = [(flag, os.environ.pop(name, "")) for name, flag in _KEY_FLAGS.items()]
+    return [f"{flag}={key}" for flag, key in given if key]
+
+
+def _warn_of_visible_keys(args: list[str]) -> None:
+    for name, flag in _KEY_FLAGS.items():
+        if any(arg.replace("_", "-").split("=")[0] == flag for arg in args):
+            logging.getLogger(__name__).warning(
+                "Every user of this host can read the key that %s puts on the command line. Set %s, or use %s-file.",
+                flag,
+                name,
+                flag,
+            )
 
 
 def _rollout(args: list[str]) -> int:

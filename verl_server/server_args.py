@@ -110,6 +110,9 @@ class ServerArgs:
     control_timeout: float = 300.0
     """Seconds that a control call (weights, memory, cache) may wait for its turn, and that the scheduler may be
     silent while calls wait for it, in a step or an update, before it counts as hung and is killed."""
+    paused_request_timeout: float | None = None
+    """Seconds that a request waits while generation is paused (`pause_generation`); then it is answered with 503.
+    Default: it waits until generation continues, as in SGLang."""
     weight_update_lease: float = 60.0
     """Seconds of silence after which an open weight-update session (begin ... end) is given up."""
     weight_receive_bytes: int = 2 * 2**30
@@ -119,6 +122,8 @@ class ServerArgs:
     """Keep released weights in host memory and restore them on resume, instead of waiting for an update."""
     fused_weight_copy: bool = True
     """Copy CUDA weights with one fused Triton kernel; off: torch's multi-tensor copy."""
+    allow_hub_updates: bool = False
+    """Let `update_weights_from_disk` take hub ids, whose files are downloaded; off: folders of its host only."""
     sync_timeout: float = 60.0
     """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
 
@@ -128,9 +133,15 @@ class ServerArgs:
     port: int = 30000
     """TCP port; 0 picks a free one."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`."""
+    """Key that clients send as `Authorization: Bearer KEY`. On a command line every user of the host can read it: set
+    VERL_SERVER_API_KEY in the environment, or `api_key_file`, instead."""
+    api_key_file: str | None = None
+    """File that holds `api_key`."""
     admin_api_key: str | None = field(default=None, repr=False)
-    """Separate key for control routes (weights, memory, abort, pause, flush)."""
+    """Key of the control routes (weights, memory, pause, flush, abort_all); it opens all others, too. On a command line
+    every user of the host can read it: set VERL_SERVER_ADMIN_API_KEY, or `admin_api_key_file`, instead."""
+    admin_api_key_file: str | None = None
+    """File that holds `admin_api_key`."""
     allow_unauthenticated: bool = False
     """Permit a non-loopback bind without a key."""
     max_request_bytes: int = 64 * 2**20
@@ -144,7 +155,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work, naming the field and the remedy."""
-        for path in ("model_path", "tokenizer_path", "chat_template"):
+        for path in ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file"):
             if isinstance(value := getattr(self, path), Path):
                 object.__setattr__(self, path, str(value))
         for name, kind in get_type_hints(type(self)).items():
@@ -152,6 +163,8 @@ class ServerArgs:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
+        for name in ("api_key", "admin_api_key"):
+            self._read_key(name)
         sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs")
         for name in (*sizes, "weight_receive_bytes"):
             if getattr(self, name) < 1:
@@ -164,6 +177,9 @@ class ServerArgs:
         for name in ("startup_timeout", "control_timeout", "sync_timeout", "weight_update_lease", "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
+        bound = self.paused_request_timeout
+        if bound is not None and not 0 < bound < math.inf:
+            raise BadRequestError(f"ServerArgs.paused_request_timeout must be positive and finite, not {bound}.")
         if not 0.0 < self.mem_fraction_static <= 1.0:
             raise BadRequestError(f"ServerArgs.mem_fraction_static must be in (0, 1], not {self.mem_fraction_static}.")
         if not 0 <= self.port <= 65535:
@@ -173,7 +189,7 @@ class ServerArgs:
         if not 0 <= self.node_rank < self.nnodes:
             raise BadRequestError(f"node_rank={self.node_rank} is outside 0..{self.nnodes - 1}.")
         if self.nnodes > 1 and self.dist_init_addr is None:
-            raise BadRequestError("nnodes > 1 needs dist_init_addr='host:port' of node 0.")
+            raise BadRequestError(f"nnodes={self.nnodes} needs dist_init_addr='host:port' of node 0.")
         if self.gpu_uuids and len(self.gpu_uuids) != self.ranks_per_node:
             raise BadRequestError(
                 f"gpu_uuids names {len(self.gpu_uuids)} devices, but a node has {self.ranks_per_node} ranks."
@@ -183,6 +199,23 @@ class ServerArgs:
                 f"Refusing to bind {self.host} without a key: anyone who reaches it could replace the weights. "
                 "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if the network is trusted."
             )
+
+    def _read_key(self, name: str) -> None:
+        """Take a key from its file, once, so that the file may be gone afterwards; check what came from wherever."""
+        key, file = getattr(self, name), getattr(self, f"{name}_file")
+        if file is not None:
+            try:
+                content = Path(file).expanduser().read_text(encoding="utf-8").strip()
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {reason}.") from None
+            if key is not None and key != content:
+                raise BadRequestError(f"ServerArgs.{name} and {name}_file name two different keys: give one of them.")
+            key = content
+            object.__setattr__(self, name, key)
+            object.__setattr__(self, f"{name}_file", None)
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise BadRequestError(f"ServerArgs.{name} must be ASCII characters without spaces, and at least one.")
 
     def prefill_chunk(self, device_type: str) -> int:
         """Most prompt tokens in one step on "cpu" or "cuda"."""

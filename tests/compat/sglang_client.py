@@ -47,7 +47,8 @@ def main() -> None:
         weights = [(name, tensor * ask["factor"]) for name, tensor in loaded.items()]
         body = payloads(ask["format"], weights, ask["ranks"])
         kept = body.pop("kept", weights)  # until the reply
-        reply = httpx.post(f"{ask['url']}/update_weights_from_tensor", json=body, timeout=60)
+        headers = {"Authorization": f"Bearer {ask['key']}"}
+        reply = httpx.post(f"{ask['url']}/update_weights_from_tensor", json=body, headers=headers, timeout=60)
         del kept
         print(json.dumps([reply.status_code, reply.json()]), flush=True)
 

@@ -76,7 +76,8 @@ def tell(client: subprocess.Popen[str], **ask: Any) -> tuple[int, dict[str, Any]
 
 
 def post(server: HttpServerEngineAdapter, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=60)
+    headers = {"Authorization": f"Bearer {server.admin_api_key}"}
+    return httpx.post(f"{server.url}/update_weights_from_tensor", json=body, headers=headers, timeout=60)
 
 
 # -- payloads -------------------------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ def test_payloads_of_another_process(
 ) -> None:
     wanted = serve(server, weights, 1.25)
     assert serve(server, weights) != wanted
-    status, reply = tell(client, url=server.url, folder=str(tiny_llama), factor=1.25, format=wire, ranks=ranks(server))
+    ask = {"url": server.url, "key": server.admin_api_key, "folder": str(tiny_llama), "ranks": ranks(server)}
+    status, reply = tell(client, **ask, factor=1.25, format=wire)
     assert (status, reply["success"]) == (200, True), reply
     assert digest(server) == wanted
     assert len(server.generate(input_ids=[5, 6], sampling_params=GREEDY)["output_ids"]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -10,7 +11,7 @@ from verl_server import HttpServerEngineAdapter
 
 
 def main(url: str, how: str, parameter: str, size: str) -> None:
-    engine = HttpServerEngineAdapter.attach(url)
+    engine = HttpServerEngineAdapter.attach(url, admin_api_key=os.environ["VERL_SERVER_ADMIN_API_KEY"])
     named = [(parameter, torch.full((int(size),), 2.0))]
     if how == "registered":
         engine.register_weights(named)

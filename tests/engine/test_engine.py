@@ -51,8 +51,8 @@ def adapter(tiny_llama: Path) -> Iterator[HttpServerEngineAdapter]:
 def face(request: pytest.FixtureRequest) -> Iterator[EngineBase]:
     """Each of the three ways to hold an engine."""
     if request.param == "attached":
-        url = request.getfixturevalue("adapter").url
-        with HttpServerEngineAdapter.attach(url) as attached:
+        launched = request.getfixturevalue("adapter")
+        with HttpServerEngineAdapter.attach(launched.url, admin_api_key=launched.admin_api_key) as attached:
             yield attached
     else:
         yield request.getfixturevalue(request.param)
@@ -333,11 +333,32 @@ def test_keys_travel(tiny_llama: Path) -> None:
         adapter.flush_cache()
         plain = HttpServerEngineAdapter.attach(adapter.url or "", api_key="k")
         assert plain.generate(input_ids=[5], sampling_params=GREEDY)
-        with pytest.raises(BadRequestError, match="admin_api_key"):
-            plain.pause_generation()
+        plain.abort_request("nobody's")
+        for call in (plain.pause_generation, lambda: plain.abort_request(abort_all=True)):
+            with pytest.raises(BadRequestError, match="admin_api_key"):
+                call()
         with pytest.raises(BadRequestError, match="api_key"):
             HttpServerEngineAdapter.attach(adapter.url or "")
+        admin = HttpServerEngineAdapter.attach(adapter.url or "", admin_api_key="a")
+        assert admin.generate(input_ids=[5], sampling_params=GREEDY) and admin.flush_cache()
         assert httpx.get(f"{adapter.url}/health").status_code == 200
+
+
+def test_a_launched_server_obeys_nobody_else(adapter: HttpServerEngineAdapter) -> None:
+    """Its admin key is random, and stands where nobody else can read it. Everybody on the host may generate."""
+    key = adapter.admin_api_key
+    assert key is not None and len(key) > 20 and adapter.server_args.admin_api_key == key
+    stranger = HttpServerEngineAdapter.attach(str(adapter.url))
+    assert stranger.generate(input_ids=[5], sampling_params=GREEDY)
+    with pytest.raises(BadRequestError, match="admin_api_key"):
+        stranger.flush_cache()
+    with HttpServerEngineAdapter.attach(str(adapter.url), admin_api_key=key) as told:
+        assert told.flush_cache()
+    pids = [adapter.pid, adapter.scheduler_info["pid"]]
+    for file in (Path(f"/proc/{pid}/{name}") for pid in pids for name in ("cmdline", "environ")):
+        assert key.encode() not in file.read_bytes(), file
+    assert key not in repr(adapter.server_args) and key not in httpx.get(f"{adapter.url}/server_info").text
+    assert adapter._child is not None and key not in adapter._child.log_tail()
 
 
 def _exists(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -64,6 +65,7 @@ def trainer(engine: HttpServerEngineAdapter, how: str) -> Iterator[subprocess.Po
     """A process that is ready to push."""
     size = str(len(engine.get_weights_by_name(NORM)))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes["env"] = os.environ | {"VERL_SERVER_ADMIN_API_KEY": str(engine.admin_api_key)}
     arguments = str(engine.url), how, NORM, size
     with fork_server.run_module("tests.engine.giving_up_trainer", *arguments, **pipes) as process:
         try:
@@ -121,7 +123,8 @@ def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpSer
     """Any client: a begun session, say, would hold generation until its lease ends."""
     host, port = str(engine.url).removeprefix("http://").split(":")
     body = orjson.dumps({"transaction_id": "nobody's"})
-    head = f"POST /begin_weight_update HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    key = f"Authorization: Bearer {engine.admin_api_key}"
+    head = f"POST /begin_weight_update HTTP/1.1\r\nHost: {host}\r\n{key}\r\nContent-Length: {len(body)}\r\n\r\n"
     with long_requests(engine):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)

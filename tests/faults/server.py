@@ -20,6 +20,7 @@ from verl_server.server import launch
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "port": 0,
+    "admin_api_key": "admin-key",
     "kv_cache_gib": 0.02,
     "cpu_threads": 1,
     "log_level": "warning",

@@ -131,7 +131,8 @@ class _Rank:
                 patches.enter_context(holdable(folder))
             else:
                 settings = {"rank_timeout": MEET_TIMEOUT} | settings
-                attach = mock.Mock(side_effect=lambda server_args: HttpServerEngineAdapter.attach(url))
+                key = SETTINGS["admin_api_key"]
+                attach = mock.Mock(side_effect=lambda server_args: HttpServerEngineAdapter.attach(url, None, key))
                 patches.enter_context(mock.patch.object(verl_engine, "HttpServerEngineAdapter", attach))
             settings = SETTINGS | {"sync_timeout": SILENCE_TIMEOUT} | settings
             return VerlEngine(self._mesh, launch_server=True, model_path=str(self._model), **settings)

@@ -18,12 +18,15 @@ pytestmark = pytest.mark.usefixtures("real_processes")
 
 _CHILD = """
 import os, signal, sys, time
+from verl_server.errors import BadRequestError
 from verl_server.ipc.child_process import child_main
 
 def target(argument, ready):
     print("child says", argument["say"], flush=True)
     if argument["do"] == "fail":
         raise ValueError("the shape is wrong")
+    if argument["do"] == "refuse":
+        raise BadRequestError("The shape is wrong. Give another one.")
     if argument["do"] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if argument["do"] == "stubborn":
@@ -92,6 +95,19 @@ def test_failure_carries_the_childs_traceback_and_log(start) -> None:  # type: i
     assert "worker failed while starting: ValueError: the shape is wrong" in message
     assert 'raise ValueError("the shape is wrong")' in message
     assert "child says hello" in message
+    assert message.count("ValueError: the shape is wrong") == 2, "in the first line and in the traceback"
+    assert "child_main" not in message
+
+
+def test_an_error_that_explains_itself_is_all_that_is_said(start, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    child = start("refuse")
+    with pytest.raises(ServerLaunchError) as caught:
+        child.wait_ready(30)
+    assert str(caught.value) == "The shape is wrong. Give another one."
+    assert child.popen.wait(10) == 1
+    child.terminate()
+    assert child.log_tail().splitlines()[3:] == ["child says hello"]
+    assert "shape" not in capfd.readouterr().err
 
 
 def test_sudden_death_while_starting_is_told(start) -> None:  # type: ignore[no-untyped-def]

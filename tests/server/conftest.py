@@ -59,7 +59,7 @@ class Stack:
 
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.request(method, path, **kwargs)
 
         return self.manager.run_sync(call(), timeout=20)
@@ -103,6 +103,14 @@ def make_stack(text_folder: Path) -> Iterator[MakeStack]:
     yield make
     for stack in stacks:
         stack.close()
+
+
+@pytest.fixture(scope="module")
+def module_stack(text_folder: Path) -> Iterator[Stack]:
+    """One stack for tests that leave nothing behind."""
+    stack = Stack(text_folder)
+    yield stack
+    stack.close()
 
 
 @pytest.fixture

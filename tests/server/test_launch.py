@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +19,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from verl_server import Engine, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
+from verl_server import Engine, HttpServerEngineAdapter, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
 from verl_server.ipc.sockets import bind_socket, free_port
 from verl_server.server.launch import launch_server_from_verl_engine
 
@@ -113,7 +115,7 @@ def test_failed_start_sends_the_cause_through_the_pipe(tiny_llama: Path) -> None
     with pytest.raises(ServerLaunchError):
         launch_server(args, pipe_finish_writer=writer)
     text = reader.recv()
-    assert "scheduler-tp0 failed while starting" in text and "Traceback" in text
+    assert text.startswith("context_length=1000000000 exceeds") and "Traceback" not in text
 
 
 def test_port_in_use_is_told_before_the_model_is_loaded(tiny_llama: Path) -> None:
@@ -142,7 +144,23 @@ def test_user_errors_of_the_command_line_are_one_message(tmp_path: Path) -> None
         assert process.wait(timeout=30) == 1
         assert process.stderr is not None
         text = process.stderr.read()
-    assert text.startswith("verl-server serve: model_path=") and "Traceback" not in text
+    (line,) = text.splitlines()
+    assert line.startswith("verl-server serve: --model-path ") and "does not exist" in line
+
+
+def test_an_error_of_the_scheduler_is_told_once(tiny_llama: Path, tmp_path: Path) -> None:
+    weights = load_file(tiny_llama / "model.safetensors")
+    del weights["model.norm.weight"]
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    with serving("--model-path", str(tmp_path / "model"), "--port", "0") as process:
+        assert process.wait(timeout=60) == 1
+        assert process.stderr is not None
+        (line,) = process.stderr.read().splitlines()
+    assert line.startswith("verl-server serve: The weights in ") and "missing: model.norm.weight" in line
+    with pytest.raises(ServerLaunchError) as caught:
+        HttpServerEngineAdapter(model_path=str(tmp_path / "model"), port=0, **SMALL)
+    assert str(caught.value).count("model.norm.weight") == 1 and "\n" not in str(caught.value)
 
 
 # -- two nodes on one host ----------------------------------------------------------------------------------

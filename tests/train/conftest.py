@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
+from verl_server.server_args import ServerArgs
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.ranks import setup_ranks
 
@@ -39,10 +40,14 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server_url(policy_folder: Path) -> Iterator[str]:
-    """A rollout server that the trainers of several tests attach to, one after the other."""
+    """A rollout server without keys, as started by hand, that the trainers of several tests attach to in turn."""
     settings = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.1, "log_level": "warning"}
-    with HttpServerEngineAdapter(model_path=str(policy_folder), port=0, **settings) as engine:
-        yield engine.url
+    server_args = ServerArgs(model_path=str(policy_folder), port=0, **settings)
+    server = ChildProcess("server", "verl_server.server.launch", {"server_args": server_args.to_json()})
+    try:
+        yield server.wait_ready(120)["url"]
+    finally:
+        server.terminate()
 
 
 @pytest.fixture(scope="package")

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -258,6 +259,23 @@ def test_snapshot_compare_and_reset(ranks: Ranks) -> None:
 # -- disk ----------------------------------------------------------------------------------------------------
 
 
+def test_a_hub_id_is_downloaded_only_if_the_settings_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    save_file(random_weights(1), tmp_path / "model.safetensors")
+    req = UpdateWeightsFromDiskReq(model_path="org/model")
+    refused = Ranks().handle(req)
+    assert (refused.success, refused.status_code) == (False, 400) and "allow_hub_updates" in refused.message
+    assert not asked
+    assert Ranks(args={"allow_hub_updates": True}).handle(req).success
+    assert asked == ["org/model"]
+
+
 @SIZES
 def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> None:
     old, new = random_weights(1), random_weights(2)
@@ -268,7 +286,12 @@ def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> No
     (tmp_path / "cut").mkdir()
     whole = (tmp_path / "good" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-8])
-    for folder, message in (("short", "missing"), ("odd", NORM), ("cut", "complete"), ("none", "neither")):
+    for folder, message in (
+        ("short", "missing"),
+        ("odd", NORM),
+        ("cut", "complete"),
+        ("none", "does not exist"),
+    ):
         reply = ranks.handle(UpdateWeightsFromDiskReq(model_path=str(tmp_path / folder)))
         assert (reply.success, reply.status_code) == (False, 400), folder
         assert message in reply.message

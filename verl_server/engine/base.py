@@ -29,6 +29,8 @@ class EngineBase(EngineWeights):
     scheduler_info: SchedulerInfo
     url: str | None = None
     """Where it answers HTTP, if it does."""
+    admin_api_key: str | None = None
+    """Key of the control routes at `url`, if they need one."""
 
     # -- generation -----------------------------------------------------------------------------------------
     # One prompt, several prompts, a stream. (No prompt at all fits the first two, and is refused at run time.)

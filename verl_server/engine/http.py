@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import http.client
 import logging
+import secrets
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -60,6 +62,7 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
 )
 from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
@@ -88,12 +91,17 @@ _BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, O
 
 
 class HttpServerEngineAdapter(EngineBase):
-    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not."""
+    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not.
+
+    Nobody else controls a launched server: it gets a random admin key, through a pipe, unless one is given.
+    """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is not None and kwargs:
             raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
         args = server_args or ServerArgs.from_kwargs(**kwargs)
+        if args.admin_api_key is None:
+            args = args.replace(admin_api_key=secrets.token_urlsafe(32))
         child = ChildProcess("server", "verl_server.server.launch", {"server_args": args.to_json()})
         self._finalizer = weakref.finalize(self, _terminate, child)
         try:
@@ -110,7 +118,10 @@ class HttpServerEngineAdapter(EngineBase):
 
     @classmethod
     def attach(cls, url: str, api_key: str | None = None, admin_api_key: str | None = None) -> HttpServerEngineAdapter:
-        """An adapter for a server that runs already. `shutdown` closes connections only."""
+        """An adapter for a server that runs already. `shutdown` closes connections only.
+
+        A server that was launched by another process has an admin key: that process's `engine.admin_api_key`.
+        """
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
@@ -126,9 +137,11 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
         super().__init__()
+        raise_descriptor_limit()  # each request in flight takes a connection
         self.url = url
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key or api_key
+        self.admin_api_key = admin_api_key
+        self._api_key = api_key or admin_api_key
+        self._control_key = admin_api_key or api_key
         self._child = child
         self._closed = False
         self._instance = ServerInstance(url)
@@ -387,7 +400,7 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _command(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
         """POST to a control route."""
-        return self._send("POST", path, self._request(self._admin_api_key, body, timeout), timeout)
+        return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
 
     def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
         """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
@@ -443,7 +456,9 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _may_be_dying(self, error: Exception) -> bool:
         """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
-        return not _is_timeout(error) and self._child is not None and self._child.poll() is None
+        if _is_timeout(error) or _is_out_of_descriptors(error):
+            return False
+        return self._child is not None and self._child.poll() is None
 
     def _explained(
         self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
@@ -452,6 +467,11 @@ class HttpServerEngineAdapter(EngineBase):
             return ServerUnavailableError("The adapter was shut down during the call.")
         if _is_timeout(error):
             return silence(f"{self.url} did not answer within {timeout} s.")
+        if _is_out_of_descriptors(error):
+            return ServerUnavailableError(
+                f"No connection to {self.url} could be opened: this process has as many files and connections open "
+                "as it may (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
+            )
         if self._child is None:
             return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
         code = self._child.poll()
@@ -466,6 +486,15 @@ def _is_timeout(error: Exception) -> bool:
     """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
     silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
     return silent or isinstance(error, TimeoutError)
+
+
+def _is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Whether this process, not the server, kept the connection from being opened."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _terminate(child: ChildProcess | None) -> None:

@@ -68,7 +68,7 @@ def raise_for(response: httpx.Response | Answer) -> None:
     if response.status_code < 400:
         return
     message = _message(response)
-    if response.status_code in (401, 403):
+    if response.status_code == 401:
         message = f"{message}: the server wants an api_key (or, for control calls, an admin_api_key)."
     kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
     if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:

@@ -91,6 +91,8 @@ class VerlEngine:
         self._server_url = server_url
         self.url: str | None = None
         """Base URL of the server, on every rank; None without `launch_server` and `server_url`."""
+        self.admin_api_key: str | None = None
+        """Key of that server's control routes, on every rank: random if it was launched and none was given."""
         self._start(settings, nnodes)
 
     @property
@@ -121,8 +123,7 @@ class VerlEngine:
             settings.setdefault("gpu_uuids", tuple(gpu_uuids))
         try:
             group.gather("VerlEngine", lambda: self._launch(settings) if local_rank == 0 else b"")
-            has_url = self._launch_server or self._server_url is not None
-            self.url = group.call("VerlEngine", lambda _: self._serving.url if has_url else None)
+            self.url, self.admin_api_key = group.call("VerlEngine", lambda _: self._address())
         except BaseException:
             self.shutdown()
             raise
@@ -133,6 +134,11 @@ class VerlEngine:
         address = "127.0.0.1" if one_host else places[0].address
         port: int = self._group.call("VerlEngine", lambda _: free_port(address))
         return f"{address}:{port}"
+
+    def _address(self) -> tuple[str | None, str | None]:
+        """(URL, admin key) of the server that this rank launched or attached to."""
+        has_url = self._launch_server or self._server_url is not None
+        return (self._serving.url, self._serving.admin_api_key) if has_url else (None, None)
 
     def _launch(self, settings: dict[str, Any]) -> bytes:
         if self._server_url is not None:

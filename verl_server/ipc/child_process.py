@@ -5,7 +5,7 @@
 `multiprocessing`: the user's `__main__` is not imported again, so no `if __name__ == "__main__"` guard is
 needed, and neither CUDA state nor locks are inherited.
 
-In the child, `child_main` runs the target, reports `ready(info)` or the traceback on a pipe, and watches its
+In the child, `child_main` runs the target, reports `ready(info)` or why it failed on a pipe, and watches its
 parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
 stuck in native code with the interpreter lock held notices only when it comes back.)
 """
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from verl_server.errors import ServerLaunchError
+from verl_server.errors import ServerLaunchError, VerlServerError
 from verl_server.ipc.child_env import clean_child_env
 
 _LOG_TAIL_LINES = 40
@@ -88,9 +88,10 @@ class ChildProcess:
         return self.popen.pid
 
     def wait_ready(self, timeout: float, also: Callable[[], None] | None = None) -> dict[str, Any]:
-        """The child's `ready(info)`. Raises ServerLaunchError with its traceback and log tail, or on timeout.
+        """The child's `ready(info)`. Raises ServerLaunchError with the child's error, or on timeout.
 
-        `also` is called several times a second and may raise, e.g. because a sibling died.
+        The message of a `VerlServerError` explains itself; to any other error its traceback and the end of the child's
+        log are added. `also` is called several times a second and may raise, e.g. because a sibling died.
         """
         deadline = time.monotonic() + timeout
         poller = select.poll()
@@ -118,10 +119,13 @@ class ChildProcess:
                 time.sleep(0.01 if poller.poll(0) else 0)  # end-of-file, and the process is about to be reaped
         status = json.loads(data)
         if "error" in status:
-            raise ServerLaunchError(
-                f"{self.name} failed while starting: {status['summary']}\n\n"
-                f"Traceback in {self.name}:\n{status['error']}{self.log_tail()}"
-            )
+            message = str(status["error"])
+            if status["traceback"]:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.popen.wait(timeout=2)  # it ends now, and then its log is complete
+                message = f"{self.name} failed while starting: {message}\n\n"
+                message += f"Traceback in {self.name}:\n{status['traceback']}{self.log_tail()}"
+            raise ServerLaunchError(message)
         info: dict[str, Any] = status["ready"]
         return info
 
@@ -195,9 +199,10 @@ def describe_exit(code: int | None) -> str:
 def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
     """Entry of a child module: `target(argument, ready)` runs until the child should exit.
 
-    `ready(info)` may be called once. Whatever ends the target is reported to the parent if it comes before
-    `ready`; threads that libraries left behind do not keep the process alive. `argument["leftovers"]` are folders
-    of the parent that the child removes if the parent is killed and cannot do so itself.
+    `ready(info)` may be called once. Whatever ends the target is reported to the parent, which raises it, if it comes
+    before `ready`, and logged otherwise; threads that libraries left behind do not keep the process alive.
+    `argument["leftovers"]` are folders of the parent that the child removes if the parent is killed and cannot do so
+    itself.
     """
     status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
     for fd in (status_w, alive_r):
@@ -206,32 +211,51 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     watch = (alive_r, parent_pid, leftovers)
     threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
 
-    def report(message: dict[str, Any]) -> None:
+    def report(message: dict[str, Any]) -> bool:
+        """Whether the parent gets it: once, and if the parent still listens."""
         nonlocal status_w
-        if status_w >= 0:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(status_w, json.dumps(message).encode() + b"\n")
-            os.close(status_w)
-            status_w = -1
+        fd, status_w = status_w, -1
+        if fd < 0:
+            return False
+        with open(fd, "wb", buffering=0) as pipe:
+            try:
+                pipe.write(json.dumps(message).encode() + b"\n")
+            except BrokenPipeError:
+                return False
+        return True
+
+    def ready(info: dict[str, Any]) -> None:
+        report({"ready": info})
 
     code = 0
     try:
         argument = json.loads(sys.stdin.buffer.readline())
         leftovers += argument.get("leftovers", [])
-        target(argument, lambda info: report({"ready": info}))
-        report({"error": "", "summary": "it returned before it was ready"})
+        target(argument, ready)
+        report({"error": "it returned before it was ready", "traceback": "(none)\n"})
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+        is_failure = not (isinstance(error, SystemExit) and error.code in (0, None))
+        code = int(is_failure)
+        if not report(_describe(error)) and is_failure:
             traceback.print_exc()
             first, *more = str(error).splitlines() or [""]
             if more:  # a long message (a child's log) may push its own beginning out of the tail that the parent keeps
                 print(f"{type(error).__name__}: {first}", file=sys.stderr)
-            code = 1
-        report({"error": traceback.format_exc(), "summary": f"{type(error).__name__}: {error}"})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _describe(error: BaseException) -> dict[str, str]:
+    """What `wait_ready` reads: a message that explains itself has no traceback, which would only hide the message."""
+    if isinstance(error, VerlServerError):
+        return {"error": str(error), "traceback": ""}
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `child_main` itself
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(type(error), error, inner)),
+    }
 
 
 def _die_with_parent(alive_r: int, parent_pid: int, leftovers: list[str]) -> None:

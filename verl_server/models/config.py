@@ -1,7 +1,7 @@
 """`ModelConfig`: what the decoder needs to know of a Hugging Face config, checked before any memory is taken.
 
 `load_model_config` is called by every `ModelRunner` (and by whoever wants to refuse a model early). It turns
-a local folder or hub id into a local folder and a `ModelConfig`, or raises `BadRequestError` that names the
+a folder (`models.folder` finds it) into a `ModelConfig`, or raises `BadRequestError` that names the
 architecture or setting, what is supported, and the remedy.
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from verl_server.errors import BadRequestError
@@ -21,9 +20,6 @@ from verl_server.errors import BadRequestError
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": SUPPORTED[0], "mistral": SUPPORTED[1], "qwen2": SUPPORTED[2], "qwen3": SUPPORTED[3]}
 _ROPE_TYPES = ("default", "linear", "llama3")
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.txt", "*.model"]
-
-_HUB_COPIES = ["consolidated*", "original/*", "onnx/*"]
 
 
 @dataclass(frozen=True)
@@ -49,24 +45,6 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-
-
-def resolve_model_folder(model_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """The local folder of a model: `model_path` itself, or the hub's snapshot (downloaded if need be)."""
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        patterns = [p for p in _HUB_FILES if p != "*.safetensors"] if config_only else _HUB_FILES
-        return Path(
-            snapshot_download(model_path, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_COPIES)
-        )
-    except Exception as error:
-        raise BadRequestError(
-            f"model_path {model_path!r} is neither a local folder nor a hub id that can be reached "
-            f"({type(error).__name__}: {_first_line(error)}). Give the path of a folder with config.json and "
-            "*.safetensors, or a hub id while the hub is reachable (HF_HUB_OFFLINE unset, HF_TOKEN set if private)."
-        ) from error
 
 
 def load_model_config(folder: Path, context_length: int | None = None) -> ModelConfig:

@@ -5,6 +5,7 @@ verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class RolloutArgs:
     """Share of episodes that must have ended before `straggler_timeout` counts."""
     env_timeouts: EnvTimeouts = field(default_factory=EnvTimeouts)
     api_key: str | None = None
-    """API key of the rollout server."""
+    """API key of the rollout server. Default: VERL_SERVER_API_KEY of the environment, which other users cannot read."""
 
     def limits(self) -> Limits:
         """The bounds that these options set."""
@@ -80,7 +81,8 @@ class RolloutArgs:
 
 def rollout(args: RolloutArgs) -> int:
     """Play the episodes and print a summary. Returns the exit status: 1 if no episode has a reward."""
-    engine = HttpServerEngineAdapter.attach(args.server, api_key=args.api_key)
+    api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
+    engine = HttpServerEngineAdapter.attach(args.server, api_key=api_key)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
     keys = {"observation_key": args.observation_key, "action_key": args.action_key}
     renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)

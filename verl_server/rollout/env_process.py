@@ -18,6 +18,7 @@ from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
+from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
 from verl_server.rollout.env_factory import load_factory
 from verl_server.rollout.env_server import create_env_app, uvicorn_config
@@ -57,6 +58,7 @@ def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM, Ctrl-C or the end of the parent. `on_ready(url)` is called when the server answers."""
     factory = load_factory(args.environment, _keyword_arguments(args.kwargs))
     app = create_env_app(factory, max_concurrent_envs=args.max_concurrent_envs, idle_timeout=args.idle_timeout)
+    raise_descriptor_limit(args.max_concurrent_envs, f"max_concurrent_envs={args.max_concurrent_envs}")
     with bind_socket(args.host, args.port) as sock:
         url = f"http://{args.host}:{sock.getsockname()[1]}"
         _Server(uvicorn_config(app), lambda: on_ready(url)).run([sock])

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from verl_server.errors import VerlServerError
-from verl_server.server.auth import AuthMiddleware
+from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.openai.routes import OpenAIApi
-from verl_server.server.dialects.sglang.admin_routes import ADMIN_PATHS, ControlApi
+from verl_server.server.dialects.sglang.admin_routes import CONTROL_PATHS, ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
-    native = NativeApi(manager, server_args)
-    routes = [*native.routes(), *ControlApi(manager, server_args).routes(), *OpenAIApi(manager, server_args).routes()]
+    rules = AccessRules(server_args)
+    native, control = NativeApi(manager, server_args), ControlApi(manager, server_args, rules)
+    routes = [*native.routes(), *control.routes(), *OpenAIApi(manager, server_args).routes()]
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -38,8 +39,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
             Exception: _on_crash,
         },
     )
-    guarded = AuthMiddleware(app, server_args.api_key, server_args.admin_api_key, ADMIN_PATHS)
-    return InstanceMiddleware(guarded, manager.instance_id)
+    return InstanceMiddleware(AuthMiddleware(app, rules, CONTROL_PATHS), manager.instance_id)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

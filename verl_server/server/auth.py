@@ -1,47 +1,121 @@
-"""Who may call what: ASGI middleware with SGLang's rules for `api_key` and `admin_api_key`.
+"""Who may call what: SGLang's rules for `api_key` and `admin_api_key`, and a guard against web pages.
 
-Keys travel as `Authorization: Bearer KEY`. Control routes (weights, memory, abort, pause, flush) ask for the
-admin key where one is set, and then the plain key does not open them.
+Keys travel as `Authorization: Bearer KEY`. Control routes (weights, memory, pause, flush) need the admin key where one
+is set; the plain key does not open them then. The admin key opens every route.
+
+A browser on the server's host reaches a server that is bound to loopback, and any web page can send requests through
+that browser: to a name that the page's owner points at 127.0.0.1 (DNS rebinding), or as a form, an image or a link. So
+control routes refuse what only a page of another origin sends. Programs send none of that.
+
+`app.create_app` puts `AuthMiddleware` around all routes; `/abort_request`, where the body decides, asks
+`AccessRules.control_refusal` itself.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.server.responses import json_response
+from verl_server.server.responses import error_object, json_response
+from verl_server.server_args import ServerArgs
 
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping")
+_FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+"""Content types that a page of another origin can send without asking first."""
+_FOREIGN_SITES = ("cross-site", "same-site")
+"""Values of Sec-Fetch-Site for requests of other pages. (Two ports of one host are one site.)"""
+
+
+class AccessRules:
+    """The keys of a server, and where it listens. A refusal is the response to send instead; None permits."""
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        self._api_key, self._admin_api_key = server_args.api_key, server_args.admin_api_key
+        self._host, self._is_loopback = server_args.host, server_args.is_loopback
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """For routes that change nothing but their own requests."""
+        headers = Headers(scope=scope)
+        keys = [key for key in (self._api_key, self._admin_api_key) if key is not None]
+        return None if self._api_key is None or _bearer_is_one_of(headers, keys) else _unauthorized()
+
+    def control_refusal(self, scope: Scope) -> Response | None:
+        """For routes that act on the whole server."""
+        headers = Headers(scope=scope)
+        key = self._api_key if self._admin_api_key is None else self._admin_api_key
+        if key is not None and not _bearer_is_one_of(headers, [key]):
+            return _unauthorized()
+        return self._page_refusal(headers, scope["path"])
+
+    def _page_refusal(self, headers: Headers, path: str) -> Response | None:
+        site = headers.get("sec-fetch-site", "").lower()
+        if site in _FOREIGN_SITES:
+            return _forbidden(f"{path} does not take requests of other web pages (Sec-Fetch-Site: {site}).")
+        if not self._is_loopback:
+            return None
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if host and not self._is_own_name(host):
+            return _forbidden(
+                f"{path} refuses the Host {host!r}: this server listens on {self._host}, and a web page may have sent "
+                "this. Use localhost or 127.0.0.1 in the URL (behind a proxy: have it send that as Host)."
+            )
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return _forbidden(f"{path} does not take requests of web pages from {origin!r}.")
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type in _FORM_TYPES:
+            message = f"{path} does not take {media_type}, which web forms send. Set Content-Type: application/json."
+            return json_response(error_object(message, 415, "UnsupportedMediaType"), 415)
+        return None
+
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a Host header names the loopback interface."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if name in ("localhost", self._host.lower()) or name.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
 
 
 class AuthMiddleware:
-    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None, admin_paths: set[str]) -> None:
-        self._app = app
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
-        self._admin_paths = admin_paths
+    """Applies `AccessRules` by path: `control_paths` are the control routes."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str]) -> None:
+        self._app, self._rules, self._control_paths = app, rules, control_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allowed(scope):
-            await self._app(scope, receive, send)
-        else:
-            response = json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
-            await response(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Response | None:
         path: str = scope["path"]
         if scope["method"] == "OPTIONS" or path.startswith(_OPEN_PREFIXES):
-            return True
-        needed = self._api_key
-        if path.rstrip("/") in self._admin_paths and self._admin_api_key is not None:
-            needed = self._admin_api_key
-        return needed is None or _bearer_matches(scope, needed)
+            return None
+        if path.rstrip("/") in self._control_paths:
+            return self._rules.control_refusal(scope)
+        return self._rules.refusal(scope)
 
 
-def _bearer_matches(scope: Scope, key: str) -> bool:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, given = value.partition(b" ")
-            return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())
-    return False
+def _bearer_is_one_of(headers: Headers, keys: list[str]) -> bool:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    # Headers are latin-1 text; compare bytes, as compare_digest takes no other text than ASCII.
+    sent = given.strip().encode("latin-1")
+    return scheme.lower() == "bearer" and any(hmac.compare_digest(sent, key.encode()) for key in keys)
+
+
+def _unauthorized() -> Response:
+    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
+
+
+def _forbidden(message: str) -> Response:
+    return json_response(error_object(message, 403, "Forbidden"), 403)

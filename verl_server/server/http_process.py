@@ -7,11 +7,14 @@ import contextlib
 import logging
 import socket
 import threading
+from typing import Any
 
 import uvicorn
 
 from verl_server.errors import ServerLaunchError
+from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import BACKLOG
+from verl_server.server.acceptor import Acceptor
 from verl_server.server.app import create_app
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -20,6 +23,8 @@ _KEEP_ALIVE = 600
 """Longer than any client keeps an idle connection (ours: 60 s), so that no request meets a closing one."""
 _GRACEFUL = 5
 _MAIN_THREAD_POLL = 0.5
+_UNBOUNDED_QUEUE = 4096
+"""Waiting requests to have descriptors for when `max_queued_requests` sets no bound."""
 
 
 class HttpServer:
@@ -43,7 +48,7 @@ class HttpServer:
             backlog=BACKLOG,
             server_header=False,
         )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _UvicornServer(config, _connection_limit(server_args))
 
     def start(self) -> None:
         """Begin to serve; returns when connections are answered."""
@@ -85,3 +90,41 @@ class HttpServer:
         """Stop from any thread but the loop's, and wait, bounded."""
         self._uvicorn.should_exit = True
         self._done.wait(_GRACEFUL + 5)
+
+
+class _UvicornServer(uvicorn.Server):
+    """uvicorn, with connections that come from an `Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config, connection_limit: int) -> None:
+        super().__init__(config)
+        self._connection_limit = connection_limit
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # without a socket it prepares everything and accepts nothing
+        loop, connections = asyncio.get_running_loop(), self.server_state.connections
+        for sock in sockets or []:
+            self._acceptors.append(Acceptor(loop, sock, self._make_protocol, connections, self._connection_limit))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+
+def _connection_limit(server_args: ServerArgs) -> int:
+    """Raise the limit of open files; the number of connections that it allows. Every request holds one."""
+    queued = server_args.max_queued_requests
+    limit = raise_descriptor_limit(
+        server_args.max_running_requests + (_UNBOUNDED_QUEUE if queued is None else queued),
+        f"max_running_requests={server_args.max_running_requests} and "
+        + (f"{_UNBOUNDED_QUEUE} that wait" if queued is None else f"max_queued_requests={queued}"),
+    )
+    return max(limit - DESCRIPTOR_SLACK, limit // 2)

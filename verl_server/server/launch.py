@@ -107,6 +107,7 @@ class EngineProcesses:
             check()
         for child in self.children:
             if child is not waiting_for and (code := child.poll()) not in (None, 0):
+                child.wait_ready(1.0)  # raises what the child reported
                 raise ServerLaunchError(
                     f"{child.name} ended with {describe_exit(code)} while starting.{child.log_tail()}"
                 )
@@ -142,7 +143,7 @@ def launch_server(
     """Run a server; blocks until it is told to stop (SIGTERM, SIGINT) or dies (raises ServerDiedError).
 
     After the warm-up request was answered, "ready" is sent on the pipe and the callback is called. If the start
-    fails, the pipe gets the error text with the failing process's traceback, and the error is raised.
+    fails, the pipe gets the text of the error, and the error is raised.
     """
 
     def on_ready(_: ServerArgs) -> None:
@@ -346,7 +347,7 @@ def configure_logging(server_args: ServerArgs) -> None:
     logging.basicConfig(
         level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    for name in ("httpx", "httpcore"):
+    for name in ("httpx", "httpx2", "httpcore"):  # ours and the hub client's
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

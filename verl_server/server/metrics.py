@@ -53,6 +53,13 @@ class Metrics:
         self._first = histogram("sglang:time_to_first_token_seconds", "Time to the first token", _LATENCY)
         self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
         self._each = histogram("sglang:time_per_output_token_seconds", "Mean time of later tokens", _PER_TOKEN)
+        paused = Gauge(
+            "verl_server:paused_seconds",
+            "Time since generation was paused; 0 if it is not",
+            names,
+            registry=self.registry,
+        )
+        self._paused = paused.labels(**self._labels)
         self._gauges = {
             name: Gauge(f"sglang:{name}", text, names, registry=self.registry).labels(**self._labels)
             for name, text in _GAUGES.items()
@@ -88,8 +95,9 @@ class Metrics:
         """Count a call that nobody waits for. (A stream that is left half way counts as aborted.)"""
         self._disconnects.inc()
 
-    def render(self, internal_state: Mapping[str, Any]) -> bytes:
+    def render(self, internal_state: Mapping[str, Any], paused_seconds: float) -> bytes:
         """Text exposition; `internal_state` is the scheduler's payload, {} if it did not answer in time."""
+        self._paused.set(paused_seconds)
         for name, gauge in self._gauges.items():
             value = internal_state.get(name, internal_state.get(_STATE_NAMES.get(name, name)))
             if isinstance(value, int | float):

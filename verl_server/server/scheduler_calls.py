@@ -29,6 +29,7 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     WithdrawReq,
 )
+from verl_server.server.pause_watch import Pause
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class ControlCalls:
         send: Callable[[bytes], None],
     ) -> None:
         """`serial` gives the ids of calls; `encode` raises BadRequestError for what cannot be sent."""
-        self.is_paused = False
+        self.pause: Pause | None = None
+        """The pause that holds generation now."""
         self.weight_version = server_args.weight_version
         self.weights_confirmed = False
         """An update brought every parameter since the start, or the owner accepted what was loaded (`accept_restart`).
@@ -113,6 +115,10 @@ class ControlCalls:
                 future.set_exception(error())
 
     @property
+    def is_paused(self) -> bool:
+        return self.pause is not None
+
+    @property
     def are_waiting(self) -> bool:
         """Whether any call waits for the scheduler."""
         return bool(self._calls)
@@ -136,9 +142,9 @@ class ControlCalls:
 
     def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
         if isinstance(req, PauseGenerationReq):
-            self.is_paused = True
+            self._note_pause(req)
         elif isinstance(req, ContinueGenerationReq):
-            self.is_paused = False
+            self._note_continuation()
         elif isinstance(req, EndWeightUpdateReq):
             self._session_end = 0.0
         elif isinstance(req, UpdateWeightsFromDiskReq):
@@ -149,6 +155,16 @@ class ControlCalls:
         if "weight_version" in payload:
             self.weight_version = str(payload["weight_version"])
             self.weights_confirmed |= payload.get("num_tensors", 0) >= self.num_parameters
+
+    def _note_pause(self, req: PauseGenerationReq) -> None:
+        if self.pause is None:
+            self.pause = Pause(req.mode)
+            logger.info("Generation is %s. Requests wait for continue_generation.", self.pause)
+
+    def _note_continuation(self) -> None:
+        if self.pause is not None:
+            logger.info("Generation continues after a pause of %.1f s.", self.pause.seconds)
+        self.pause = None
 
     def _carried_out_for_nobody(self, req: ControlReq) -> None:
         """Its caller gave up when it had begun already. A session that he does not know of would hold generation."""

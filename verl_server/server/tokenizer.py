@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadRequestError, ServerLaunchError
+from verl_server.models.folder import hub_problem, local_folder, no_such_model
 from verl_server.server_args import ServerArgs
 
 Decoder = Callable[[list[int]], str]
@@ -23,17 +24,38 @@ class ModelText:
     def __init__(self, server_args: ServerArgs) -> None:
         """Read the configs of the folder or hub id; raises ServerLaunchError naming the path if it is no model."""
         self._server_args = server_args
-        self.config = _read_json(server_args, "config.json", required=True)
-        self._generation_config = _read_json(server_args, "generation_config.json", required=False)
+        try:
+            self._read_configs()
+        except BadRequestError as error:
+            raise ServerLaunchError(str(error)) from error
         self.tokenizer: Any = None
         self.chat_template: str | None = None
         if server_args.chat_template is not None:
             self.chat_template = _read_template(server_args.chat_template)
 
+    def _read_configs(self) -> None:
+        args = self._server_args
+        folder, problem = _source(args.model_path, "model_path")
+        config = _read_json(args, folder, problem, "config.json")
+        if config is None and folder is not None:
+            raise BadRequestError(f"model_path={args.model_path!r} is a folder without config.json: not a model.")
+        if config is None:
+            raise no_such_model(args.model_path, problem, "it has no config.json.")
+        self.config = config
+        self._generation_config = _read_json(args, folder, problem, "generation_config.json") or {}
+        if args.tokenizer_path is not None and not args.skip_tokenizer_init:
+            folder, problem = _source(args.tokenizer_path, "tokenizer_path")
+        source = args.tokenizer_path or args.model_path
+        if folder is not None and not args.skip_tokenizer_init and not _has_tokenizer(folder):
+            raise BadRequestError(
+                f"{source!r} has no tokenizer. Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
+            )
+        self._tokenizer_source = str(folder or source), problem
+
     def load_tokenizer(self) -> None:
         """The slow part (seconds), apart so that it overlaps with loading the model; nothing if it is unwanted."""
         if not self._server_args.skip_tokenizer_init:
-            self.tokenizer = _load_tokenizer(self._server_args)
+            self.tokenizer = _load_tokenizer(self._server_args, *self._tokenizer_source)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -91,50 +113,57 @@ class ModelText:
         return self.tokenizer
 
 
-def _read_json(server_args: ServerArgs, name: str, *, required: bool) -> dict[str, Any]:
-    path = _resolve(server_args, name, required)
-    if path is None:
-        return {}
+def _source(model_path: str, setting: str) -> tuple[Path | None, str | None]:
+    """(folder, None) of a path; (None, why the hub cannot be asked, if so) of a hub id."""
+    folder = local_folder(model_path, setting)
+    return (folder, None) if folder is not None else (None, hub_problem())
+
+
+def _read_json(server_args: ServerArgs, folder: Path | None, problem: str | None, name: str) -> dict[str, Any] | None:
+    """A JSON file of the model; None if the model has no such file."""
+    path = folder / name if folder is not None else _hub_file(server_args, problem, name)
+    if path is None or not path.is_file():
+        return None
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ServerLaunchError(f"Cannot read {path}: {error}") from error
+        raise BadRequestError(f"Cannot read {path}: {error}. Is the file complete?") from error
     if not isinstance(content, dict):
-        raise ServerLaunchError(f"{path} holds no JSON object.")
+        raise BadRequestError(f"{path} holds no JSON object.")
     return content
 
 
-def _resolve(server_args: ServerArgs, name: str, required: bool) -> str | None:
-    """Local path of a file of the model folder or hub repository, None if it has no such file."""
-    folder = Path(server_args.model_path).expanduser()
-    if folder.is_dir():
-        if (folder / name).is_file():
-            return str(folder / name)
-        if required:
-            raise ServerLaunchError(f"model_path={server_args.model_path!r} is a folder without {name}: not a model.")
-        return None
-    if folder.is_absolute() or server_args.model_path.startswith((".", "~")) or folder.exists():
-        raise ServerLaunchError(f"model_path={server_args.model_path!r} does not exist or is not a folder.")
+def _hub_file(server_args: ServerArgs, problem: str | None, name: str) -> Path | None:
     from transformers.utils.hub import cached_file
 
+    model = server_args.model_path
     try:
         found = cached_file(
-            server_args.model_path, name, revision=server_args.revision, _raise_exceptions_for_missing_entries=required
+            model,
+            name,
+            revision=server_args.revision,
+            local_files_only=problem is not None,
+            _raise_exceptions_for_missing_entries=False,
         )
     except (OSError, ValueError) as error:
-        raise ServerLaunchError(
-            f"model_path={server_args.model_path!r} is neither a local folder nor a hub id that can be reached: {error}"
-        ) from error
-    return str(found) if found is not None else None
+        raise no_such_model(model, problem, str(error)) from error
+    return Path(found) if found is not None else None
 
 
-def _load_tokenizer(server_args: ServerArgs) -> Any:
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether any file there may belong to a tokenizer: a look that takes no time, before anything is started."""
+    return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
+
+
+def _load_tokenizer(server_args: ServerArgs, source: str, problem: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source = server_args.tokenizer_path or server_args.model_path
     try:
         return AutoTokenizer.from_pretrained(
-            source, revision=server_args.revision, trust_remote_code=server_args.trust_remote_code
+            source,
+            revision=server_args.revision,
+            trust_remote_code=server_args.trust_remote_code,
+            local_files_only=problem is not None,
         )
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
         raise ServerLaunchError(

@@ -42,6 +42,7 @@ from verl_server.server.generate_request import GenerateReqInput, Sample, check_
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
+from verl_server.server.pause_watch import PauseWatch
 from verl_server.server.request_state import ReqState
 from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
@@ -99,7 +100,13 @@ class TokenizerManager:
     async def _start_tasks(self) -> None:
         self._gone = None
         self.loop.add_reader(self._messages.fileno(), self._on_readable)
-        self._tasks = [asyncio.ensure_future(self._watch())]
+        pauses = PauseWatch(
+            self.server_args.paused_request_timeout,
+            pause=lambda: self.controls.pause,
+            waiting=self._states.values,
+            refuse=self._refuse,
+        )
+        self._tasks = [asyncio.ensure_future(self._watch()), asyncio.ensure_future(pauses.run())]
 
     def run_sync(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """See `LoopThread.run_sync`."""
@@ -202,6 +209,11 @@ class TokenizerManager:
         if self._forget(state) and not state.done:
             self._send(self._encode(AbortReq(rid=state.req.rid)))
             self.metrics.request_aborted()
+
+    def _refuse(self, state: ReqState, error: VerlServerError) -> None:
+        """Answer with an error, and make the scheduler stop it."""
+        self.abandon(state)
+        state.fail(error)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ask the scheduler to end one request or all; their callers get partial output. Unknown rids pass."""

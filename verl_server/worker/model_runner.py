@@ -22,8 +22,9 @@ from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels.device_arrays import to_device, upload
 from verl_server.models.attention import AttentionStep, Placement, plan_attention
-from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
+from verl_server.models.config import ModelConfig, load_model_config
 from verl_server.models.cpu_attention import CpuAttention
+from verl_server.models.folder import resolve_model_folder
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder

@@ -8,6 +8,7 @@ looks registrations up, and on rank 0 asks `check`: what can be refused by looki
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import torch
 
@@ -24,7 +25,7 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.models.config import resolve_model_folder
+from verl_server.models.folder import local_folder, resolve_model_folder
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.receiver.disk import Checkpoint
@@ -42,6 +43,7 @@ class WeightSources:
         self._receiver = WeightReceiver(
             runner.weight_map, tp.rank, tp.size, runner.device, fused=server_args.fused_weight_copy
         )
+        self._allow_hub = server_args.allow_hub_updates
         self.groups = WeightGroups(self._receiver, runner, tp, server_args)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -148,11 +150,23 @@ class WeightSources:
         return plan
 
     def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> Planned:
-        with Checkpoint(resolve_model_folder(req.model_path, None)) as checkpoint:
+        with Checkpoint(self._folder(req.model_path)) as checkpoint:
             checkpoint.read(self._receiver.compared(checkpoint.tensors))
             plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
             checkpoint.read(plan.sources)  # this rank's slices
         return Planned(plan, plan.close)
+
+    def _folder(self, model_path: str) -> Path:
+        """A caller must not make the server download what it likes, unless the server's settings permit it."""
+        if self._allow_hub:
+            return resolve_model_folder(model_path)
+        folder = local_folder(model_path)
+        if folder is None:
+            raise BadRequestError(
+                f"model_path={model_path!r} is not a folder on the server's host. (The server takes hub ids, and "
+                "downloads them, only if it was started with allow_hub_updates=True.)"
+            )
+        return folder
 
 
 def needs_staging(req: StagedReq) -> bool:

@@ -1,4 +1,4 @@
-"""Routes that act on the server: weights, memory, cache, abort, pause. The admin key guards them.
+"""Routes that act on the server: weights, memory, cache, abort, pause. `server.auth` guards them.
 
 Each body is a control struct of `io_struct`, decoded leniently ("29500" is an int, unknown keys are ignored
 and counted, no body is {}), sent to the scheduler, and answered in SGLang's shape.
@@ -39,6 +39,7 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightsCheckerReq,
 )
+from verl_server.server.auth import AccessRules
 from verl_server.server.responses import (
     bad_request,
     error_headers,
@@ -75,18 +76,19 @@ _PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration
 
 _POST_PROCESS = "/post_process_weights"
 
-ADMIN_PATHS = {
-    AbortReq.route,
+CONTROL_PATHS = {
     AcceptRestartReq.route,
     _POST_PROCESS,
     *(req.route for req in get_args(ControlReq) if req is not GetInternalStateReq),
 }
+"""Routes that act on the whole server. `/abort_request` does with `abort_all` only."""
 
 
 class ControlApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> None:
         self._manager = manager
         self._args = server_args
+        self._rules = rules
 
     def routes(self) -> list[Route]:
         both = ["GET", "POST"]
@@ -123,8 +125,13 @@ class ControlApi:
         return PlainTextResponse(reply.message or "Flush cache failed.\n", reply.status_code)
 
     async def abort_request(self, request: Request) -> Response:
-        """Always 200 with an empty body: an unknown rid, or none without `abort_all`, is no fault."""
+        """200 with an empty body: an unknown rid, or none without `abort_all`, is no fault.
+
+        Whoever may generate may end a request whose rid is known; `abort_all` is a control call.
+        """
         req = await self._parse(request, AbortReq)
+        if req.abort_all and (refusal := self._rules.control_refusal(request.scope)) is not None:
+            return refusal
         self._manager.check_serving()
         self._manager.abort_request(req.rid, req.abort_all)
         return Response()

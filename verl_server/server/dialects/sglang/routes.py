@@ -130,8 +130,8 @@ class NativeApi:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        if self._manager.controls.is_paused:
-            return status_error(ServerUnavailableError("Generation is paused."))
+        if (pause := self._manager.controls.pause) is not None:
+            return status_error(ServerUnavailableError(f"Generation is {pause}."))
         return await self.health(request)
 
     async def health_generate(self, request: Request) -> Response:
@@ -207,12 +207,15 @@ class NativeApi:
     async def server_info_dict(self) -> dict[str, Any]:
         state = await self._internal_state()
         info = self._args.public_dict() | self._manager.scheduler_info
+        pause = self._manager.controls.pause
         return info | {
             "scheduler_info": self._manager.scheduler_info,
             "internal_states": [state],
             "weight_version": self._manager.controls.weight_version,
             "instance_id": self._manager.instance_id,
             "weights_confirmed": self._manager.controls.weights_confirmed,
+            "paused_since": None if pause is None else pause.since,
+            "paused_seconds": None if pause is None else round(pause.seconds, 3),
             "startup_time": self._started,
             "version": __version__,
             "frontend": "python",
@@ -249,7 +252,9 @@ class NativeApi:
             state = await self._internal_state()
         except VerlServerError:
             state = {}
-        return Response(self._manager.metrics.render(state), headers={"Content-Type": CONTENT_TYPE})
+        pause = self._manager.controls.pause
+        text = self._manager.metrics.render(state, 0.0 if pause is None else pause.seconds)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _generate_error(error: VerlServerError) -> Response:
