@@ -179,6 +179,8 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
     """False: the update must cover every parameter."""
+    allow_nonfinite: bool = False
+    """Serve the weights although NaN or infinity was copied. Otherwise the update fails (400) and they are torn."""
     checksums: dict[str, str] | None = None
     """`tensor_checksum` of whole source tensors by name; one that does not match refuses the update (400)."""
 
@@ -270,6 +272,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     selector: str = "all"
     strict_dtype: bool = False
     partial: bool = True
+    allow_nonfinite: bool = False
 
 
 class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
@@ -284,6 +287,7 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     weight_version: VersionLabel | None = None
     transaction_id: TransactionId | None = None
     keep_pause: bool = False
+    allow_nonfinite: bool = False
 
 
 class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):

@@ -159,7 +159,7 @@ class Book:
         self.sent: dict[int, tuple[Any, Weights, bool]] = {}
         """Request, what it brings, and whether its copy will fail half way."""
         self.salts: dict[str, int] = {}
-        self.torn = self.lost_leases = 0
+        self.torn = self.nonfinite = self.lost_leases = 0
 
     @property
     def touched(self) -> bool:
@@ -178,7 +178,7 @@ class Book:
     def on_reply(self, reply: ControlReply) -> None:
         req, brings, fails = self.sent.pop(reply.id)
         if isinstance(req, UpdateReq):
-            self._on_update(reply, brings, fails)
+            self._on_update(req, reply, brings, fails)
         elif not reply.success:
             return
         elif isinstance(req, BeginWeightUpdateReq):
@@ -197,11 +197,16 @@ class Book:
         elif isinstance(req, WeightsCheckerReq):
             self.unwritten = set(SHAPES)
 
-    def _on_update(self, reply: ControlReply, brings: Weights, fails: bool) -> None:
-        if not reply.success and not (fails and reply.status_code == 500):
+    def _on_update(self, req: UpdateReq, reply: ControlReply, brings: Weights, fails: bool) -> None:
+        is_bad = not all(bool(tensor.isfinite().all()) for tensor in brings.values())
+        is_found = reply.status_code == 400 and "holds NaN or infinity" in reply.message
+        self.nonfinite += is_found
+        if not reply.success and not is_found and not (fails and reply.status_code == 500):
             assert reply.status_code in (400, 404, 409, 499, 503, 504), reply.message
             return
         assert not self.asleep
+        assert not is_found or (is_bad and not req.allow_nonfinite)
+        assert not reply.success or not is_bad or req.allow_nonfinite, "NaN or infinity would be served"
         self.meant |= brings
         names = set(brings)
         if not reply.success:
@@ -399,12 +404,21 @@ class Monkey:
         """All, mostly: or nothing would ever serve again."""
         return list(SHAPES) if self.rng.random() < 0.7 else self.rng.sample(list(SHAPES), 2)
 
+    def _spoil(self, weights: Weights) -> bool:
+        """By chance one number becomes infinite; returns whether such weights are asked for."""
+        if self.rng.random() < 0.12:
+            values = weights[self.rng.choice(list(weights))].view(-1)
+            values[self.rng.randrange(len(values))] = self.rng.choice([float("inf"), -float("inf")])
+        return self.rng.random() < 0.2
+
     def _push(self) -> None:
         new, names = self._new(), self._names()
         brings = {name: new[name] for name in names}
+        allow = self._spoil(brings)
         _, description = described.described(brings, f"one-shot {self.made}")
         fails = self.rng.random() < 0.08
-        self.send(UpdateWeightsFromTensorReq(description=description, **self._fields()), brings, fails)
+        req = UpdateWeightsFromTensorReq(description=description, allow_nonfinite=allow, **self._fields())
+        self.send(req, brings, fails)
 
     def _idle_trainers(self) -> list[Trainer]:
         busy = [self.in_flight[id] for id in self.in_flight if id in self.book.sent]
@@ -414,14 +428,16 @@ class Monkey:
         if not (idle := self._idle_trainers()):
             return self._register()
         trainer, rng = rng_choice(self.rng, idle), self.rng
-        brings = trainer.step(self._new())
+        new = {name: tensor for name, tensor in self._new().items() if name in trainer.names}
+        allow = self._spoil(new)
+        brings = trainer.step(new)
         fails = rng.random() < 0.05
         self.in_flight[self.serial + 1] = trainer
         if rng.random() < 0.3:  # as if the server had forgotten it
             source: dict[str, Any] = {"description": trainer.description(), "keep": rng.random() < 0.8}
         else:
             source = {"registration": trainer.id}
-        self.send(UpdateWeightsFromTensorReq(**source, **self._fields()), brings, fails)
+        self.send(UpdateWeightsFromTensorReq(**source, allow_nonfinite=allow, **self._fields()), brings, fails)
 
     def _register(self) -> None:
         if len(self.trainers) < 6:
@@ -529,8 +545,8 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
 
 
 def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torn weights, lost leases, sleep and all kinds of answers come up, or the test above shows less than it says."""
-    torn = leases = 0
+    """Torn and infinite weights, lost leases, sleep and all kinds of answers come up: else the test above shows less."""
+    torn = nonfinite = leases = 0
     statuses: set[int] = set()
     for seed in range(10, 14):
         with monkeypatch.context() as patch:
@@ -538,6 +554,8 @@ def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
             monkey.play(500)
             monkey.settle()
         torn += monkey.book.torn
+        nonfinite += monkey.book.nonfinite
         leases += monkey.book.lost_leases
         statuses |= {reply.status_code for reply in monkey.h.replies.values() if not reply.success}
-    assert torn > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, (torn, leases, statuses)
+    met = torn, nonfinite, leases, statuses
+    assert torn > 5 and nonfinite > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, met

@@ -177,27 +177,39 @@ class WeightUpdater:
         update = agree(self._tp, find)
         self._tear("an update failed half way")
         try:
-            agree(self._tp, lambda: self._copy(update))
+            agree(self._tp, lambda: self._copy(update, req.allow_nonfinite))
         except VerlServerError as error:
             session.fail()
             self.epoch += 1
-            if error.status_code < 500:  # those promise that nothing was changed
-                raise VerlServerError(str(error)) from error
+            if error.status_code < 500:
+                self._tear("the last update held NaN or infinity")
             raise
         session.wrote(update.names)
         self._tear(_IN_SESSION)
         return update.names
 
-    def _copy(self, update: Prepared) -> None:
+    def _copy(self, update: Prepared, allow_nonfinite: bool) -> None:
+        """Raises WeightUpdateError for NaN and infinity alone: after any other error nobody knows what was written."""
         try:
             update.commit()
             self._runner.synchronize()
+            nonfinite = update.nonfinite()
             update.confirm()
+        except (WeightUpdateError, BadRequestError) as error:  # which promise that nothing was changed
+            raise VerlServerError(str(error)) from error
         except RuntimeError as error:
             # A CUDA context is lost with its first error: torn "until a full update" would be for ever.
             if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
                 raise SystemExit(f"The device failed while weights were copied: {error}") from error
             raise
+        if nonfinite and not allow_nonfinite:
+            raise WeightUpdateError(
+                f"The update holds NaN or infinity in {len(nonfinite)} of {len(update.names)} tensors: "
+                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were brought "
+                "again. (allow_nonfinite=True serves such weights.)"
+            )
+        if nonfinite:
+            logger.warning("Weights with NaN or infinity are served, as was asked for: %s", _listed(nonfinite))
 
     def _settle(self, session: UpdateSession) -> str:
         """What the session wrote is the new version."""
