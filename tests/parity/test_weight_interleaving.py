@@ -111,6 +111,7 @@ class Player:
             self.flush: 1,
             self.sleep: 1,
             self.tear: 0.5,
+            self.spoil: 0.5,
         }
         for _ in range(turns):
             self.rng.choices(list(kinds), list(kinds.values()))[0]()
@@ -254,6 +255,16 @@ class Player:
 
     def tear(self) -> None:
         self.engine.weights_checker("reset_tensors")
+        self._heal()
+
+    def spoil(self) -> None:
+        """One number that is none: the push is refused after it was written, and no token comes of it."""
+        new = self._new(self._some())
+        name = self.rng.choice(list(new))
+        values = new[name].view(-1)
+        values[self.rng.randrange(len(values))] = self.rng.choice([float("nan"), float("inf"), -float("inf")])
+        with pytest.raises(WeightUpdateError, match=f"NaN or infinity in 1 of {len(new)} tensors: {name}"):
+            self.engine.update_weights_from_tensor(new.items(), mode=self._mode())
         self._heal()
 
     def _heal(self) -> None:

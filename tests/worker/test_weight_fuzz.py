@@ -545,7 +545,7 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
 
 
 def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torn and infinite weights, lost leases, sleep and all kinds of answers come up: else the test above shows less."""
+    """Torn and infinite weights, lost leases and all kinds of answers come up: else the test above shows less."""
     torn = nonfinite = leases = 0
     statuses: set[int] = set()
     for seed in range(10, 14):
