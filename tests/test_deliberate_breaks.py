@@ -59,4 +59,6 @@ def test_a_broken_invariant_is_noticed(copy: Path, broken: Break) -> None:
         )
     finally:
         module.write_text(whole)
-    assert done.returncode == 1, f"nobody noticed (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+    assert done.returncode == 1, (
+        f"nobody noticed (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+    )

@@ -8,7 +8,7 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
     ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, shutting down, queue full)
     ├── WeightUpdateError      400  an update was refused; the old weights are still served
     │   ├── UnknownRegistrationError 404  the server does not know it (any more): send the description
-    │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
+    │   └── UpdateConflictError      409  another transaction is open, or the caller's is not (any more)
     ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
     ├── ServerDiedError        503  the server was up and is gone
     └── ControlTimeoutError    504  a call took longer than its bound: it was refused, and is not carried out

@@ -375,15 +375,15 @@ def run_replicas(bench: Bench) -> None:
     def one_engine_refuses() -> None:
         """All ranks hear of it, and the next push brings the engines together."""
         push = bench.engine.update_weights_from_tensor
-        session = {"transaction_id": "held"}
+        transaction = {"transaction_id": "held"}
         if bench.rank == 2:
-            httpx.post(f"{bench.engine.url}/begin_weight_update", json=session).raise_for_status()
+            httpx.post(f"{bench.engine.url}/begin_weight_update", json=transaction).raise_for_status()
         dist.barrier()
         bench.train(12)
         bench.expect_error(UpdateConflictError, "held", lambda: push(bench.trainer.named_parameters()))
         dist.barrier()
         if bench.rank == 2:
-            httpx.post(f"{bench.engine.url}/end_weight_update", json=session | {"discard": True}).raise_for_status()
+            httpx.post(f"{bench.engine.url}/end_weight_update", json=transaction | {"discard": True}).raise_for_status()
         dist.barrier()
         push(bench.trainer.named_parameters())
         bench.expect_parity()

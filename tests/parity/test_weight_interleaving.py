@@ -104,7 +104,7 @@ class Player:
             self.push_registered: 4,
             self.push_once: 3,
             self.push_some: 2,
-            self.session: 2,
+            self.transaction: 2,
             self.fail: 2,
             self.pause: 2,
             self.abort: 1,
@@ -169,7 +169,7 @@ class Player:
         self.engine.update_weights_from_tensor(new.items(), weight_version=label, mode=mode)
         self._note(label, new, mode)
 
-    def session(self) -> None:
+    def transaction(self) -> None:
         mode = self.rng.choice(["wait", "in_place", "retract"])
         self.engine.begin_weight_update(full=self.rng.random() < 0.3, mode=mode)  # type: ignore[arg-type]
         self.ask()
@@ -214,7 +214,15 @@ class Player:
         """For some turns."""
         self.engine.pause_generation(self.rng.choice(["abort", "retract", "in_place"]))
         self.paused = True
-        inside = [self.ask, self.push_registered, self.push_once, self.push_some, self.fail, self.flush, self.session]
+        inside = [
+            self.ask,
+            self.push_registered,
+            self.push_once,
+            self.push_some,
+            self.fail,
+            self.flush,
+            self.transaction,
+        ]
         for _ in range(self.rng.randint(0, 4)):
             self.rng.choice(inside)()
         self.paused = False

@@ -73,7 +73,7 @@ def test_what_was_carried_out_all_the_same_is_noted(stack: Stack, caplog: pytest
 
 
 @pytest.mark.parametrize("name", ["mine", None])
-def test_a_session_that_began_for_nobody_is_given_up(stack: Stack, name: str | None) -> None:
+def test_a_transaction_that_began_for_nobody_is_given_up(stack: Stack, name: str | None) -> None:
     stack.scheduler.control = SILENT
     start(stack, io.BeginWeightUpdateReq(transaction_id=name)).cancel()
     (begin,) = stack.scheduler.wait_for(io.BeginWeightUpdateReq)

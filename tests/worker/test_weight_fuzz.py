@@ -1,6 +1,6 @@
-"""Pushes of every kind, sessions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
+"""Pushes of every kind, transactions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
 
-The scheduler, the control queue, the sessions, the `WeightUpdater`, its sources and their plans over shared memory are
+The scheduler, the control queue, transactions, the `WeightUpdater`, its sources and their plans over shared memory are
 real; the model is the fake whose next token hashes all KV it reads *and every weight*. Three judges that know nothing
 of each other: the shadow of test_scheduler_fuzz (what each context read through the page table must be), a book kept
 from the replies alone (what every parameter must be now, and whether anybody may generate), and recomputation of whole
@@ -153,9 +153,9 @@ class Book:
         self.version = "default"
         self.unwritten: set[str] = set()
         self.asleep = self.kv_released = False
-        self.session: BeginWeightUpdateReq | None = None
-        self.session_wrote: set[str] = set()
-        self.session_failed = False
+        self.transaction: BeginWeightUpdateReq | None = None
+        self.transaction_wrote: set[str] = set()
+        self.transaction_failed = False
         self.sent: dict[int, tuple[Any, Weights, bool]] = {}
         """Request, what it brings, and whether its copy will fail half way."""
         self.salts: dict[str, int] = {}
@@ -163,11 +163,11 @@ class Book:
 
     @property
     def touched(self) -> bool:
-        return self.session is not None and (bool(self.session_wrote) or self.session_failed)
+        return self.transaction is not None and (bool(self.transaction_wrote) or self.transaction_failed)
 
     @property
     def serves(self) -> bool:
-        return not (self.asleep or self.kv_released or self.unwritten or self.session)
+        return not (self.asleep or self.kv_released or self.unwritten or self.transaction)
 
     def on_tokens(self, message: BatchTokenIDOut, salt: int) -> None:
         assert self.serves, "generated without whole weights"
@@ -182,12 +182,12 @@ class Book:
         elif not reply.success:
             return
         elif isinstance(req, BeginWeightUpdateReq):
-            assert self.session is None and not self.asleep
-            self.session, self.session_wrote, self.session_failed = req, set(), False
+            assert self.transaction is None and not self.asleep
+            self.transaction, self.transaction_wrote, self.transaction_failed = req, set(), False
         elif isinstance(req, EndWeightUpdateReq):
-            assert self.session is not None and req.transaction_id == self.session.transaction_id
+            assert self.transaction is not None and req.transaction_id == self.transaction.transaction_id
             if req.discard:
-                self.lose_session()
+                self.lose_transaction()
             else:
                 self._on_end(reply)
         elif isinstance(req, ReleaseMemoryOccupationReq):
@@ -211,33 +211,33 @@ class Book:
         names = set(brings)
         if not reply.success:
             self.torn += 1
-            if self.session is None:
+            if self.transaction is None:
                 self.unwritten = set(SHAPES)
             else:
-                self.session_wrote, self.session_failed = set(), True
-        elif self.session is None:
+                self.transaction_wrote, self.transaction_failed = set(), True
+        elif self.transaction is None:
             self.unwritten -= names
             self.version = reply.payload["weight_version"]
         else:
             assert "weight_version" not in reply.payload
-            self.session_wrote |= names
+            self.transaction_wrote |= names
 
     def _on_end(self, reply: ControlReply) -> None:
-        assert self.session is not None
-        if self.session.full or self.session_failed:
-            assert self.session_wrote == set(SHAPES), "it ended with parameters missing"
-        self.unwritten -= self.session_wrote
+        assert self.transaction is not None
+        if self.transaction.full or self.transaction_failed:
+            assert self.transaction_wrote == set(SHAPES), "it ended with parameters missing"
+        self.unwritten -= self.transaction_wrote
         self.version = reply.payload["weight_version"]
-        self.session = None
+        self.transaction = None
 
-    def lose_session(self) -> None:
+    def lose_transaction(self) -> None:
         self.unwritten = set(SHAPES) if self.touched else self.unwritten
-        self.session = None
+        self.transaction = None
 
     def _on_release(self, tags: list[str]) -> None:
         self.kv_released |= "kv_cache" in tags
         if "weights" in tags:
-            assert self.session is None
+            assert self.transaction is None
             self.asleep = True
 
     def _on_resume(self, tags: list[str] | None) -> None:
@@ -272,9 +272,9 @@ class WeighedHarness(Harness):
 
     def note_lost_lease(self) -> None:
         """The one change that no reply tells of."""
-        if self.book.session is not None and not self.scheduler.control.session.is_open:
+        if self.book.transaction is not None and not self.scheduler.control.transaction.is_open:
             self.book.lost_leases += 1
-            self.book.lose_session()
+            self.book.lose_transaction()
 
 
 class Trainer:
@@ -361,7 +361,7 @@ class Monkey:
         if book.serves:
             assert h.updater.refusal() is None, h.updater.refusal()
             assert h.weighed.salt == salt_of(book.meant) and h.updater.version == book.version
-        elif book.session is None:
+        elif book.transaction is None:
             assert h.updater.refusal() is not None
 
     def add_request(self) -> None:
@@ -378,7 +378,7 @@ class Monkey:
                 "registered",
                 "register",
                 "unregister",
-                "session",
+                "transaction",
                 "end",
                 "pause",
                 "memory",
@@ -391,9 +391,9 @@ class Monkey:
         getattr(self, f"_{kind}")()
 
     def _fields(self) -> dict[str, Any]:
-        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no session, or of another."""
-        session, rng = self.book.session, self.rng
-        mine = session.transaction_id if session is not None and rng.random() < 0.85 else None
+        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no transaction, or of another."""
+        transaction, rng = self.book.transaction, self.rng
+        mine = transaction.transaction_id if transaction is not None and rng.random() < 0.85 else None
         return {"mode": rng.choice(["wait", "in_place", "retract", "abort"]), "transaction_id": mine}
 
     def _new(self) -> Weights:
@@ -448,7 +448,7 @@ class Monkey:
         ids = None if self.rng.random() < 0.3 else [t.id for t in self.trainers[:2]]
         self.send(UnregisterWeightsReq(registrations=ids))
 
-    def _session(self) -> None:
+    def _transaction(self) -> None:
         name = self.rng.choice([None, f"s{self.serial}"])
         self.send(
             BeginWeightUpdateReq(
@@ -457,7 +457,7 @@ class Monkey:
         )
 
     def _end(self) -> None:
-        name = self.book.session.transaction_id if self.book.session is not None else None
+        name = self.book.transaction.transaction_id if self.book.transaction is not None else None
         if self.rng.random() < 0.1:
             name = "another"
         self.send(EndWeightUpdateReq(transaction_id=name, discard=self.rng.random() < 0.2))
@@ -492,7 +492,7 @@ class Monkey:
             self.h.scheduler.handle(WithdrawReq(id=self.rng.randint(max(1, self.serial - 4), self.serial)))
 
     def settle(self) -> None:
-        """Bring everything to an end: sessions, pauses, sleep, torn weights, and all requests."""
+        """Bring everything to an end: transactions, pauses, sleep, torn weights, and all requests."""
         for _ in range(3):
             while self.h.turned.queue:
                 self.h.turned.turn()

@@ -233,10 +233,10 @@ class EngineWeights(abc.ABC):
         full: bool = False,
         mode: UpdateMode = "wait",
     ) -> str:
-        """Open a session, of which this engine's update calls are part until `end_weight_update`; returns its id.
+        """Open a transaction, which this engine's update calls belong to until `end_weight_update`; returns its id.
 
         The server takes no step meanwhile. `full`: its end is refused while a parameter is missing. After
-        `lease_seconds` without a call the server gives the session up, and the next call raises UpdateConflictError.
+        `lease_seconds` without a call the server gives the transaction up; the next call raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -252,9 +252,9 @@ class EngineWeights(abc.ABC):
         flush_cache: bool = True,
         discard: bool = False,
     ) -> tuple[bool, str]:
-        """Serve what the session brought as one new version, or with `discard` give it up.
+        """Serve what the transaction brought as one new version, or with `discard` give it up.
 
-        An end that is refused because parameters are missing leaves the session open.
+        An end that is refused because parameters are missing leaves the transaction open.
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,
@@ -360,15 +360,19 @@ class EngineWeights(abc.ABC):
         if reply.success:
             return True, reply.message
         message = reply.message
-        if reply.status_code == _CONFLICT and isinstance(req, UpdateReq) and self._forget_session(req.transaction_id):
+        if (
+            reply.status_code == _CONFLICT
+            and isinstance(req, UpdateReq)
+            and self._forget_transaction(req.transaction_id)
+        ):
             message += (
-                " This engine has left the session: until begin_weight_update, each of its calls is an update of its "
-                "own again."
+                " This engine has left the transaction: until begin_weight_update, each of its calls is an update of "
+                "its own again."
             )
         raise error_for_status(reply.status_code, message, WeightUpdateError)
 
-    def _forget_session(self, transaction_id: str | None) -> bool:
-        """The server, which may have been started again, has no session under this id; whether it was ours."""
+    def _forget_transaction(self, transaction_id: str | None) -> bool:
+        """The server, which may have been started again, has no transaction under this id; whether it was ours."""
         if transaction_id is None or transaction_id != self._transaction:
             return False
         self._transaction = None
