@@ -166,6 +166,7 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     """Registrations to close before this update; unknown ids are ignored."""
     load_format: str | None = None
     flush_cache: bool = True
+    """SGLang's; without effect: KV pages of an older version never serve a new request, whatever is asked for."""
     abort_all_requests: bool = False
     """Shorthand for mode="abort"."""
     mode: UpdateMode = "wait"
@@ -232,6 +233,7 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     transaction_id: TransactionId | None = None
     weight_version: VersionLabel | None = None
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     discard: bool = False
 
 
@@ -265,6 +267,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     load_format: str | None = None
     """None: one broadcast a tensor. "flattened_bucket": one broadcast of all, concatenated as bytes."""
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
     mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
@@ -282,11 +285,13 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     model_path: str
     load_format: str | None = None
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
     mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
     transaction_id: TransactionId | None = None
     keep_pause: bool = False
+    """Leave generation paused after a successful update, until `ContinueGenerationReq`. False: as it was before."""
     allow_nonfinite: bool = False
 
 

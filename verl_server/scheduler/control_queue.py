@@ -33,6 +33,7 @@ from verl_server.io_struct import (
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
+    UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
@@ -360,6 +361,8 @@ class ControlQueue:
         if isinstance(req, (UpdateReq, BeginWeightUpdateReq)):
             self._step_taken = False
         self._note_transaction(req, reply)
+        if isinstance(req, UpdateWeightsFromDiskReq) and req.keep_pause and reply.success:
+            self.paused = True
         if worker.weights.epoch != epoch:
             planner.start_version()
         return reply

@@ -140,6 +140,7 @@ class ControlCalls:
             self._transaction_end = 0.0
         elif isinstance(req, UpdateWeightsFromDiskReq):
             self.model_path = req.model_path
+            self.is_paused = self.is_paused or req.keep_pause
         payload = reply.payload if isinstance(reply.payload, dict) else {}
         if "lease_seconds" in payload:
             self._transaction_end = time.monotonic() + float(payload["lease_seconds"])
