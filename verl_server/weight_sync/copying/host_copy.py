@@ -44,7 +44,7 @@ _ROW_BYTES = 64
 """Shorter rows are elements without neighbours, which torch copies faster."""
 _PIECE_ELEMENTS = 32_704
 """torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
-_BATCH_BYTES = 2**18
+_BATCH_BYTES = 2**19
 """Of what torch copies in one call before it is looked at: it stays in a core's own cache."""
 _LAST_CACHE_BYTES = 2**25
 """Where the system does not tell."""
@@ -76,7 +76,7 @@ class HostCopies:
         self._jobs: list[Job] = []
         if copy_rows is not None:
             self._jobs += [partial(_copy_block, copy_rows, *block, streamed) for block in blocks]
-        self._jobs += [partial(_copy_pieces, copy_rows, batch) for batch in _batches(pieces)]
+        self._jobs += [_piece_job(copy_rows, batch) for batch in _batches(pieces)]
         self._seen: list[int] = []
 
     def run(self) -> None:
@@ -206,13 +206,28 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
             batch, nbytes = [], 0
 
 
-def _copy_pieces(copy_rows: CopyRows | None, batch: list[Piece]) -> list[int]:
-    """What is written is looked at: a conversion makes infinity of what its dtype cannot hold, and keeps the rest."""
-    torch._foreach_copy_([destination for _, destination, _ in batch], [source for _, _, source in batch])
-    return [i for i, destination, _ in batch if _is_nonfinite(copy_rows, destination)]
+def _piece_job(copy_rows: CopyRows | None, batch: list[Piece]) -> Job:
+    """Copies a batch, then looks at what was written: a conversion makes infinity of what its dtype cannot hold."""
+    looks: list[tuple[int, Callable[[], bool]]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    """(pair, address, bytes, exponents) of what the compiled loop can look at; neighbours are one."""
+    for i, destination, _ in batch:
+        if copy_rows is None or not destination.is_contiguous():
+            looks.append((i, partial(holds_nonfinite, destination)))
+            continue
+        start, nbytes = destination.data_ptr(), destination.nbytes
+        if spans and spans[-1][0] == i and spans[-1][1] + spans[-1][2] == start:
+            start, nbytes = spans[-1][1], spans.pop()[2] + nbytes
+        spans.append((i, start, nbytes, _exponents(destination.dtype)))
+    if copy_rows is not None:
+        looks += [(i, partial(copy_rows, None, at, 1, nbytes, 0, 0, bits, False)) for i, at, nbytes, bits in spans]
+    return partial(
+        _copy_pieces, [destination for _, destination, _ in batch], [source for _, _, source in batch], looks
+    )
 
 
-def _is_nonfinite(copy_rows: CopyRows | None, piece: Tensor) -> bool:
-    if copy_rows is None or not piece.is_contiguous():
-        return holds_nonfinite(piece)
-    return copy_rows(None, piece.data_ptr(), 1, piece.nbytes, 0, 0, _exponents(piece.dtype), False)
+def _copy_pieces(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], looks: list[tuple[int, Callable[[], bool]]]
+) -> list[int]:
+    torch._foreach_copy_(destinations, sources)
+    return [i for i, is_nonfinite in looks if is_nonfinite()]
