@@ -160,7 +160,7 @@ def test_a_refused_push_keeps_the_tensors_and_the_registration(engine: FakeEngin
 def test_an_engine_that_sleeps_holds_nothing(engine: FakeEngine, model: nn.Module) -> None:
     engine.register_weights(model)
     engine.release_memory_occupation(["weights"])
-    assert engine._pusher is not None and engine._pusher._offers.open_ids() == []
+    assert engine._pusher is not None and engine._pusher._registrations.open_ids() == []
     engine.push_weights()
     assert engine.updates[-1] == "description+", "explicit registration goes on"
     engine.release_memory_occupation()
@@ -324,10 +324,10 @@ def test_an_interrupted_push_says_what_is_certain_and_the_next_starts_anew(
         with pytest.raises(KeyboardInterrupt) as caught:
             push()
         assert "without the server's answer" in caught.value.__notes__[0]
-    assert engine._pusher is not None and len(engine._pusher._offers.open_ids()) == 2, "both may be open there"
+    assert engine._pusher is not None and len(engine._pusher._registrations.open_ids()) == 2, "both may be open there"
     engine.on_request = lambda req: None
     assert engine.push_weights() == (True, "done")
-    assert len(engine._pusher._offers.open_ids()) == 1
+    assert len(engine._pusher._registrations.open_ids()) == 1
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ class Unsealed:
         for name, tensor in weights.items():
             shard = self._memory.shard(self._memory.put(tensor), [0] * tensor.dim())
             self._tensors.append(
-                described.TensorSource(name=name, dtype="float32", shape=list(tensor.shape), shards=[shard])
+                described.DescribedTensor(name=name, dtype="float32", shape=list(tensor.shape), shards=[shard])
             )
         self._engine = served.engine
 

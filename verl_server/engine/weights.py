@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
+    from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
     from verl_server.weight_sync.trainer.sender import Mapping
     from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -96,7 +96,7 @@ class EngineWeights(abc.ABC):
         )
         return result
 
-    def register_weights(self, weights: Source, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
+    def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
         """Have the server open and plan this memory now, so that `push_weights` only copies.
 
         `weights` is a module, whose parameters are looked up at every push (FSDP2 modules are resharded first);
@@ -302,26 +302,26 @@ class EngineWeights(abc.ABC):
         """Send `req` with the source of `push`: its id where the server knows it, else the description."""
         transaction_id = req.transaction_id or self._transaction
         req = msgspec.structs.replace(req, transaction_id=transaction_id)
-        offer = push.offer
-        if offer is None or push.describe is None:
+        terms = push.terms
+        if terms is None or push.describe is None:
             return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
-        req = msgspec.structs.replace(req, forget=offer.forget)
-        if offer.by_id:
-            by_id = msgspec.structs.replace(req, registration=offer.id)
+        req = msgspec.structs.replace(req, forget=terms.forget)
+        if terms.by_id:
+            by_id = msgspec.structs.replace(req, registration=terms.id)
             reply = self._control(by_id)
             if reply.success or reply.status_code != _UNKNOWN_REGISTRATION:
                 return self._updated(by_id, reply)
-        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=offer.keep))
+        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=terms.keep))
 
     def send_registration(self, push: Push, strict_dtype: bool) -> None:
-        if push.offer is None or push.describe is None:
+        if push.terms is None or push.describe is None:
             raise BadRequestError("register_weights takes tensors; handles (LocalSerializedTensor) are for one update.")
-        if not push.offer.keep:
+        if not push.terms.keep:
             raise BadRequestError(
                 "This CUDA memory cannot be registered: the driver does not tell its allocations apart. Use "
                 "update_weights_from_tensor."
             )
-        req = RegisterWeightsReq(description=push.describe(), forget=push.offer.forget, strict_dtype=strict_dtype)
+        req = RegisterWeightsReq(description=push.describe(), forget=push.terms.forget, strict_dtype=strict_dtype)
         self._update(req)
 
     def send_unregistration(self, registrations: list[str]) -> None:
