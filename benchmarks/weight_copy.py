@@ -195,7 +195,7 @@ def tiled(pairs: list[Pair], tile_bytes: int, warps: int) -> Run:
 
     tables, left = build_tables(pairs, tile_bytes)
     assert not left, "every pair of a model is one for the kernel"
-    return TileCopies(tables, pairs[0][0].device, num_warps=warps).launch
+    return TileCopies(tables, pairs[0][0].device, num_warps=warps).run
 
 
 def graph_of_copies(pairs: list[Pair]) -> Run:

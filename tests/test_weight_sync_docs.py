@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_server.weight_sync.trainer.shards import boxes_of, local_tensor
+from verl_server.weight_sync.trainer.shards import local_tensor, parts_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
 FRAGMENTS = ("hugging_face_names(hf_config", "peft_model", "read_all_ranks=True")
@@ -114,7 +114,7 @@ def test_the_megatron_mapping_finds_every_element(tiny_qwen3: Path, size: int) -
         for name, tensor in megatron_tensors(model, rank, size):
             for ours, part in mapping(name, tensor):
                 assert local_tensor(part).untyped_storage()._cdata == tensor.untyped_storage()._cdata, "a view"
-                shape, boxes = boxes_of(ours, part)
+                shape, boxes = parts_of(ours, part)
                 assert shape == found[ours].shape
                 for box in boxes:
                     window = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))

@@ -9,7 +9,7 @@ engine raises what the HTTP adapter raises for the same fault. Messages say what
     │   └── ServerStoppingError     503  the server is shutting down
     ├── WeightUpdateError      400  an update was refused; the old weights are still served
     │   ├── UnknownRegistrationError 404  the server does not know it (any more): send the description
-    │   └── UpdateConflictError      409  another session is open, or the caller's is not (any more)
+    │   └── UpdateConflictError      409  another transaction is open, or the caller's is not (any more)
     ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
     ├── ServerDiedError        503  the server was up and is gone
     ├── ServerRestartedError   412  the server was started again: nothing was done; heal() or accept_restart()

@@ -186,19 +186,22 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     """Registrations to close before this update; unknown ids are ignored."""
     load_format: str | None = None
     flush_cache: bool = True
+    """SGLang's; without effect: KV pages of an older version never serve a new request, whatever is asked for."""
     abort_all_requests: bool = False
     """Shorthand for mode="abort"."""
     mode: UpdateMode = "wait"
     """What happens to running requests: finish first under the old weights (new ones queue), keep their KV,
-    recompute it under the new weights, or return partial output. Ignored while paused or in a session."""
+    recompute it under the new weights, or return partial output. Ignored while paused or in a transaction."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer. Inside a session it is settled at the end."""
+    """Label of the new version; default: the next integer. Inside a transaction it is settled at the end."""
     transaction_id: TransactionId | None = None
-    """The session (`BeginWeightUpdateReq`) that this call belongs to."""
+    """The transaction (`BeginWeightUpdateReq`) that this call belongs to."""
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
     """False: the update must cover every parameter."""
+    allow_nonfinite: bool = False
+    """Serve the weights although NaN or infinity was copied. Otherwise the update fails (400) and they are torn."""
     checksums: dict[str, str] | None = None
     """`tensor_checksum` of whole source tensors by name; one that does not match refuses the update (400)."""
 
@@ -223,7 +226,7 @@ class UnregisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
 
 
 class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Open a session: several update calls become one version. One at a time; a second is refused (409, or 400 if
+    """Open a transaction: several update calls become one version. One at a time; a second is refused (409, or 400 if
     neither has an id).
 
     From its reply to its end no step is taken (requests wait). Its calls renew the lease.
@@ -232,19 +235,19 @@ class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     route: ClassVar[str] = "/begin_weight_update"
     id: int = 0
     transaction_id: TransactionId | None = None
-    """Calls of this session carry it, all others are refused (409). None: SGLang's sessions, whose calls carry
+    """Calls of this transaction carry it, all others are refused (409). None: SGLang's transactions, whose calls carry
     no id: calls without an id belong to it."""
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
-    """Silence after which the session is over: old weights if nothing was written, else torn.
+    """Silence after which the transaction is over: old weights if nothing was written, else torn.
     Default: `ServerArgs.weight_update_lease`."""
     full: bool = False
-    """The session claims to bring every parameter: its end is refused while one is missing."""
+    """The transaction claims to bring every parameter: its end is refused while one is missing."""
     mode: UpdateMode = "wait"
     selector: str = "all"
 
 
 class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Close the session: its writes become one new version, under which generation goes on.
+    """Close the transaction: its writes become one new version, under which generation goes on.
 
     `discard` gives it up instead: old weights if nothing was written, else torn.
     """
@@ -254,6 +257,7 @@ class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
     transaction_id: TransactionId | None = None
     weight_version: VersionLabel | None = None
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     discard: bool = False
 
 
@@ -290,6 +294,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     load_format: str | None = None
     """None: one broadcast a tensor. "flattened_bucket": one broadcast of all, concatenated as bytes."""
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
     mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
@@ -297,6 +302,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     selector: str = "all"
     strict_dtype: bool = False
     partial: bool = True
+    allow_nonfinite: bool = False
 
 
 class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
@@ -307,11 +313,14 @@ class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
     model_path: str
     load_format: str | None = None
     flush_cache: bool = True
+    """Without effect, see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
     mode: UpdateMode = "wait"
     weight_version: VersionLabel | None = None
     transaction_id: TransactionId | None = None
     keep_pause: bool = False
+    """Leave generation paused after a successful update, until `ContinueGenerationReq`. False: as it was before."""
+    allow_nonfinite: bool = False
 
 
 class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
@@ -391,7 +400,7 @@ WeightReq = (
 
 ENDING_REQS = (EndWeightUpdateReq, UnregisterWeightsReq, DestroyWeightsUpdateGroupReq)
 """Requests that are right to carry out for a caller who is gone: they read none of his memory, and without them a
-session would hold generation until its lease ends, or memory would stay mapped."""
+transaction would hold generation until its lease ends, or memory would stay mapped."""
 
 ControlReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
 

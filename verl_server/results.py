@@ -127,9 +127,9 @@ class InternalState(TypedDict, total=False):
     weights_state: Literal["serving", "torn", "not_loaded", "asleep"]
     refusal: str | None
     """Why generation is refused now; None if it is not."""
-    paused: str | None
+    paused: bool
     draining: bool
-    session: str | None
+    transaction: str | None
     memory: dict[str, Any]
 
 

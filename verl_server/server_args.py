@@ -114,7 +114,7 @@ class ServerArgs:
     """Seconds that a request waits while generation is paused (`pause_generation`); then it is answered with 503.
     Default: it waits until generation continues, as in SGLang."""
     weight_update_lease: float = 60.0
-    """Seconds of silence after which an open weight-update session (begin ... end) is given up."""
+    """Seconds of silence after which an open weight-update transaction (begin ... end) is given up."""
     weight_receive_bytes: int = 2 * 2**30
     """Memory for tensors that come over a process group: what fits is received while generation goes on, beyond
     that generation waits and tensors are received and copied in windows of half this size."""

@@ -111,16 +111,16 @@ def test_the_push_of_a_killed_trainer_is_withdrawn(engine: HttpServerEngineAdapt
     assert state(engine)["weight_version"] == before and engine.weights_checker() == sums
 
 
-def test_an_engine_leaves_a_session_whose_lease_ended(engine: HttpServerEngineAdapter) -> None:
+def test_an_engine_leaves_a_transaction_whose_lease_ended(engine: HttpServerEngineAdapter) -> None:
     engine.begin_weight_update(lease_seconds=0.05)
-    wait_for(engine, session=None)
-    with pytest.raises(UpdateConflictError, match="This engine has left the session"):
+    wait_for(engine, transaction=None)
+    with pytest.raises(UpdateConflictError, match="This engine has left the transaction"):
         engine.update_weights_from_disk(engine.server_args.model_path)
     assert engine.update_weights_from_disk(engine.server_args.model_path)[0]
 
 
 def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpServerEngineAdapter) -> None:
-    """Any client: a begun session, say, would hold generation until its lease ends."""
+    """Any client: a begun transaction, say, would hold generation until its lease ends."""
     host, port = str(engine.url).removeprefix("http://").split(":")
     body = orjson.dumps({"transaction_id": "nobody's"})
     key = f"Authorization: Bearer {engine.admin_api_key}"
@@ -130,4 +130,4 @@ def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpSer
             connection.sendall(head.encode() + body)
             wait_for(engine, draining=True)
         seen = wait_for(engine, draining=False)
-        assert seen["session"] is None and seen["num_running_reqs"] > 0
+        assert seen["transaction"] is None and seen["num_running_reqs"] > 0

@@ -160,7 +160,7 @@ def test_a_refused_push_keeps_the_tensors_and_the_registration(engine: FakeEngin
 def test_an_engine_that_sleeps_holds_nothing(engine: FakeEngine, model: nn.Module) -> None:
     engine.register_weights(model)
     engine.release_memory_occupation(["weights"])
-    assert engine._pusher is not None and engine._pusher._offers.open_ids() == []
+    assert engine._pusher is not None and engine._pusher._registrations.open_ids() == []
     engine.push_weights()
     assert engine.updates[-1] == "description+", "explicit registration goes on"
     engine.release_memory_occupation()
@@ -236,27 +236,27 @@ def test_pushes_of_several_threads_come_one_after_the_other(engine: FakeEngine, 
     assert engine.updates == ["description", "description+"] + ["registration"] * 10
 
 
-def test_sessions(engine: FakeEngine, model: nn.Module) -> None:
-    session = engine.begin_weight_update(lease_seconds=5, full=True)
-    assert engine.last == BeginWeightUpdateReq(transaction_id=session, lease_seconds=5, full=True)
+def test_transactions(engine: FakeEngine, model: nn.Module) -> None:
+    transaction = engine.begin_weight_update(lease_seconds=5, full=True)
+    assert engine.last == BeginWeightUpdateReq(transaction_id=transaction, lease_seconds=5, full=True)
     engine.update_weights_from_tensor(model.named_parameters())
-    assert engine.last.transaction_id == session
+    assert engine.last.transaction_id == transaction
     engine.update_weights_from_distributed(["w"], [torch.bfloat16], [[2]])
     assert isinstance(engine.last, UpdateWeightsFromDistributedReq)
-    assert (engine.last.transaction_id, engine.last.dtypes) == (session, ["bfloat16"])
+    assert (engine.last.transaction_id, engine.last.dtypes) == (transaction, ["bfloat16"])
     engine.refuse = refusal(400, "missing: 'lm_head.weight'")
     with pytest.raises(WeightUpdateError, match="missing"):
         engine.end_weight_update()
     engine.refuse = None
     engine.update_weights_from_tensor(model.named_parameters())
-    assert engine.last.transaction_id == session, "a session whose end was refused is still open"
+    assert engine.last.transaction_id == transaction, "a transaction whose end was refused is still open"
     engine.end_weight_update(weight_version="9")
-    assert engine.last == EndWeightUpdateReq(transaction_id=session, weight_version="9")
+    assert engine.last == EndWeightUpdateReq(transaction_id=transaction, weight_version="9")
     engine.update_weights_from_tensor(model.named_parameters())
     assert engine.last.transaction_id is None
 
 
-def test_a_session_that_the_server_does_not_have_is_left(engine: FakeEngine, model: nn.Module) -> None:
+def test_a_transaction_that_the_server_does_not_have_is_left(engine: FakeEngine, model: nn.Module) -> None:
     """Its lease ended, or the server was started again: the engine must not send its id for ever."""
     pushes: list[Callable[[], Any]] = [
         lambda: engine.update_weights_from_tensor(model.named_parameters()),
@@ -266,19 +266,21 @@ def test_a_session_that_the_server_does_not_have_is_left(engine: FakeEngine, mod
     ]
     engine.register_weights(model)
     for push in pushes:
-        session = engine.begin_weight_update()
+        transaction = engine.begin_weight_update()
         push()
-        assert engine.last.transaction_id == session
-        engine.refuse = refusal(409, f"The weight-update session '{session}' is not open.")
-        with pytest.raises(UpdateConflictError, match=r"is not open\. This engine has left the session"):
+        assert engine.last.transaction_id == transaction
+        engine.refuse = refusal(409, f"The weight-update transaction '{transaction}' is not open.")
+        with pytest.raises(UpdateConflictError, match=r"is not open\. This engine has left the transaction"):
             push()
         engine.refuse = None
         push()
         assert engine.last.transaction_id is None
 
 
-def test_only_a_conflict_about_its_own_session_makes_an_engine_leave_it(engine: FakeEngine, model: nn.Module) -> None:
-    session = engine.begin_weight_update()
+def test_only_a_conflict_about_its_own_transaction_makes_an_engine_leave_it(
+    engine: FakeEngine, model: nn.Module
+) -> None:
+    transaction = engine.begin_weight_update()
     for status, named in ((409, "another"), (400, None), (500, None), (503, None), (504, None)):
         engine.refuse = refusal(status)
         with pytest.raises(VerlServerError) as caught:
@@ -288,7 +290,7 @@ def test_only_a_conflict_about_its_own_session_makes_an_engine_leave_it(engine: 
         engine.register_weights(model)
     engine.refuse = None
     engine.update_weights_from_tensor(model.named_parameters())
-    assert engine.last.transaction_id == session
+    assert engine.last.transaction_id == transaction
 
 
 def interrupt(req: Any) -> None:
@@ -322,10 +324,10 @@ def test_an_interrupted_push_says_what_is_certain_and_the_next_starts_anew(
         with pytest.raises(KeyboardInterrupt) as caught:
             push()
         assert "without the server's answer" in caught.value.__notes__[0]
-    assert engine._pusher is not None and len(engine._pusher._offers.open_ids()) == 2, "both may be open there"
+    assert engine._pusher is not None and len(engine._pusher._registrations.open_ids()) == 2, "both may be open there"
     engine.on_request = lambda req: None
     assert engine.push_weights() == (True, "done")
-    assert len(engine._pusher._offers.open_ids()) == 1
+    assert len(engine._pusher._registrations.open_ids()) == 1
 
 
 @pytest.mark.parametrize(
@@ -346,9 +348,9 @@ def test_only_what_the_server_did_not_answer_is_uncertain(
     assert bool(getattr(caught.value, "__notes__", [])) != is_certain
 
 
-def test_a_session_that_was_given_up_is_not_ours_any_more(engine: FakeEngine, model: nn.Module) -> None:
+def test_a_transaction_that_was_given_up_is_not_ours_any_more(engine: FakeEngine, model: nn.Module) -> None:
     engine.begin_weight_update("mine")
-    engine.refuse = refusal(409, "another session is open")
+    engine.refuse = refusal(409, "another transaction is open")
     with pytest.raises(WeightUpdateError):
         engine.end_weight_update()
     engine.refuse = None

@@ -422,21 +422,20 @@ def run_replicas(bench: Bench) -> None:
     def one_engine_refuses() -> None:
         """All ranks hear of it, and the next push brings the engines together."""
         push = bench.engine.update_weights_from_tensor
-        session = {"transaction_id": "held"}
+        transaction = {"transaction_id": "held"}
         key = bench.engine.admin_api_key
         assert key is not None and len(key) > 20, "known on every rank"
         headers = {"Authorization": f"Bearer {key}"}
-        refused = httpx.post(f"{bench.engine.url}/begin_weight_update", json=session)
-        assert refused.status_code == 401
+        begin, finish = f"{bench.engine.url}/begin_weight_update", f"{bench.engine.url}/end_weight_update"
+        assert httpx.post(begin, json=transaction).status_code == 401
         if bench.rank == 2:
-            httpx.post(f"{bench.engine.url}/begin_weight_update", json=session, headers=headers).raise_for_status()
+            httpx.post(begin, json=transaction, headers=headers).raise_for_status()
         dist.barrier()
         bench.train(12)
         bench.expect_error(UpdateConflictError, "held", lambda: push(bench.trainer.named_parameters()))
         dist.barrier()
         if bench.rank == 2:
-            end = session | {"discard": True}
-            httpx.post(f"{bench.engine.url}/end_weight_update", json=end, headers=headers).raise_for_status()
+            httpx.post(finish, json=transaction | {"discard": True}, headers=headers).raise_for_status()
         dist.barrier()
         push(bench.trainer.named_parameters())
         bench.expect_parity()

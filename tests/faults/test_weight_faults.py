@@ -310,7 +310,7 @@ def test_a_copy_that_fails_half_way_on_one_rank(served: Served, trainer: Ranks) 
     served.expect(3)
 
 
-# -- two writers, and sessions --------------------------------------------------------------------------------------
+# -- two writers, and transactions -----------------------------------------------------------------------------------
 
 
 @on_tp(1)
@@ -326,13 +326,13 @@ def test_two_writers_one_after_the_other(served: Served, trainer: Ranks) -> None
 
 
 @on_tp(2)
-def test_a_second_writer_during_a_session(served: Served, trainer: Ranks) -> None:
-    session = served.engine.begin_weight_update("mine", full=True)
+def test_a_second_writer_during_a_transaction(served: Served, trainer: Ranks) -> None:
+    transaction = served.engine.begin_weight_update("mine", full=True)
     for kind in ("push", "update"):
         trainer.call(kind, seed=2)
-        expect_error(trainer.answers(), UpdateConflictError, f"'{session}' is open")
+        expect_error(trainer.answers(), UpdateConflictError, f"'{transaction}' is open")
     trainer.call("begin_weight_update")
-    expect_error(trainer.answers(), UpdateConflictError, f"'{session}' is open")
+    expect_error(trainer.answers(), UpdateConflictError, f"'{transaction}' is open")
     assert httpx.get(f"{served.url}/health", timeout=10).status_code == 200
     served.engine.update_weights_from_tensor(served.weights(3).items())
     served.engine.end_weight_update()
@@ -343,7 +343,7 @@ def test_a_second_writer_during_a_session(served: Served, trainer: Ranks) -> Non
 
 @pytest.mark.parametrize("wrote", [False, True])
 @on_tp(1, 2)
-def test_a_session_that_is_never_ended(served: Served, trainer: Ranks, wrote: bool) -> None:
+def test_a_transaction_that_is_never_ended(served: Served, trainer: Ranks, wrote: bool) -> None:
     trainer.done("begin_weight_update", lease_seconds=0.5)
     if wrote:
         trainer.done("update", seed=2, without="model.norm.weight")
@@ -374,7 +374,7 @@ class Unsealed:
         for name, tensor in weights.items():
             shard = self._memory.shard(self._memory.put(tensor), [0] * tensor.dim())
             self._tensors.append(
-                described.TensorSource(name=name, dtype="float32", shape=list(tensor.shape), shards=[shard])
+                described.DescribedTensor(name=name, dtype="float32", shape=list(tensor.shape), shards=[shard])
             )
         self._engine = served.engine
 

@@ -2,9 +2,9 @@
 
 A reply says which version each token was sampled under. Of the KV cache it says nothing, so the judge knows what must
 have become of it: between two versions it was kept (an update `in_place`, or while generation was paused or held by a
-session), or computed anew (`retract`), or nobody could live through the update (`wait`, `abort`). A request that was
-retracted for another reason (an unfinished prefill that starts again, a pause) says so by `num_retractions`, but not
-when: then the judge allows for it at every token.
+transaction), or computed anew (`retract`), or nobody could live through the update (`wait`, `abort`). A request that
+was retracted for another reason (an unfinished prefill that starts again, a pause) says so by `num_retractions`, but
+not when: then the judge allows for it at every token.
 """
 
 from __future__ import annotations

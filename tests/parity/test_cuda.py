@@ -1,13 +1,17 @@
-"""The CUDA path of `ModelRunner`: fp32 parity, bf16 error, memory that really comes back."""
+"""The CUDA path: fp32 parity, bf16 error, memory that really comes back, weights that are none."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.parity.harness import Driver, Reference, Sequence, make_runner, random_prompt
+from verl_server import Engine, ServerUnavailableError, WeightUpdateError
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda", 0)
@@ -62,3 +66,31 @@ def test_release_frees_device_memory(tiny_llama: Path) -> None:
     runner.resume_weights()
     runner.resume_kv_cache()
     assert runner.memory_figures()["kv_cache_bytes"] == held["kv_cache_bytes"]
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+def test_no_token_comes_of_weights_that_hold_nan(place: str, tiny_qwen3: Path) -> None:
+    """Steps overlap, requests run, and the push lets them: one kernel copies, or the driver from host memory."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.bfloat16).to(place)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    spoiled = next(name for name in weights if name.endswith("k_proj.weight"))
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.2}
+    sampling = {"temperature": 1.0, "max_new_tokens": 500, "ignore_eos": True}
+    with Engine(model_path=str(tiny_qwen3), **settings) as engine, ThreadPoolExecutor(1) as pool:
+        engine.register_weights(list(weights.items()))
+        for turn in range(3):
+            running = pool.submit(engine.generate, input_ids=[5, 6, 7], sampling_params=sampling, timeout=120)
+            while engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0:
+                assert not running.done()
+            held = weights[spoiled][-1, -1].clone()
+            weights[spoiled][-1, -1] = [float("nan"), float("inf"), -float("inf")][turn]
+            with pytest.raises(WeightUpdateError, match=f"NaN or infinity in 1 of {len(weights)} tensors: {spoiled}"):
+                engine.push_weights(mode="in_place")
+            with pytest.raises(ServerUnavailableError, match="NaN or infinity"):
+                running.result(120)
+            with pytest.raises(ServerUnavailableError, match="NaN or infinity"):
+                engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)
+            weights[spoiled][-1, -1] = held
+            engine.push_weights(turn + 1, mode="in_place")
+            reply = engine.generate(input_ids=[5, 6, 7], sampling_params=sampling | {"max_new_tokens": 8})
+            assert len(reply["output_ids"]) == 8 and reply["meta_info"]["weight_version"] == str(turn + 1)

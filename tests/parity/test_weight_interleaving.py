@@ -104,13 +104,14 @@ class Player:
             self.push_registered: 4,
             self.push_once: 3,
             self.push_some: 2,
-            self.session: 2,
+            self.transaction: 2,
             self.fail: 2,
             self.pause: 2,
             self.abort: 1,
             self.flush: 1,
             self.sleep: 1,
             self.tear: 0.5,
+            self.spoil: 0.5,
         }
         for _ in range(turns):
             self.rng.choices(list(kinds), list(kinds.values()))[0]()
@@ -168,7 +169,7 @@ class Player:
         self.engine.update_weights_from_tensor(new.items(), weight_version=label, mode=mode)
         self._note(label, new, mode)
 
-    def session(self) -> None:
+    def transaction(self) -> None:
         mode = self.rng.choice(["wait", "in_place", "retract"])
         self.engine.begin_weight_update(full=self.rng.random() < 0.3, mode=mode)  # type: ignore[arg-type]
         self.ask()
@@ -213,7 +214,15 @@ class Player:
         """For some turns."""
         self.engine.pause_generation(self.rng.choice(["abort", "retract", "in_place"]))
         self.paused = True
-        inside = [self.ask, self.push_registered, self.push_once, self.push_some, self.fail, self.flush, self.session]
+        inside = [
+            self.ask,
+            self.push_registered,
+            self.push_once,
+            self.push_some,
+            self.fail,
+            self.flush,
+            self.transaction,
+        ]
         for _ in range(self.rng.randint(0, 4)):
             self.rng.choice(inside)()
         self.paused = False
@@ -254,6 +263,16 @@ class Player:
 
     def tear(self) -> None:
         self.engine.weights_checker("reset_tensors")
+        self._heal()
+
+    def spoil(self) -> None:
+        """One number that is none: the push is refused after it was written, and no token comes of it."""
+        new = self._new(self._some())
+        name = self.rng.choice(list(new))
+        values = new[name].view(-1)
+        values[self.rng.randrange(len(values))] = self.rng.choice([float("nan"), float("inf"), -float("inf")])
+        with pytest.raises(WeightUpdateError, match=f"NaN or infinity in 1 of {len(new)} tensors: {name}"):
+            self.engine.update_weights_from_tensor(new.items(), mode=self._mode())
         self._heal()
 
     def _heal(self) -> None:

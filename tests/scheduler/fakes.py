@@ -238,7 +238,7 @@ class FakeModelRunner:
 
 
 class FakeWeights:
-    """Same interface as `WeightUpdater`: every update counts the salt up, in a session its end does."""
+    """Same interface as `WeightUpdater`: every update counts the salt up, in a transaction its end does."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
         self.runner = runner
@@ -247,8 +247,8 @@ class FakeWeights:
         self.next_outcome = "ok"  # or "refused", "torn"
         self.next_check: VerlServerError | None = None
         self.handled: list[WeightReq] = []
-        self.in_session = False
-        self.wrote_in_session = False
+        self.in_transaction = False
+        self.wrote_in_transaction = False
 
     def refusal(self) -> str | None:
         return self.reason
@@ -269,19 +269,19 @@ class FakeWeights:
                 self._change()
                 self.state, self.reason = "torn", "The weights are torn."
                 return ControlReply(id=req.id, success=False, message="torn", status_code=500)
-            if self.in_session:
-                self.wrote_in_session = True
+            if self.in_transaction:
+                self.wrote_in_transaction = True
             else:
                 self._change(req.weight_version)
         elif isinstance(req, BeginWeightUpdateReq):
-            self.in_session = True
+            self.in_transaction = True
         elif isinstance(req, EndWeightUpdateReq):
-            if self.wrote_in_session and req.discard:
+            if self.wrote_in_transaction and req.discard:
                 self._change()
                 self.state, self.reason = "torn", "The weights are torn."
-            elif self.wrote_in_session:
+            elif self.wrote_in_transaction:
                 self._change(req.weight_version)
-            self.in_session = self.wrote_in_session = False
+            self.in_transaction = self.wrote_in_transaction = False
         elif isinstance(req, UpdateWeightVersionReq):
             self.version = req.new_version
         elif name == "ReleaseMemoryOccupationReq":

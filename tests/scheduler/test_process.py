@@ -223,7 +223,7 @@ def test_staging_wakes_an_idle_process_which_sleeps_again(ranks: Ranks, tmp_path
 
 
 @pytest.mark.usefixtures("_end_trainers")
-def test_a_session_over_two_ranks_and_the_death_of_one(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_transaction_over_two_ranks_and_the_death_of_one(tiny_llama: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", "llama", seed=6)
     description = push_of(other, "d")
     half = len(description.tensors) // 2

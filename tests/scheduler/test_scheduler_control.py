@@ -330,6 +330,33 @@ def test_pausing_twice_applies_the_second_mode_and_aborts_work_while_paused() ->
     assert len(h.tokens["r1"]) == 3
 
 
+@pytest.mark.parametrize("outcome", ["ok", "refused", "torn"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_update_with_keep_pause_leaves_generation_paused(paused: bool, outcome: str) -> None:
+    h = serving(overlaps=True)
+    if paused:
+        h.control(PauseGenerationReq(id=1, mode="in_place"))
+    h.weights.next_outcome = outcome
+    reply = h.control(UpdateWeightsFromDiskReq(id=2, model_path="x", mode="in_place", keep_pause=True))
+    assert reply is not None and reply.success == (outcome == "ok")
+    assert h.scheduler.control.paused == (paused or outcome == "ok"), "only a success changes it"
+    steps = len(h.runner.batches)
+    h.steps(3)
+    assert (len(h.runner.batches) == steps) == (h.scheduler.control.paused or outcome == "torn")
+    assert h.control(ContinueGenerationReq(id=3)).success  # type: ignore[union-attr]
+    h.run()
+    assert h.finished["r0"].type == ("abort" if outcome == "torn" else "length")
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_update_without_keep_pause_leaves_the_pause_as_it_is(paused: bool) -> None:
+    h = serving()
+    if paused:
+        h.control(PauseGenerationReq(id=1, mode="in_place"))
+    assert h.control(UpdateWeightsFromDiskReq(id=2, model_path="x", mode="in_place")).success  # type: ignore[union-attr]
+    assert h.scheduler.control.paused == paused
+
+
 def test_paused_in_place_update_marks_frozen_requests_private() -> None:
     h = serving()
     h.control(PauseGenerationReq(id=1, mode="in_place"))

@@ -93,7 +93,7 @@ def test_everything_else_that_waits_is_withdrawn(req: Any) -> None:
     withdraw(h, 2)
     h.run()
     assert is_withdrawn(h, 2) and h.replies[1].success
-    assert not h.scheduler.control.session.is_open and h.weights.state == "serving"
+    assert not h.scheduler.control.transaction.is_open and h.weights.state == "serving"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_ends_or_closes_something_is_carried_out_all_the_same(req: Any) -> 
     assert (h.weights.version == "done") == isinstance(req, EndWeightUpdateReq)
 
 
-def test_a_call_of_a_session_is_withdrawn_and_the_session_stays_open() -> None:
+def test_a_call_of_a_transaction_is_withdrawn_and_the_transaction_stays_open() -> None:
     h = Harness(weight_update_lease=10.0)
     h.control(BeginWeightUpdateReq(id=1, transaction_id="s"))
     h.stager.hold = True
@@ -126,12 +126,12 @@ def test_a_call_of_a_session_is_withdrawn_and_the_session_stays_open() -> None:
     h.clock.now = 9.0
     withdraw(h, 2)
     h.steps()
-    session = h.scheduler.control.session
-    assert is_withdrawn(h, 2) and session.is_open and session.lease_end == 19.0
+    transaction = h.scheduler.control.transaction
+    assert is_withdrawn(h, 2) and transaction.is_open and transaction.lease_end == 19.0
     assert h.control(EndWeightUpdateReq(id=3, transaction_id="s")).success and h.runner.salt == 0
 
 
-def test_a_session_that_never_began_refuses_what_was_queued_for_it() -> None:
+def test_a_transaction_that_never_began_refuses_what_was_queued_for_it() -> None:
     h = serving(new=20)
     h.control(BeginWeightUpdateReq(id=1, transaction_id="s"))
     h.control(update(2, transaction_id="s"))

@@ -54,6 +54,14 @@ def test_a_call_without_an_answer_is_withdrawn(stack: Stack) -> None:
     assert stack.scheduler.wait_for(io.WithdrawReq)[0].id == req.id
 
 
+@pytest.mark.parametrize("keep_pause", [False, True])
+def test_an_update_may_leave_generation_paused(stack: Stack, keep_pause: bool) -> None:
+    assert start(stack, msgspec.structs.replace(UPDATE, keep_pause=keep_pause)).result(10).success
+    assert stack.manager.controls.is_paused == keep_pause
+    start(stack, io.ContinueGenerationReq()).result(10)
+    assert not stack.manager.controls.is_paused
+
+
 def test_an_answered_call_is_not_withdrawn(stack: Stack) -> None:
     assert start(stack, msgspec.structs.replace(UPDATE)).result(10).success
     start(stack, io.ContinueGenerationReq()).result(10)
@@ -73,7 +81,7 @@ def test_what_was_carried_out_all_the_same_is_noted(stack: Stack, caplog: pytest
 
 
 @pytest.mark.parametrize("name", ["mine", None])
-def test_a_session_that_began_for_nobody_is_given_up(stack: Stack, name: str | None) -> None:
+def test_a_transaction_that_began_for_nobody_is_given_up(stack: Stack, name: str | None) -> None:
     stack.scheduler.control = SILENT
     start(stack, io.BeginWeightUpdateReq(transaction_id=name)).cancel()
     (begin,) = stack.scheduler.wait_for(io.BeginWeightUpdateReq)

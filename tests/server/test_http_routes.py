@@ -431,8 +431,8 @@ def test_post_process_weights_is_harmless(stack: Stack) -> None:
     assert stack.post("/post_process_weights").status_code == 200
 
 
-def test_health_while_a_session_holds_generation(stack: Stack) -> None:
-    """No token can come: then the health of the process is the answer, until the session ends or its lease does."""
+def test_health_while_a_transaction_holds_generation(stack: Stack) -> None:
+    """No token can come: then the health of the process is the answer, until the transaction ends or its lease does."""
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"lease_seconds": 60.0})
     stack.post("/begin_weight_update")
     stack.scheduler.hold = True

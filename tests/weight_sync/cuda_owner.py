@@ -13,7 +13,7 @@ import uuid
 import msgspec
 import torch
 
-from verl_server.weight_sync.handles import Allocation, Shard, TensorSource, WeightsDescription
+from verl_server.weight_sync.handles import Allocation, DescribedTensor, Shard, WeightsDescription
 
 device = torch.device("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 allocations: list[Allocation] = []
@@ -48,8 +48,8 @@ def main() -> None:
     large = torch.zeros(16 << 20, device=device)
     shards = [shard(embed[:5], [0, 0]), shard(embed[5:], [5, 0], large)]
     sources = [
-        TensorSource(name="model.embed_tokens.weight", dtype="float32", shape=[8, 4], shards=shards),
-        TensorSource(name="model.norm.weight", dtype="float32", shape=[4], shards=[shard(norm, [0])]),
+        DescribedTensor(name="model.embed_tokens.weight", dtype="float32", shape=[8, 4], shards=shards),
+        DescribedTensor(name="model.norm.weight", dtype="float32", shape=[4], shards=[shard(norm, [0])]),
     ]
     del large
     torch.cuda.synchronize(device)

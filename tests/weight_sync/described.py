@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from verl_server.weight_sync.handles import Allocation, Shard, TensorSource, WeightsDescription
+from verl_server.weight_sync.handles import Allocation, DescribedTensor, Shard, WeightsDescription
 
 Boxes = list[tuple[list[int], list[int]]]
 """(offset, shape) of each shard."""
@@ -69,7 +69,7 @@ class Trainer:
         self.ranks = [SharedMemory(nbytes) for _ in range(ranks)]
         self.placed: dict[str, list[torch.Tensor]] = {}
         """What the ranks' shards of each tensor are now."""
-        self._sources: list[TensorSource] = []
+        self._sources: list[DescribedTensor] = []
 
     def place(
         self, name: str, full: torch.Tensor, boxes: Boxes | None = None, dice: random.Random | None = None
@@ -83,7 +83,7 @@ class Trainer:
             shards.append(self.ranks[owner].shard(view, offset, owner))
             views.append(view)
         dtype = str(full.dtype).removeprefix("torch.")
-        self._sources.append(TensorSource(name=name, dtype=dtype, shape=list(full.shape), shards=shards))
+        self._sources.append(DescribedTensor(name=name, dtype=dtype, shape=list(full.shape), shards=shards))
         self.placed[name] = views
 
     def description(self, id: str = "weights") -> WeightsDescription:

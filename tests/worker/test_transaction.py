@@ -1,4 +1,4 @@
-"""Sessions as the weights see them: every rank's `WeightUpdater` over real plans, without the fence of rank 0."""
+"""Transactions as the weights see them: every rank's `WeightUpdater` over real plans, without the fence of rank 0."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_newest_label_of_its_calls_counts_unless_the_end_brings_one(ranks: R
 
 
 @SIZES
-def test_a_partial_session_over_whole_weights_serves(ranks: Ranks) -> None:
+def test_a_partial_transaction_over_whole_weights_serves(ranks: Ranks) -> None:
     begin(ranks)
     push(ranks, some(random_weights(1), NORM, Q))
     assert end(ranks).success
@@ -98,7 +98,7 @@ def test_a_partial_session_over_whole_weights_serves(ranks: Ranks) -> None:
 
 
 @SIZES
-def test_a_full_session_cannot_end_before_everything_was_brought(ranks: Ranks) -> None:
+def test_a_full_transaction_cannot_end_before_everything_was_brought(ranks: Ranks) -> None:
     new = random_weights(1)
     begin(ranks, full=True)
     push(ranks, some(new, EMBED, Q))
@@ -111,7 +111,7 @@ def test_a_full_session_cannot_end_before_everything_was_brought(ranks: Ranks) -
 
 @SIZES
 @pytest.mark.parametrize("wrote", [False, True])
-def test_a_discarded_session_is_torn_if_it_wrote_and_nothing_else(ranks: Ranks, wrote: bool) -> None:
+def test_a_discarded_transaction_is_torn_if_it_wrote_and_nothing_else(ranks: Ranks, wrote: bool) -> None:
     epoch = ranks.updaters[0].epoch
     begin(ranks)
     assert push(ranks, {"no.such": torch.ones(1)}).status_code == 400, "a refused call writes nothing"
@@ -124,7 +124,9 @@ def test_a_discarded_session_is_torn_if_it_wrote_and_nothing_else(ranks: Ranks, 
 
 
 @SIZES
-def test_a_write_that_failed_makes_the_session_bring_everything(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_failed_makes_the_transaction_bring_everything(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     new = random_weights(1)
     begin(ranks)
     push(ranks, some(new, EMBED))
@@ -137,7 +139,7 @@ def test_a_write_that_failed_makes_the_session_bring_everything(ranks: Ranks, mo
 
 
 @SIZES
-def test_a_session_brings_not_loaded_weights_back_in_parts(ranks: Ranks) -> None:
+def test_a_transaction_brings_not_loaded_weights_back_in_parts(ranks: Ranks) -> None:
     new = random_weights(1)
     ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"]))
     assert begin(ranks).status_code == 400, "there is no memory to write to"
@@ -296,12 +298,12 @@ def test_a_push_has_exactly_one_source(ranks: Ranks, fields: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence_of_sessions_serves_one_version_or_refuses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_sequence_of_transactions_serves_one_version_or_refuses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of the state table, kept beside: what each parameter must be, and what must be written."""
     dice, ranks = random.Random(seed), Ranks(1 + seed % 2)
     meant = random_weights(0)
     push(ranks, meant)
-    session: set[str] | None = None
+    transaction: set[str] | None = None
     full = failed = False
     unwritten: set[str] = set()
     for step in range(150):
@@ -311,37 +313,37 @@ def test_any_sequence_of_sessions_serves_one_version_or_refuses(seed: int, monke
             case "push":
                 assert push(ranks, some(weights, *names)).success
                 meant |= some(weights, *names)
-                if session is None:
+                if transaction is None:
                     unwritten -= set(names)
                 else:
-                    session |= set(names)
+                    transaction |= set(names)
             case "bad":
                 assert push(ranks, some(weights, *names) | {"no": torch.ones(1)}).status_code == 400
             case "torn":
                 reply = fail_once(monkeypatch, ranks, partial(push, ranks, some(weights, *names)))
                 assert reply.status_code == 500
                 meant |= some(weights, *names)
-                if session is None:
+                if transaction is None:
                     unwritten = set(SHAPES)
                 else:
-                    session, failed = set(), True
-            case "begin" if session is None:
-                full, failed, session = dice.random() < 0.5, False, set()
+                    transaction, failed = set(), True
+            case "begin" if transaction is None:
+                full, failed, transaction = dice.random() < 0.5, False, set()
                 assert begin(ranks, full=full).success
-            case "end" if session is not None:
-                missing = set(SHAPES) - session if full or failed else set()
+            case "end" if transaction is not None:
+                missing = set(SHAPES) - transaction if full or failed else set()
                 assert end(ranks).success == (not missing)
                 if not missing:
-                    assert (ranks.version != version) == bool(session)
-                    unwritten = set() if failed else unwritten - session
-                    session = None
-            case "discard" if session is not None:
+                    assert (ranks.version != version) == bool(transaction)
+                    unwritten = set() if failed else unwritten - transaction
+                    transaction = None
+            case "discard" if transaction is not None:
                 assert end(ranks, discard=True).success
-                unwritten = set(SHAPES) if session or failed else unwritten
-                session = None
-        touched = session is not None and (bool(session) or failed)
+                unwritten = set(SHAPES) if transaction or failed else unwritten
+                transaction = None
+        touched = transaction is not None and (bool(transaction) or failed)
         assert (ranks.refusal is None) == (not unwritten and not touched), ranks.refusal
         if ranks.refusal is None:
             assert ranks.hold(meant)
-        if session is not None:
+        if transaction is not None:
             assert ranks.version == version

@@ -1,6 +1,6 @@
-"""Pushes of every kind, sessions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
+"""Pushes of every kind, transactions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
 
-The scheduler, the control queue, the sessions, the `WeightUpdater`, its sources and their plans over shared memory are
+The scheduler, the control queue, transactions, the `WeightUpdater`, its sources and their plans over shared memory are
 real; the model is the fake whose next token hashes all KV it reads *and every weight*. Three judges that know nothing
 of each other: the shadow of test_scheduler_fuzz (what each context read through the page table must be), a book kept
 from the replies alone (what every parameter must be now, and whether anybody may generate), and recomputation of whole
@@ -153,21 +153,21 @@ class Book:
         self.version = "default"
         self.unwritten: set[str] = set()
         self.asleep = self.kv_released = False
-        self.session: BeginWeightUpdateReq | None = None
-        self.session_wrote: set[str] = set()
-        self.session_failed = False
+        self.transaction: BeginWeightUpdateReq | None = None
+        self.transaction_wrote: set[str] = set()
+        self.transaction_failed = False
         self.sent: dict[int, tuple[Any, Weights, bool]] = {}
         """Request, what it brings, and whether its copy will fail half way."""
         self.salts: dict[str, int] = {}
-        self.torn = self.lost_leases = 0
+        self.torn = self.nonfinite = self.lost_leases = 0
 
     @property
     def touched(self) -> bool:
-        return self.session is not None and (bool(self.session_wrote) or self.session_failed)
+        return self.transaction is not None and (bool(self.transaction_wrote) or self.transaction_failed)
 
     @property
     def serves(self) -> bool:
-        return not (self.asleep or self.kv_released or self.unwritten or self.session)
+        return not (self.asleep or self.kv_released or self.unwritten or self.transaction)
 
     def on_tokens(self, message: BatchTokenIDOut, salt: int) -> None:
         assert self.serves, "generated without whole weights"
@@ -178,16 +178,16 @@ class Book:
     def on_reply(self, reply: ControlReply) -> None:
         req, brings, fails = self.sent.pop(reply.id)
         if isinstance(req, UpdateReq):
-            self._on_update(reply, brings, fails)
+            self._on_update(req, reply, brings, fails)
         elif not reply.success:
             return
         elif isinstance(req, BeginWeightUpdateReq):
-            assert self.session is None and not self.asleep
-            self.session, self.session_wrote, self.session_failed = req, set(), False
+            assert self.transaction is None and not self.asleep
+            self.transaction, self.transaction_wrote, self.transaction_failed = req, set(), False
         elif isinstance(req, EndWeightUpdateReq):
-            assert self.session is not None and req.transaction_id == self.session.transaction_id
+            assert self.transaction is not None and req.transaction_id == self.transaction.transaction_id
             if req.discard:
-                self.lose_session()
+                self.lose_transaction()
             else:
                 self._on_end(reply)
         elif isinstance(req, ReleaseMemoryOccupationReq):
@@ -197,42 +197,47 @@ class Book:
         elif isinstance(req, WeightsCheckerReq):
             self.unwritten = set(SHAPES)
 
-    def _on_update(self, reply: ControlReply, brings: Weights, fails: bool) -> None:
-        if not reply.success and not (fails and reply.status_code == 500):
+    def _on_update(self, req: UpdateReq, reply: ControlReply, brings: Weights, fails: bool) -> None:
+        is_bad = not all(bool(tensor.isfinite().all()) for tensor in brings.values())
+        is_found = reply.status_code == 400 and "holds NaN or infinity" in reply.message
+        self.nonfinite += is_found
+        if not reply.success and not is_found and not (fails and reply.status_code == 500):
             assert reply.status_code in (400, 404, 409, 499, 503, 504), reply.message
             return
         assert not self.asleep
+        assert not is_found or (is_bad and not req.allow_nonfinite)
+        assert not reply.success or not is_bad or req.allow_nonfinite, "NaN or infinity would be served"
         self.meant |= brings
         names = set(brings)
         if not reply.success:
             self.torn += 1
-            if self.session is None:
+            if self.transaction is None:
                 self.unwritten = set(SHAPES)
             else:
-                self.session_wrote, self.session_failed = set(), True
-        elif self.session is None:
+                self.transaction_wrote, self.transaction_failed = set(), True
+        elif self.transaction is None:
             self.unwritten -= names
             self.version = reply.payload["weight_version"]
         else:
             assert "weight_version" not in reply.payload
-            self.session_wrote |= names
+            self.transaction_wrote |= names
 
     def _on_end(self, reply: ControlReply) -> None:
-        assert self.session is not None
-        if self.session.full or self.session_failed:
-            assert self.session_wrote == set(SHAPES), "it ended with parameters missing"
-        self.unwritten -= self.session_wrote
+        assert self.transaction is not None
+        if self.transaction.full or self.transaction_failed:
+            assert self.transaction_wrote == set(SHAPES), "it ended with parameters missing"
+        self.unwritten -= self.transaction_wrote
         self.version = reply.payload["weight_version"]
-        self.session = None
+        self.transaction = None
 
-    def lose_session(self) -> None:
+    def lose_transaction(self) -> None:
         self.unwritten = set(SHAPES) if self.touched else self.unwritten
-        self.session = None
+        self.transaction = None
 
     def _on_release(self, tags: list[str]) -> None:
         self.kv_released |= "kv_cache" in tags
         if "weights" in tags:
-            assert self.session is None
+            assert self.transaction is None
             self.asleep = True
 
     def _on_resume(self, tags: list[str] | None) -> None:
@@ -267,9 +272,9 @@ class WeighedHarness(Harness):
 
     def note_lost_lease(self) -> None:
         """The one change that no reply tells of."""
-        if self.book.session is not None and not self.scheduler.control.session.is_open:
+        if self.book.transaction is not None and not self.scheduler.control.transaction.is_open:
             self.book.lost_leases += 1
-            self.book.lose_session()
+            self.book.lose_transaction()
 
 
 class Trainer:
@@ -356,7 +361,7 @@ class Monkey:
         if book.serves:
             assert h.updater.refusal() is None, h.updater.refusal()
             assert h.weighed.salt == salt_of(book.meant) and h.updater.version == book.version
-        elif book.session is None:
+        elif book.transaction is None:
             assert h.updater.refusal() is not None
 
     def add_request(self) -> None:
@@ -373,7 +378,7 @@ class Monkey:
                 "registered",
                 "register",
                 "unregister",
-                "session",
+                "transaction",
                 "end",
                 "pause",
                 "memory",
@@ -386,9 +391,9 @@ class Monkey:
         getattr(self, f"_{kind}")()
 
     def _fields(self) -> dict[str, Any]:
-        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no session, or of another."""
-        session, rng = self.book.session, self.rng
-        mine = session.transaction_id if session is not None and rng.random() < 0.85 else None
+        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no transaction, or of another."""
+        transaction, rng = self.book.transaction, self.rng
+        mine = transaction.transaction_id if transaction is not None and rng.random() < 0.85 else None
         return {"mode": rng.choice(["wait", "in_place", "retract", "abort"]), "transaction_id": mine}
 
     def _new(self) -> Weights:
@@ -399,12 +404,21 @@ class Monkey:
         """All, mostly: or nothing would ever serve again."""
         return list(SHAPES) if self.rng.random() < 0.7 else self.rng.sample(list(SHAPES), 2)
 
+    def _spoil(self, weights: Weights) -> bool:
+        """By chance one number becomes infinite; returns whether such weights are asked for."""
+        if self.rng.random() < 0.12:
+            values = weights[self.rng.choice(list(weights))].view(-1)
+            values[self.rng.randrange(len(values))] = self.rng.choice([float("inf"), -float("inf")])
+        return self.rng.random() < 0.2
+
     def _push(self) -> None:
         new, names = self._new(), self._names()
         brings = {name: new[name] for name in names}
+        allow = self._spoil(brings)
         _, description = described.described(brings, f"one-shot {self.made}")
         fails = self.rng.random() < 0.08
-        self.send(UpdateWeightsFromTensorReq(description=description, **self._fields()), brings, fails)
+        req = UpdateWeightsFromTensorReq(description=description, allow_nonfinite=allow, **self._fields())
+        self.send(req, brings, fails)
 
     def _idle_trainers(self) -> list[Trainer]:
         busy = [self.in_flight[id] for id in self.in_flight if id in self.book.sent]
@@ -414,14 +428,16 @@ class Monkey:
         if not (idle := self._idle_trainers()):
             return self._register()
         trainer, rng = rng_choice(self.rng, idle), self.rng
-        brings = trainer.step(self._new())
+        new = {name: tensor for name, tensor in self._new().items() if name in trainer.names}
+        allow = self._spoil(new)
+        brings = trainer.step(new)
         fails = rng.random() < 0.05
         self.in_flight[self.serial + 1] = trainer
         if rng.random() < 0.3:  # as if the server had forgotten it
             source: dict[str, Any] = {"description": trainer.description(), "keep": rng.random() < 0.8}
         else:
             source = {"registration": trainer.id}
-        self.send(UpdateWeightsFromTensorReq(**source, **self._fields()), brings, fails)
+        self.send(UpdateWeightsFromTensorReq(**source, allow_nonfinite=allow, **self._fields()), brings, fails)
 
     def _register(self) -> None:
         if len(self.trainers) < 6:
@@ -432,7 +448,7 @@ class Monkey:
         ids = None if self.rng.random() < 0.3 else [t.id for t in self.trainers[:2]]
         self.send(UnregisterWeightsReq(registrations=ids))
 
-    def _session(self) -> None:
+    def _transaction(self) -> None:
         name = self.rng.choice([None, f"s{self.serial}"])
         self.send(
             BeginWeightUpdateReq(
@@ -441,7 +457,7 @@ class Monkey:
         )
 
     def _end(self) -> None:
-        name = self.book.session.transaction_id if self.book.session is not None else None
+        name = self.book.transaction.transaction_id if self.book.transaction is not None else None
         if self.rng.random() < 0.1:
             name = "another"
         self.send(EndWeightUpdateReq(transaction_id=name, discard=self.rng.random() < 0.2))
@@ -476,7 +492,7 @@ class Monkey:
             self.h.scheduler.handle(WithdrawReq(id=self.rng.randint(max(1, self.serial - 4), self.serial)))
 
     def settle(self) -> None:
-        """Bring everything to an end: sessions, pauses, sleep, torn weights, and all requests."""
+        """Bring everything to an end: transactions, pauses, sleep, torn weights, and all requests."""
         for _ in range(3):
             while self.h.turned.queue:
                 self.h.turned.turn()
@@ -529,8 +545,8 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
 
 
 def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torn weights, lost leases, sleep and all kinds of answers come up, or the test above shows less than it says."""
-    torn = leases = 0
+    """Torn and infinite weights, lost leases and all kinds of answers come up: else the test above shows less."""
+    torn = nonfinite = leases = 0
     statuses: set[int] = set()
     for seed in range(10, 14):
         with monkeypatch.context() as patch:
@@ -538,6 +554,8 @@ def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
             monkey.play(500)
             monkey.settle()
         torn += monkey.book.torn
+        nonfinite += monkey.book.nonfinite
         leases += monkey.book.lost_leases
         statuses |= {reply.status_code for reply in monkey.h.replies.values() if not reply.success}
-    assert torn > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, (torn, leases, statuses)
+    met = torn, nonfinite, leases, statuses
+    assert torn > 5 and nonfinite > 5 and leases > 3 and statuses >= {400, 404, 409, 499, 500}, met

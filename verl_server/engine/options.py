@@ -44,6 +44,8 @@ class UpdateOptions(TypedDict, total=False):
     "retract" (their KV cache is computed again) or "abort" (they return what they have)."""
     abort_all_requests: bool
     """Shorthand for mode="abort"."""
+    allow_nonfinite: bool
+    """Serve weights that hold NaN or infinity; otherwise such an update fails and the weights are torn."""
     transaction_id: str | None
     """Id of the open transaction that the update belongs to; default: the one that this engine began."""
 

@@ -32,7 +32,7 @@ from verl_server.ipc.sockets import free_port
 from verl_server.results import GenerateResult, ServerInfo
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
-from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
+from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
 from verl_server.weight_sync.trainer.sender import Mapping
 from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -239,7 +239,7 @@ class VerlEngine:
 
         return _outcome(self._pusher.update(named_tensors, mapping, send))
 
-    def register_weights(self, weights: Source, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
+    def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
         """Have the server open and plan the memory of all ranks now; see `EngineWeights.register_weights`."""
         self._pusher.register(weights, mapping, lambda push: self._serving.send_registration(push, strict_dtype))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl_server.weight_sync.handles import LocalSerializedTensor
-    from verl_server.weight_sync.trainer.pusher import Push, Source, WeightPusher
+    from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
     from verl_server.weight_sync.trainer.sender import Mapping
     from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -82,7 +82,7 @@ class EngineWeights(abc.ABC):
         )
         return result
 
-    def register_weights(self, weights: Source, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
+    def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
         """Have the server open and plan this memory now, so that `push_weights` only copies.
 
         `weights` is a module, whose parameters are looked up at every push (FSDP2 modules are resharded first);
@@ -194,10 +194,10 @@ class EngineWeights(abc.ABC):
         full: bool = False,
         mode: UpdateMode = "wait",
     ) -> str:
-        """Open a session, of which this engine's update calls are part until `end_weight_update`; returns its id.
+        """Open a transaction, which this engine's update calls belong to until `end_weight_update`; returns its id.
 
         The server takes no step meanwhile. `full`: its end is refused while a parameter is missing. After
-        `lease_seconds` without a call the server gives the session up, and the next call raises UpdateConflictError.
+        `lease_seconds` without a call the server gives the transaction up; the next call raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -213,9 +213,9 @@ class EngineWeights(abc.ABC):
         flush_cache: bool = True,
         discard: bool = False,
     ) -> tuple[bool, str]:
-        """Serve what the session brought as one new version, or with `discard` give it up.
+        """Serve what the transaction brought as one new version, or with `discard` give it up.
 
-        An end that is refused because parameters are missing leaves the session open.
+        An end that is refused because parameters are missing leaves the transaction open.
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,
@@ -261,26 +261,26 @@ class EngineWeights(abc.ABC):
 
     def send_update(self, push: Push, req: UpdateWeightsFromTensorReq) -> tuple[bool, str]:
         """Send `req` with the source of `push`: its id where the server knows it, else the description."""
-        req, offer = self._in_transaction(req), push.offer
-        if offer is None or push.describe is None:
+        req, terms = self._in_transaction(req), push.terms
+        if terms is None or push.describe is None:
             return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
-        req = msgspec.structs.replace(req, forget=offer.forget)
-        if offer.by_id:
-            by_id = msgspec.structs.replace(req, registration=offer.id)
+        req = msgspec.structs.replace(req, forget=terms.forget)
+        if terms.by_id:
+            by_id = msgspec.structs.replace(req, registration=terms.id)
             reply = self._control(by_id)
             if reply.success or reply.status_code != _UNKNOWN_REGISTRATION:
                 return self._updated(by_id, reply)
-        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=offer.keep))
+        return self._update(msgspec.structs.replace(req, description=push.describe(), keep=terms.keep))
 
     def send_registration(self, push: Push, strict_dtype: bool) -> None:
-        if push.offer is None or push.describe is None:
+        if push.terms is None or push.describe is None:
             raise BadRequestError("register_weights takes tensors; handles (LocalSerializedTensor) are for one update.")
-        if not push.offer.keep:
+        if not push.terms.keep:
             raise BadRequestError(
                 "This CUDA memory cannot be registered: the driver does not tell its allocations apart. Use "
                 "update_weights_from_tensor."
             )
-        req = RegisterWeightsReq(description=push.describe(), forget=push.offer.forget, strict_dtype=strict_dtype)
+        req = RegisterWeightsReq(description=push.describe(), forget=push.terms.forget, strict_dtype=strict_dtype)
         self._update(req)
 
     def send_unregistration(self, registrations: list[str]) -> None:
@@ -323,15 +323,19 @@ class EngineWeights(abc.ABC):
         if reply.success:
             return True, reply.message
         message = reply.message
-        if reply.status_code == _CONFLICT and isinstance(req, UpdateReq) and self._forget_session(req.transaction_id):
+        if (
+            reply.status_code == _CONFLICT
+            and isinstance(req, UpdateReq)
+            and self._forget_transaction(req.transaction_id)
+        ):
             message += (
-                " This engine has left the session: until begin_weight_update, each of its calls is an update of its "
-                "own again."
+                " This engine has left the transaction: until begin_weight_update, each of its calls is an update of "
+                "its own again."
             )
         raise error_for_status(reply.status_code, message, WeightUpdateError)
 
-    def _forget_session(self, transaction_id: str | None) -> bool:
-        """The server, which may have been started again, has no session under this id; whether it was ours."""
+    def _forget_transaction(self, transaction_id: str | None) -> bool:
+        """The server, which may have been started again, has no transaction under this id; whether it was ours."""
         if transaction_id is None or transaction_id != self._transaction:
             return False
         self._transaction = None

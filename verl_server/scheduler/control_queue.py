@@ -1,8 +1,8 @@
-"""`ControlQueue`: pause, flush, sessions, weight updates and memory requests, each at its moment between two steps.
+"""`ControlQueue`: pause, flush, transactions, weight updates and memory requests, each at its moment between two steps.
 
 Owned by the `Scheduler`, which calls `run_ready` between steps. Implements the tables in docs/scheduler-states.md:
 what is refused on arrival, what is staged first, whose turn it is, and what each request does while serving,
-draining, paused, held by a session or refusing. Nothing here blocks: a request that has to wait (to be staged, for
+draining, paused, held by a transaction or refusing. Nothing here blocks: a request that has to wait (to be staged, for
 started requests to finish, for the scheduler to become idle) is looked at again after the next step, or when the
 stager rings, until its deadline.
 """
@@ -33,6 +33,7 @@ from verl_server.io_struct import (
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
+    UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
@@ -40,8 +41,8 @@ from verl_server.io_struct import (
 )
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.schedule_batch import Req
+from verl_server.scheduler.transaction_fence import TransactionFence
 from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.update_session import SessionFence
 from verl_server.worker.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class _PendingFlush:
 
 
 class ControlQueue:
-    """Control requests in order of arrival, the paused state, and the session that holds generation."""
+    """Control requests in order of arrival, the paused state, and the transaction that holds generation."""
 
     def __init__(self, scheduler: Generation, timeout: float, default_lease: float) -> None:
         self._scheduler = scheduler
@@ -99,15 +100,15 @@ class ControlQueue:
         """Refused as late, while the stager is still at them or before them."""
         self._flushes: list[_PendingFlush] = []
         self._step_taken = True  # since the last update: generation gets one before the next
-        self.session = SessionFence(scheduler.clock, default_lease)
+        self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.paused = False
         self.draining = False
         """The head of the queue waits for started requests; nobody new is started."""
 
     @property
     def holds_generation(self) -> bool:
-        """No step is taken, and nobody is refused: generation goes on when the pause, or the session, ends."""
-        return self.paused or self.session.is_open
+        """No step is taken, and nobody is refused: generation goes on when the pause, or the transaction, ends."""
+        return self.paused or self.transaction.is_open
 
     def receive(self, req: ControlReq) -> None:
         """Act at once on what does not depend on the order of weight updates; stage and queue the rest."""
@@ -174,8 +175,8 @@ class ControlQueue:
         """How long the idle loop may sleep: until the next deadline, None without one."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
         deadlines += [item.deadline for item in self._flushes]
-        if self.session.is_open and not self._session_call_pending():
-            deadlines.append(self.session.lease_end)
+        if self.transaction.is_open and not self._transaction_call_pending():
+            deadlines.append(self.transaction.lease_end)
         return max(0.0, min(deadlines) - self._scheduler.clock()) if deadlines else None
 
     # -- arrival and staging ---------------------------------------------------------------------------------
@@ -185,13 +186,13 @@ class ControlQueue:
         try:
             self._scheduler.worker.weights.check(req)
             if not any(isinstance(item.req, (BeginWeightUpdateReq, EndWeightUpdateReq)) for item in self._queue):
-                self.session.check(req)  # what is queued will not change who is let through
+                self.transaction.check(req)  # what is queued will not change who is let through
         except VerlServerError as error:
             self._abandon(req)
             self._refuse(req, str(error), error.status_code)
             return
-        if self.session.owns(req):
-            self.session.renew()
+        if self.transaction.owns(req):
+            self.transaction.renew()
         if isinstance(req, StagedReq) and needs_staging(req):
             if stuck := [other for other in self._overdue.values() if _is_join(other) == _is_join(req)]:
                 self._abandon(req)
@@ -280,7 +281,7 @@ class ControlQueue:
     def _is_ready(self, req: WeightReq) -> bool:
         """Whether `req` may run now. Clears the way as its mode says."""
         scheduler = self._scheduler
-        if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests and not self.session.is_open:
+        if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests and not self.transaction.is_open:
             scheduler.abort_all("Aborted by a change of the weight version.")
         if not isinstance(req, (UpdateReq, BeginWeightUpdateReq)) or self._is_fenced(req):
             return True
@@ -290,7 +291,7 @@ class ControlQueue:
         if aborts or (req.mode == "abort" and not self.holds_generation):
             scheduler.abort_all("Aborted by a weight update.")
         elif self.holds_generation:
-            return True  # whoever paused, or began the session, has decided what becomes of running requests
+            return True  # whoever paused, or began the transaction, has decided what becomes of running requests
         elif req.mode == "retract":
             scheduler.settle()
             scheduler.planner.retract_all()
@@ -300,23 +301,29 @@ class ControlQueue:
 
     def _is_fenced(self, req: WeightReq) -> bool:
         try:
-            self.session.check(req)
+            self.transaction.check(req)
         except VerlServerError:
             return True
         return False
 
-    def _session_call_pending(self) -> bool:
+    def _transaction_call_pending(self) -> bool:
         """Its lease is over after silence, not while it waits for us."""
-        return any(self.session.owns(item.req) for item in self._queue)
+        return any(self.transaction.owns(item.req) for item in self._queue)
 
     def _watch_lease(self) -> None:
-        session = self.session
-        if not session.is_open or self._session_call_pending() or self._scheduler.clock() < session.lease_end:
+        transaction = self.transaction
+        if (
+            not transaction.is_open
+            or self._transaction_call_pending()
+            or self._scheduler.clock() < transaction.lease_end
+        ):
             return
         logger.warning(
-            "The weight-update session %s was silent for %g s: it is discarded.", session.name, session.lease_seconds
+            "The weight-update transaction %s was silent for %g s: it is discarded.",
+            transaction.name,
+            transaction.lease_seconds,
         )
-        self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=session.transaction_id, discard=True), 0.0))
+        self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=transaction.transaction_id, discard=True), 0.0))
 
     # -- what ------------------------------------------------------------------------------------------------
 
@@ -324,7 +331,7 @@ class ControlQueue:
         req = pending.req
         self._scheduler.settle()  # what ran, or was aborted, is told before the reply, and under the old version
         try:
-            self.session.check(req)
+            self.transaction.check(req)
         except VerlServerError as error:
             self._drop(pending)
             self._refuse(req, str(error), error.status_code)
@@ -353,26 +360,28 @@ class ControlQueue:
         reply = worker.run_staged(req) if pending.staged and isinstance(req, StagedReq) else worker.control(req)
         if isinstance(req, (UpdateReq, BeginWeightUpdateReq)):
             self._step_taken = False
-        self._note_session(req, reply)
+        self._note_transaction(req, reply)
+        if isinstance(req, UpdateWeightsFromDiskReq) and req.keep_pause and reply.success:
+            self.paused = True
         if worker.weights.epoch != epoch:
             planner.start_version()
         return reply
 
-    def _note_session(self, req: WeightReq, reply: ControlReply) -> None:
+    def _note_transaction(self, req: WeightReq, reply: ControlReply) -> None:
         if isinstance(req, BeginWeightUpdateReq) and reply.success:
-            self.session.open(req)
+            self.transaction.open(req)
         elif isinstance(req, EndWeightUpdateReq) and reply.success:
-            self.session.close()
-        elif self.session.owns(req):
-            self.session.renew()
-        if self.session.is_open and (isinstance(req, BeginWeightUpdateReq) or self.session.owns(req)):
+            self.transaction.close()
+        elif self.transaction.owns(req):
+            self.transaction.renew()
+        if self.transaction.is_open and (isinstance(req, BeginWeightUpdateReq) or self.transaction.owns(req)):
             payload = reply.payload if isinstance(reply.payload, dict) else {}
-            reply.payload = payload | {"lease_seconds": self.session.lease_seconds}
+            reply.payload = payload | {"lease_seconds": self.transaction.lease_seconds}
 
     def _refuse(self, req: WeightReq, message: str, status_code: int) -> None:
         """Answer that it is not carried out. What it wanted forgotten is forgotten: its owner frees that memory."""
-        if self.session.owns(req):
-            self.session.renew()
+        if self.transaction.owns(req):
+            self.transaction.renew()
         if isinstance(req, (UpdateWeightsFromTensorReq, RegisterWeightsReq)) and req.forget:
             self._scheduler.worker.control(UnregisterWeightsReq(registrations=req.forget))
         self._reply(ControlReply(id=req.id, success=False, message=message, status_code=status_code))

@@ -318,7 +318,7 @@ class Scheduler:
             "refusal": weights.refusal(),
             "paused": self.control.paused,
             "draining": self.control.draining,
-            "session": self.control.session.name if self.control.session.is_open else None,
+            "transaction": self.control.transaction.name if self.control.transaction.is_open else None,
             "memory": self.worker.runner.memory_figures(),
         }
 

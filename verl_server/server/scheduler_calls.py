@@ -60,8 +60,8 @@ class ControlCalls:
         self._control_timeout = server_args.control_timeout
         self._serial, self._encode, self._send = serial, encode, send
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
-        self._session_end = 0.0
-        """Until then an open weight-update session may hold generation (its lease, renewed by its calls)."""
+        self._transaction_end = 0.0
+        """Until then an open weight-update transaction may hold generation (its lease, renewed by its calls)."""
         self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
         """Those without a reply; a future that is done has a caller who gave up."""
 
@@ -130,9 +130,11 @@ class ControlCalls:
 
     @property
     def updating_weights(self) -> bool:
-        """Whether an update, or a session of updates, may keep generation waiting."""
+        """Whether an update, or a transaction of updates, may keep generation waiting."""
         updates = UpdateReq | BeginWeightUpdateReq | EndWeightUpdateReq
-        return time.monotonic() < self._session_end or any(isinstance(req, updates) for req, _ in self._calls.values())
+        return time.monotonic() < self._transaction_end or any(
+            isinstance(req, updates) for req, _ in self._calls.values()
+        )
 
     def _give_up(self, req: ControlReq, future: asyncio.Future[ControlReply]) -> None:
         if req.id in self._calls:
@@ -142,23 +144,25 @@ class ControlCalls:
 
     def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
         if isinstance(req, PauseGenerationReq):
-            self._note_pause(req)
+            self._note_pause(req.mode)
         elif isinstance(req, ContinueGenerationReq):
             self._note_continuation()
         elif isinstance(req, EndWeightUpdateReq):
-            self._session_end = 0.0
+            self._transaction_end = 0.0
         elif isinstance(req, UpdateWeightsFromDiskReq):
             self.model_path = req.model_path
+            if req.keep_pause:
+                self._note_pause("in_place")
         payload = reply.payload if isinstance(reply.payload, dict) else {}
         if "lease_seconds" in payload:
-            self._session_end = time.monotonic() + float(payload["lease_seconds"])
+            self._transaction_end = time.monotonic() + float(payload["lease_seconds"])
         if "weight_version" in payload:
             self.weight_version = str(payload["weight_version"])
             self.weights_confirmed |= payload.get("num_tensors", 0) >= self.num_parameters
 
-    def _note_pause(self, req: PauseGenerationReq) -> None:
+    def _note_pause(self, mode: str) -> None:
         if self.pause is None:
-            self.pause = Pause(req.mode)
+            self.pause = Pause(mode)
             logger.info("Generation is %s. Requests wait for continue_generation.", self.pause)
 
     def _note_continuation(self) -> None:
@@ -167,7 +171,7 @@ class ControlCalls:
         self.pause = None
 
     def _carried_out_for_nobody(self, req: ControlReq) -> None:
-        """Its caller gave up when it had begun already. A session that he does not know of would hold generation."""
+        """The caller gave up when `req` had begun. A transaction that nobody knows of would hold generation."""
         if not isinstance(req, (GetInternalStateReq, FlushCacheReq, *ENDING_REQS)):
             logger.warning("%s was carried out, though its caller had given up: it had begun already.", _name(req))
         if isinstance(req, BeginWeightUpdateReq):

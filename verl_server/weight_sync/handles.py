@@ -62,7 +62,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """In elements from the start of the allocation's storage."""
 
 
-class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
+class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """One named tensor, whole or in shards that several processes own.
 
     Distinct boxes are disjoint and together cover the tensor. Equal boxes are copies (replicas of a data-parallel
@@ -85,7 +85,7 @@ class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     allocations: list[Allocation]
-    tensors: list[TensorSource]
+    tensors: list[DescribedTensor]
 
 
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):

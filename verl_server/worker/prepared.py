@@ -28,6 +28,9 @@ class Prepared(Protocol):
     def commit(self) -> None:
         """Write; the device may still be busy with it. An error may leave some of it written."""
 
+    def nonfinite(self) -> list[str]:
+        """After the device is done: the tensors, by the trainer's names, that brought NaN or infinity to this rank."""
+
     def confirm(self) -> None:
         """After the device is done: raise if what was read is not what was meant."""
 
@@ -50,6 +53,9 @@ class Planned:
 
     def commit(self) -> None:
         self._plan.commit()
+
+    def nonfinite(self) -> list[str]:
+        return self._plan.nonfinite()
 
     def confirm(self) -> None:
         if self._checksums:
@@ -81,6 +87,9 @@ class Received:
         assert self._plan is not None
         self._plan.commit()
 
+    def nonfinite(self) -> list[str]:
+        return self._plan.nonfinite() if self._plan is not None else []
+
     def confirm(self) -> None:
         pass
 
@@ -97,18 +106,23 @@ class Streamed:
         self,
         names: list[str],
         windows: Iterable[Window],
-        write: Callable[[Window], None],
+        write: Callable[[Window], list[str]],
         let_go: Callable[[], None],
     ) -> None:
+        """`write` waits for the device, and returns what of the window was NaN or infinity."""
         self.names = names
         self._windows, self._write, self._let_go = windows, write, let_go
+        self._nonfinite: list[str] = []
 
     def ready(self) -> None:
         pass
 
     def commit(self) -> None:
         for window in self._windows:
-            self._write(window)
+            self._nonfinite += self._write(window)
+
+    def nonfinite(self) -> list[str]:
+        return self._nonfinite
 
     def confirm(self) -> None:
         pass
@@ -129,6 +143,9 @@ class Done:
 
     def commit(self) -> None:
         self._wanted = True
+
+    def nonfinite(self) -> list[str]:
+        return []
 
     def confirm(self) -> None:
         pass

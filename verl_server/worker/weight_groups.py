@@ -101,11 +101,13 @@ class WeightGroups:
                 pass
             raise
 
-        def write(window: Window) -> None:
+        def write(window: Window) -> list[str]:
             part = self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True)
             part.commit()
             self._runner.synchronize()  # the next window may take this one's memory
+            nonfinite = part.nonfinite()
             part.close()
+            return nonfinite
 
         return Streamed(plan.names, windows, write, lambda: self._let_go(group, windows, held))
 

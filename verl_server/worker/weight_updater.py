@@ -2,19 +2,19 @@
 
 One in each scheduler process. `handle` runs on every tensor-parallel rank at the same point of the command
 order, with no step in flight; around it the scheduler drains requests and renews its prefix cache. Who may do
-what (docs/scheduler-states.md has the rest: sessions, staging, generation):
+what (docs/scheduler-states.md has the rest: transactions, staging, generation):
 
-    weights     generate  update, session  release(weights)  resume(weights)  after a success
-    ----------  --------  ---------------  ----------------  ---------------  ---------------------------------
-    serving     yes       yes              -> asleep         400              serving
-    torn        503       yes              -> asleep         400              serving as soon as every parameter
-    not_loaded  503       yes              -> asleep         400              was written since
-    asleep      503       400              400               -> as before, if a backup restored it; not_loaded
+    weights     generate  update  release(weights)  resume(weights)  after a success
+    ----------  --------  ------  ----------------  ---------------  ---------------------------------
+    serving     yes       yes     -> asleep         400              serving
+    torn        503       yes     -> asleep         400              serving as soon as every parameter
+    not_loaded  503       yes     -> asleep         400              was written since
+    asleep      503       400     400               -> as before, if a backup restored it; not_loaded
 
     kv_cache released: generation 503; updates work. Releasing twice or resuming what is there: 400.
 
-Every write belongs to a session (`UpdateSession`); a single update is a session of one call. From the first write
-until its session ends the weights count as *torn*, so no fault of any kind, and no writer that goes away, can leave
+Every write belongs to a transaction (`Transaction`); a single update is a transaction of one call. From the first write
+until its transaction ends the weights count as *torn*, so no fault of any kind, and no writer that goes away, can leave
 half an update being served. All ranks vote before the first write, whether each can, and again after the copy.
 """
 
@@ -52,7 +52,7 @@ from verl_server.worker.agreement import agree
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import discard
-from verl_server.worker.update_session import State, UpdateSession
+from verl_server.worker.transaction import State, Transaction
 from verl_server.worker.weight_inspector import WeightInspector
 from verl_server.worker.weight_sources import WeightSources
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-_IN_SESSION = "a session wrote some of them and has not ended"
+_IN_TRANSACTION = "a transaction wrote some of them and has not ended"
 Outcome = tuple[str, Any]
 """(message, payload) of a reply."""
 
@@ -74,7 +74,7 @@ class WeightUpdater:
         self._newest_number = int(self.version) if self.version.isdecimal() else 0
         self._runner, self._tp, self._sources = runner, tp, sources
         self._inspector = WeightInspector(runner.weight_map, tp)
-        self._session: UpdateSession | None = None
+        self._transaction: Transaction | None = None
         self._unwritten: dict[str, None] = {}
         """Parameters that must still be written before the weights can serve (torn, not_loaded)."""
         self._torn_by = ""
@@ -158,15 +158,15 @@ class WeightUpdater:
             self._sources.forget(req.forget)
         self._need_weights("updated")
         start = time.perf_counter()
-        session = self._session or self._new_session()
-        names = self._write(session, req, prepared)
-        session.label = req.weight_version or session.label
+        transaction = self._transaction or self._new_transaction()
+        names = self._write(transaction, req, prepared)
+        transaction.label = req.weight_version or transaction.label
         payload: dict[str, Any] = {"num_tensors": len(names), "seconds": {"commit": time.perf_counter() - start}}
-        if self._session is not None:
+        if self._transaction is not None:
             return "Success", payload
-        return self._settle(session), payload | {"weight_version": self.version}
+        return self._settle(transaction), payload | {"weight_version": self.version}
 
-    def _write(self, session: UpdateSession, req: UpdateReq, prepared: Prepared | None) -> list[str]:
+    def _write(self, transaction: Transaction, req: UpdateReq, prepared: Prepared | None) -> list[str]:
         """Copy on all ranks, or raise on all. Two votes: a rank that cannot write keeps all others from writing."""
 
         def find() -> Prepared:
@@ -177,72 +177,85 @@ class WeightUpdater:
         update = agree(self._tp, find)
         self._tear("an update failed half way")
         try:
-            agree(self._tp, lambda: self._copy(update))
+            agree(self._tp, lambda: self._copy(update, req.allow_nonfinite))
         except VerlServerError as error:
-            session.fail()
+            transaction.fail()
             self.epoch += 1
-            if error.status_code < 500:  # those promise that nothing was changed
-                raise VerlServerError(str(error)) from error
+            if error.status_code < 500:
+                self._tear("the last update held NaN or infinity")
             raise
-        session.wrote(update.names)
-        self._tear(_IN_SESSION)
+        transaction.wrote(update.names)
+        self._tear(_IN_TRANSACTION)
         return update.names
 
-    def _copy(self, update: Prepared) -> None:
+    def _copy(self, update: Prepared, allow_nonfinite: bool) -> None:
+        """Raises WeightUpdateError for NaN and infinity alone: after any other error nobody knows what was written."""
         try:
             update.commit()
             self._runner.synchronize()
+            nonfinite = update.nonfinite()
             update.confirm()
+        except (WeightUpdateError, BadRequestError) as error:  # which promise that nothing was changed
+            raise VerlServerError(str(error)) from error
         except RuntimeError as error:
             # A CUDA context is lost with its first error: torn "until a full update" would be for ever.
             if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
                 raise SystemExit(f"The device failed while weights were copied: {error}") from error
             raise
+        if nonfinite and not allow_nonfinite:
+            raise WeightUpdateError(
+                f"The update holds NaN or infinity in {len(nonfinite)} of {len(update.names)} tensors: "
+                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were brought "
+                "again. (allow_nonfinite=True serves such weights.)"
+            )
+        if nonfinite:
+            logger.warning("Weights with NaN or infinity are served, as was asked for: %s", _listed(nonfinite))
 
-    def _settle(self, session: UpdateSession) -> str:
-        """What the session wrote is the new version."""
-        self._unwritten = session.still_unwritten() if not session.failed else {}
-        self.state = session.state if self._unwritten else "serving"
+    def _settle(self, transaction: Transaction) -> str:
+        """What the transaction wrote is the new version."""
+        self._unwritten = transaction.still_unwritten() if not transaction.failed else {}
+        self.state = transaction.state if self._unwritten else "serving"
+        self._torn_by = transaction.torn_by
         self.epoch += 1
-        self._label(session.label or str(self._newest_number + 1))
-        logger.debug("Weights are now version %s: %d parameters", self.version, len(session.written))
+        self._label(transaction.label or str(self._newest_number + 1))
+        logger.debug("Weights are now version %s: %d parameters", self.version, len(transaction.written))
         message = f"Success Weight version updated to {self.version}."
         if self._unwritten:
             message += f" Not serving yet: {self._still_unwritten()}"
         return message
 
-    def _new_session(self) -> UpdateSession:
-        return UpdateSession(self.state, self._unwritten)
+    def _new_transaction(self) -> Transaction:
+        return Transaction(self.state, self._torn_by, self._unwritten)
 
     def _begin(self, req: BeginWeightUpdateReq) -> Outcome:
         self._need_weights("updated")
-        self._session = self._new_session()
-        self._session.full = req.full
+        self._transaction = self._new_transaction()
+        self._transaction.full = req.full
         return "Success", None
 
     def _end(self, req: EndWeightUpdateReq) -> Outcome:
-        session = self._session
-        assert session is not None, "rank 0 lets nobody end what is not open"
+        transaction = self._transaction
+        assert transaction is not None, "rank 0 lets nobody end what is not open"
         if req.discard:
-            self._session = None
-            if not session.touched:
-                return "Success The session wrote nothing; the old weights go on.", None
+            self._transaction = None
+            if not transaction.touched:
+                return "Success The transaction wrote nothing; the old weights go on.", None
             self.epoch += 1
-            self._tear("a session wrote some of them and was given up")
+            self._tear("a transaction wrote some of them and was given up")
             return f"Success The weights are torn: {self._still_unwritten()}", None
-        missing = session.missing(self._runner.weight_map.slots)
+        missing = transaction.missing(self._runner.weight_map.slots)
         if missing:
             raise WeightUpdateError(
-                f"The session cannot end: {'a write failed, and ' if session.failed else ''}{len(missing)} parameters "
-                f"are missing ({_listed(missing)}). Bring them and end it again, or discard it."
+                f"The transaction cannot end: {'a write failed, and ' if transaction.failed else ''}{len(missing)} "
+                f"parameters are missing ({_listed(missing)}). Bring them and end it again, or discard it."
             )
-        session.label = req.weight_version or session.label
-        self._session = None
-        if session.touched:
-            return self._settle(session), {"weight_version": self.version, "num_tensors": len(session.written)}
-        if session.label is not None:
-            self._label(session.label)
-        return "Success The session wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
+        transaction.label = req.weight_version or transaction.label
+        self._transaction = None
+        if transaction.touched:
+            return self._settle(transaction), {"weight_version": self.version, "num_tensors": len(transaction.written)}
+        if transaction.label is not None:
+            self._label(transaction.label)
+        return "Success The transaction wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
 
     def _tear(self, reason: str) -> None:
         self.state, self._torn_by = "torn", reason

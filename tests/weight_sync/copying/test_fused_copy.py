@@ -117,7 +117,7 @@ def test_an_error_in_a_thread_is_raised() -> None:
     def fail() -> None:
         raise MemoryError("no")
 
-    copies._jobs = [fail] * 2
+    copies._jobs = [fail] * 2  # type: ignore[list-item]
     with pytest.raises(MemoryError):
         copies.run()
 
@@ -211,14 +211,14 @@ def test_aligned_memory_travels_in_the_widest_words() -> None:
         return [table.kind for table in build_tables([(destination, source)], 2**15)[0]]
 
     full, rounded = torch.empty(64, 64), torch.empty(64, 64, dtype=torch.bfloat16)
-    assert kinds(torch.empty(64, 64), full) == [Kind(torch.int64, torch.int64, 2)]
-    assert kinds(torch.empty(64, 32), full[:, 32:]) == [Kind(torch.int64, torch.int64, 2)]
-    assert kinds(rounded, full) == [Kind(torch.float32, torch.bfloat16, 8)]
-    assert kinds(torch.empty(64, 60), full[:, 4:]) == [Kind(torch.int64, torch.int64, 2)]
-    assert kinds(torch.empty(64, 61), full[:, 3:]) == [Kind(torch.int32, torch.int32, 1)]
+    assert kinds(torch.empty(64, 64), full) == [Kind(torch.int64, torch.int64, 2, torch.float32)]
+    assert kinds(torch.empty(64, 32), full[:, 32:]) == [Kind(torch.int64, torch.int64, 2, torch.float32)]
+    assert kinds(rounded, full) == [Kind(torch.float32, torch.bfloat16, 8, torch.bfloat16)]
+    assert kinds(torch.empty(64, 60), full[:, 4:]) == [Kind(torch.int64, torch.int64, 2, torch.float32)]
+    assert kinds(torch.empty(64, 61), full[:, 3:]) == [Kind(torch.int32, torch.int32, 1, torch.float32)]
     assert kinds(torch.empty(33), full.view(-1)[:33]) == [
-        Kind(torch.int64, torch.int64, 2),
-        Kind(torch.int32, torch.int32, 1),
+        Kind(torch.int64, torch.int64, 2, torch.float32),
+        Kind(torch.int32, torch.int32, 1, torch.float32),
     ]
     assert kinds(torch.empty(64, 64, dtype=torch.int32), full) == []
 
@@ -258,8 +258,8 @@ def test_torch_copies_where_the_kernel_cannot_be_had(monkeypatch: pytest.MonkeyP
     destination = torch.zeros(9)
     with pytest.warns(UserWarning, match="fused weight copy is off"):
         steps = fused_copy._device_steps([(destination, torch.ones(9))], torch.device("cpu"), [0])
-    for step in steps:
-        step()
+    for copies, _ in steps:
+        copies.run()
     assert destination.eq(1).all()
 
 

@@ -136,11 +136,11 @@ def test_ranks_come_to_the_same_decisions() -> None:
         trainer.push(*named)
     trainer.engine.refuse = ControlReply(id=0, success=False, message="no", status_code=400)
     trainer.push(*rows(0, 3, 6))
-    held = [pusher._offers.open_ids() for pusher in trainer.pushers]
+    held = [pusher._registrations.open_ids() for pusher in trainer.pushers]
     assert held[0] == held[1] and len(held[0]) == 1
     trainer.engine.refuse = None
     assert trainer.each(lambda rank: trainer.pushers[rank].unregister(trainer.engine.send_unregistration)) == [None] * 2
-    assert [pusher._offers.open_ids() for pusher in trainer.pushers] == [[], []]
+    assert [pusher._registrations.open_ids() for pusher in trainer.pushers] == [[], []]
 
 
 def test_errors_are_everyones() -> None:

@@ -24,7 +24,7 @@ from tests.weight_sync.reading import read, read_handle
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.trainer import exports, sender
-from verl_server.weight_sync.trainer.looks import Look, NamedTensors
+from verl_server.weight_sync.trainer.memory_layout import MemoryLayout, NamedTensors
 from verl_server.weight_sync.trainer.sender import WeightSender, describe_tensors
 from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -358,7 +358,7 @@ def test_a_glance_at_the_same_objects_sees_what_changed_in_place(move: str, monk
     tensors = NamedTensors([("other", torch.zeros(3)), ("w", parameter)])
     before = sender.describe(tensors).description
     with monkeypatch.context() as patched, torch.no_grad():
-        patched.setattr(Look, "at", None)  # a glance is enough
+        patched.setattr(MemoryLayout, "at", None)  # a glance is enough
         parameter.add_(1.0)
         assert sender.describe(tensors).description is before
     with torch.no_grad():
@@ -366,7 +366,7 @@ def test_a_glance_at_the_same_objects_sees_what_changed_in_place(move: str, monk
     after = sender.describe(tensors).description
     assert after.id != before.id and torch.equal(read(after)["w"], parameter)
     with monkeypatch.context() as patched:
-        patched.setattr(Look, "at", None)
+        patched.setattr(MemoryLayout, "at", None)
         assert sender.describe(tensors).description is after
 
 
@@ -379,7 +379,7 @@ def test_a_glance_is_for_the_same_objects_in_memory_that_is_watched() -> None:
     assert sender.describe(twin).description.id != before.id
     unwatched = NamedTensors([("shared", torch.ones(4).share_memory_())])
     assert sender.describe(unwatched).description is sender.describe(unwatched).description
-    assert sender._known["shared",]._glance is None
+    assert sender._known["shared",]._guard is None
     dying = sender.describe(tensors).description
     sender._known["w",]._memories_alive = [lambda: None]
     assert sender.describe(tensors).description.id != dying.id

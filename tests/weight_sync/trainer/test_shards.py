@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.trainer.shards import TensorShard, boxes_of, sharded_boxes
+from verl_server.weight_sync.trainer.shards import TensorShard, parts_of, sharded_parts
 
 
 def split(full: torch.Tensor, mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_boxes_are_where_torch_puts_them(layout: tuple[Any, Any], shape: tuple[i
     seen = torch.zeros(shape, dtype=torch.int64)
     for coordinate in itertools.product(*map(range, mesh)):
         local = split(full, mesh, coordinate, placements)
-        boxes = sharded_boxes("w", shape, mesh, coordinate, placements)
+        boxes = sharded_parts("w", shape, mesh, coordinate, placements)
         for box in boxes:
             there = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
             here = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.shape, strict=True))
@@ -63,30 +63,30 @@ def test_boxes_are_where_torch_puts_them(layout: tuple[Any, Any], shape: tuple[i
 
 
 def test_neighbouring_pieces_are_one_box() -> None:
-    assert len(sharded_boxes("w", (8, 4), (2, 2), (1, 1), (Shard(0), Shard(0)))) == 1
-    assert len(sharded_boxes("w", (8, 4), (2, 2), (1, 1), (_StridedShard(0, split_factor=2), Shard(0)))) == 1
-    assert len(sharded_boxes("w", (8, 4), (2,), (1,), (_StridedShard(0, split_factor=2),))) == 2
+    assert len(sharded_parts("w", (8, 4), (2, 2), (1, 1), (Shard(0), Shard(0)))) == 1
+    assert len(sharded_parts("w", (8, 4), (2, 2), (1, 1), (_StridedShard(0, split_factor=2), Shard(0)))) == 1
+    assert len(sharded_parts("w", (8, 4), (2,), (1,), (_StridedShard(0, split_factor=2),))) == 2
 
 
 def test_sums_that_no_rank_holds_are_refused() -> None:
     with pytest.raises(BadRequestError, match=r"'w' has placements .*Redistribute"):
-        sharded_boxes("w", (4,), (2,), (0,), (Partial(),))
+        sharded_parts("w", (4,), (2,), (0,), (Partial(),))
 
 
 def test_plain_tensors_are_whole_and_scalars_too() -> None:
-    shape, (box,) = boxes_of("w", torch.zeros(3, 4))
+    shape, (box,) = parts_of("w", torch.zeros(3, 4))
     assert (shape, box.shape, box.offset) == ((3, 4), (3, 4), (0, 0))
-    shape, (box,) = boxes_of("w", torch.tensor(1.0))
+    shape, (box,) = parts_of("w", torch.tensor(1.0))
     assert (shape, box.shape) == ((), ())
-    assert boxes_of("w", torch.zeros(0, 4)) == ((0, 4), [])
+    assert parts_of("w", torch.zeros(0, 4)) == ((0, 4), [])
 
 
 def test_declared_shards() -> None:
-    shape, (box,) = boxes_of("w", TensorShard(torch.zeros(2, 4), shape=(6, 4), offset=(4, 0)))
+    shape, (box,) = parts_of("w", TensorShard(torch.zeros(2, 4), shape=(6, 4), offset=(4, 0)))
     assert (shape, box.shape, box.offset, box.local_offset) == ((6, 4), (2, 4), (4, 0), (0, 0))
-    assert boxes_of("w", TensorShard(torch.zeros(0, 4), shape=(6, 4), offset=(6, 0)))[1] == []
+    assert parts_of("w", TensorShard(torch.zeros(0, 4), shape=(6, 4), offset=(6, 0)))[1] == []
     for shape, offset in [((6, 4), (5, 0)), ((6,), (0,)), ((6, 4), (-1, 0)), ((6, 4), (0,))]:
         with pytest.raises(BadRequestError, match="no box"):
-            boxes_of("w", TensorShard(torch.zeros(2, 4), shape=shape, offset=offset))
+            parts_of("w", TensorShard(torch.zeros(2, 4), shape=shape, offset=offset))
     with pytest.raises(BadRequestError, match="plain tensor"):
-        boxes_of("w", TensorShard([1.0], shape=(1,), offset=(0,)))  # type: ignore[arg-type]
+        parts_of("w", TensorShard([1.0], shape=(1,), offset=(0,)))  # type: ignore[arg-type]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from verl_server.weight_sync.copying.copy_table import FIELDS, Table
+from verl_server.weight_sync.copying.copy_table import FIELDS, INTEGERS, Table
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -20,25 +21,48 @@ class TileCopies:
     def __init__(self, tables: Sequence[Table], device: torch.device, *, num_warps: int) -> None:
         """Waits for the current stream, after which any stream may launch. Raises whatever Triton does if it cannot."""
         self._device = device
+        # Page-locked host memory, which the kernel writes only if it sees NaN or infinity: nothing has to be cleared on
+        # the device before a copy, nor fetched from it afterwards.
+        self._seen = [torch.zeros(len(table.pairs), dtype=torch.int32, pin_memory=True) for table in tables]
+        self._pairs = [table.pairs for table in tables]
         with torch.cuda.device(device):
-            self._launches = [_prepared(table, device, num_warps) for table in tables]
+            self._launches = [
+                _prepared(table, seen, device, num_warps) for table, seen in zip(tables, self._seen, strict=True)
+            ]
             torch.cuda.current_stream().synchronize()
 
-    def launch(self) -> None:
+    def run(self) -> None:
         """Enqueue the copies on the device's current stream."""
+        for seen in self._seen:
+            seen.zero_()
         with torch.cuda.device(self._device):
             for launch in self._launches:
                 launch()
 
+    def nonfinite(self) -> list[int]:
+        """The pairs to whose destinations the last run, which the device has done, wrote NaN or infinity."""
+        found = (
+            pairs[i]
+            for seen, pairs in zip(self._seen, self._pairs, strict=True)
+            for i in seen.nonzero().flatten().tolist()
+        )
+        return sorted(set(found))
 
-def _prepared(table: Table, device: torch.device, num_warps: int) -> Callable[[], object]:
+
+def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps: int) -> Callable[[], object]:
     """A launch without anything left to find out: only its arguments travel."""
-    constants = (_type(table.kind.source), _type(table.kind.destination), table.kind.vector, table.tile_words)
-    records, tiles = table.records.to(device), table.tiles.to(device)
-    kernel = copy_tiles.warmup(records, tiles, *constants, grid=(1,), num_warps=num_warps)
+    records, tiles, constants = table.records.to(device), table.tiles.to(device), kernel_constants(table)
+    kernel = copy_tiles.warmup(records, tiles, seen, *constants, grid=(1,), num_warps=num_warps)
     # The first launch loads the code. An empty record makes it copy nothing.
-    kernel[1, 1, 1](torch.zeros_like(records[:1]), torch.zeros_like(tiles[:1]), *constants)
-    return partial(kernel[len(tiles), 1, 1], records, tiles, *constants)
+    kernel[1, 1, 1](torch.zeros_like(records[:1]), torch.zeros_like(tiles[:1]), seen, *constants)
+    return partial(kernel[len(tiles), 1, 1], records, tiles, seen, *constants)
+
+
+def kernel_constants(table: Table) -> tuple[Any, ...]:
+    """What `copy_tiles` is compiled for."""
+    kind = table.kind
+    bits = _type(INTEGERS[kind.destination.itemsize])
+    return _type(kind.source), _type(kind.destination), kind.vector, table.tile_words, bits, *kind.exponents
 
 
 def _type(dtype: torch.dtype) -> tl.dtype:
@@ -49,14 +73,24 @@ def _type(dtype: torch.dtype) -> tl.dtype:
 def copy_tiles(
     records: tl.tensor,
     tiles: tl.tensor,
+    seen: tl.tensor,
     SOURCE: tl.constexpr,
     DESTINATION: tl.constexpr,
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    SIGNS: tl.constexpr,
 ) -> None:
-    """Program i copies the i-th tile: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`."""
+    """Program i copies the i-th tile: up to TILE words of VECTOR elements. Tensors as in `copy_table.Table`.
+
+    `seen`, int32 [records], becomes 1 where a number that was written is NaN or infinity. BITS is the integer as wide
+    as DESTINATION, the three after it are its `exponent_bits`.
+    """
     tile = tiles + tl.program_id(0).to(tl.int64) * 2
-    record = records + tl.load(tile).to(tl.int64) * _FIELDS
+    index = tl.load(tile).to(tl.int64)
+    record = records + index * _FIELDS
     # The table promises, and the compiler cannot know, that words are aligned.
     source = tl.multiple_of(
         tl.load(record).to(tl.pointer_type(SOURCE)), min(16, VECTOR * SOURCE.primitive_bitwidth // 8)
@@ -70,7 +104,7 @@ def copy_tiles(
     lane = tl.arange(0, TILE)
     inside = lane < words - start
     if row_words == words:
-        _move(source + start * VECTOR, destination + start * VECTOR, lane, lane, inside, VECTOR)
+        bits = _move(source + start * VECTOR, destination + start * VECTOR, lane, lane, inside, VECTOR, BITS)
     else:
         first_row = start // row_words
         # Counted from the start of the tile's first row: fits 32 bits, in which division is cheap.
@@ -79,7 +113,11 @@ def copy_tiles(
         column = word - row * row_words.to(tl.int32)
         from_word = (first_row + row) * tl.load(record + 4) + column
         to_word = (first_row + row) * tl.load(record + 5) + column
-        _move(source, destination, from_word, to_word, inside, VECTOR)
+        bits = _move(source, destination, from_word, to_word, inside, VECTOR, BITS)
+    if EXPONENTS != 0:
+        # A masked store from each thread: a reduction over the program would cost more than the look itself.
+        signs = tl.reduce(((bits & EXPONENTS) + LOWEST) & SIGNS, 1, _or)
+        tl.store(seen + index + tl.zeros_like(lane), 1, mask=inside & (signs != 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,10 +128,17 @@ def _move(
     to_word: tl.tensor,
     inside: tl.tensor,
     VECTOR: tl.constexpr,
-) -> None:
-    """Copy words, converting as torch does: from double to 16 bits through float32."""
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """Copy words, converting as torch does: from double to 16 bits through float32. Returns what was written."""
     element = tl.arange(0, VECTOR)[None, :]
     values = tl.load(source + (from_word * VECTOR)[:, None] + element, mask=inside[:, None])
     if source.dtype != destination.dtype:
         values = values.to(tl.float32).to(destination.dtype.element_ty)
     tl.store(destination + (to_word * VECTOR)[:, None] + element, values, mask=inside[:, None])
+    return values.to(BITS, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _or(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return a | b

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl_server.weight_sync.copying.finite import Bits, exponent_bits
+
 FIELDS = 6
 """int64 numbers in a record: source and destination address, words, words in a row, the source's and the
 destination's words from row to row."""
@@ -21,7 +23,7 @@ _WORD_BYTES = 16
 _MAX_TILE_WORDS = 4096
 _MAX_ROW_WORDS = 2**30
 """Inside a tile the kernel counts in 32 bits."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,6 +44,13 @@ class Kind(NamedTuple):
     destination: torch.dtype
     vector: int
     """Elements in a word."""
+    numbers: torch.dtype
+    """What is written, whatever it travels as."""
+
+    @property
+    def exponents(self) -> Bits:
+        """Masks of an element of `destination`, by which the kernel sees NaN and infinity."""
+        return exponent_bits(self.numbers, self.destination.itemsize)
 
     def tile_words(self, tile_bytes: int) -> int:
         """Words in a tile, a power of two if `tile_bytes`, which counts the wider side, is one."""
@@ -59,6 +68,8 @@ class Table:
     """int64 [blocks, FIELDS], on the host."""
     tiles: Tensor
     """int32 [tiles, 2], on the host, in the order in which they are started: a tile's record, and its number there."""
+    pairs: list[int]
+    """The pair of each record."""
 
 
 def as_rows(destination: Tensor, source: Tensor) -> Rows | None:
@@ -86,27 +97,32 @@ def build_tables(
     pairs: Sequence[tuple[Tensor, Tensor]], tile_bytes: int, links: Sequence[int] | None = None
 ) -> tuple[list[Table], list[int]]:
     """Tables that cover the pairs, and the indices of pairs that no table can take. `links`: see `CopyPlan`."""
-    blocks: dict[Kind, list[tuple[int, ...]]] = {}
-    links_of: dict[Kind, list[int]] = {}
+    records: dict[Kind, list[tuple[int, ...]]] = {}
+    pairs_of: dict[Kind, list[int]] = {}
     left = []
     for i, (destination, source) in enumerate(pairs):
         found = _blocks(destination, source)
         if not found:
             left.append(i)
-        for kind, block in found:
-            blocks.setdefault(kind, []).append(block)
-            links_of.setdefault(kind, []).append(links[i] if links else 0)
-    return [_table(kind, blocks[kind], links_of[kind], kind.tile_words(tile_bytes)) for kind in blocks], left
+        for kind, record in found:
+            records.setdefault(kind, []).append(record)
+            pairs_of.setdefault(kind, []).append(i)
+    links = [0] * len(pairs) if links is None else links
+    tables = [
+        _table(kind, records[kind], pairs_of[kind], [links[i] for i in pairs_of[kind]], kind.tile_words(tile_bytes))
+        for kind in records
+    ]
+    return tables, left
 
 
-def _table(kind: Kind, blocks: list[tuple[int, ...]], links: list[int], tile_words: int) -> Table:
-    """`blocks`: the records."""
+def _table(kind: Kind, blocks: list[tuple[int, ...]], pairs: list[int], links: list[int], tile_words: int) -> Table:
+    """`blocks`: the records, and for each of them its pair and its link."""
     records = torch.tensor(blocks, dtype=torch.int64)
     counts = (records[:, 2] + tile_words - 1) // tile_words
     owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     tiles = torch.stack([owners, numbers], dim=1).to(torch.int32)
-    return Table(kind, tile_words, records, tiles[_spread(torch.tensor(links)[owners])])
+    return Table(kind, tile_words, records, tiles[_spread(torch.tensor(links)[owners])], pairs)
 
 
 def _spread(links: Tensor) -> Tensor:
@@ -157,10 +173,10 @@ def _block(destination: Tensor, source: Tensor, rows: Rows, vector: int, skip: i
 
 def _kind(destination: torch.dtype, source: torch.dtype, vector: int) -> Kind:
     if destination != source:
-        return Kind(source, destination, vector)
+        return Kind(source, destination, vector, destination)
     word_bytes = vector * source.itemsize
-    integer = _INTEGERS[min(word_bytes, 8)]
-    return Kind(integer, integer, word_bytes // integer.itemsize)
+    integer = INTEGERS[min(word_bytes, 8)]
+    return Kind(integer, integer, word_bytes // integer.itemsize, destination)
 
 
 def _lowest_bit(number: int) -> int:

@@ -63,7 +63,7 @@ class UpdatePlan:
             for name, source in found.items()
             if source.dtype != weight_map.slots[name].dtype
         ]
-        self.destinations, self.sources, links = _copies(weight_map, found)
+        self.destinations, self.sources, links, self._names_of_copies = _copies(weight_map, found)
         self.nbytes = sum(destination.nbytes for destination in self.destinations)
         # Tensors without memory stand for what is to come: only the checks are wanted.
         is_real = all(source.device.type != "meta" for source in self.sources)
@@ -121,6 +121,14 @@ class UpdatePlan:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied.record()
 
+    def nonfinite(self) -> list[str]:
+        """Tensors, by the trainer's names, of which the last commit wrote NaN or infinity; for when the device is done.
+
+        Infinity may come of a conversion, from a number that the model's dtype cannot hold.
+        """
+        copy = self._copy
+        return [] if copy is None else list(dict.fromkeys(self._names_of_copies[i] for i in copy.nonfinite()))
+
     def close(self) -> None:
         """Let go of the memory, after a commit that runs; what other plans read besides stays open for them."""
         with self._lock:
@@ -166,9 +174,11 @@ def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
         raise WeightUpdateError(f"'{source.name}' has dtype {source.dtype}, but weights are floating point.")
 
 
-def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """(destinations, sources, links) of every piece's share of every part."""
-    destinations, sources, links = [], [], []
+def _copies(
+    weight_map: WeightMap, found: Mapping[str, Source]
+) -> tuple[list[Tensor], list[Tensor], list[int], list[str]]:
+    """(destinations, sources, links, names of the sources) of every piece's share of every part."""
+    destinations, sources, links, names = [], [], [], []
     numbers: dict[str, int] = {}
     for name, source in found.items():
         slot = weight_map.slots[name]
@@ -184,4 +194,5 @@ def _copies(weight_map: WeightMap, found: Mapping[str, Source]) -> tuple[list[Te
                 destinations.append(destination[index_in(common, wanted)])
                 sources.append(views[i][index_in(common, part.box)])
                 links.append(numbers.setdefault(part.device_uuid, len(numbers)))
-    return destinations, sources, links
+                names.append(source.name)
+    return destinations, sources, links, names

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_server.errors import WeightUpdateError
-from verl_server.weight_sync.handles import Allocation, Shard, TensorHandle, TensorSource
+from verl_server.weight_sync.handles import Allocation, DescribedTensor, Shard, TensorHandle
 from verl_server.weight_sync.receiver.boxes import Box, box_at, check_tiling, common_box, index_in
 from verl_server.weight_sync.receiver.open_memory import FLOATING, HeldMemory, check_view
 
@@ -108,7 +108,9 @@ def handle_source(name: str, handle: TensorHandle, memory: HeldMemory) -> Source
     return Source(name, dtype, tuple(handle.shape), [_whole(handle.shape, handle)], memory)
 
 
-def described_source(source: TensorSource, allocations: list[Allocation], memory: HeldMemory, choose: Choose) -> Source:
+def described_source(
+    source: DescribedTensor, allocations: list[Allocation], memory: HeldMemory, choose: Choose
+) -> Source:
     """A tensor of a description; of equal boxes only the chosen copy is ever opened.
 
     Raises WeightUpdateError naming the tensor if a shard leaves its memory or the tensor, or the shards do not tile
@@ -134,7 +136,7 @@ def described_source(source: TensorSource, allocations: list[Allocation], memory
     return Source(source.name, dtype, tuple(source.shape), parts, memory)
 
 
-def _checked(shard: Shard, source: TensorSource, allocations: list[Allocation]) -> tuple[Box, TensorHandle]:
+def _checked(shard: Shard, source: DescribedTensor, allocations: list[Allocation]) -> tuple[Box, TensorHandle]:
     if not 0 <= shard.allocation < len(allocations):
         raise WeightUpdateError(
             f"a shard names allocation {shard.allocation}, but the description has {len(allocations)}."

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.handles import Allocation, Shard, TensorSource, WeightsDescription
+from verl_server.weight_sync.handles import Allocation, DescribedTensor, Shard, WeightsDescription
 from verl_server.weight_sync.trainer.exports import Region
-from verl_server.weight_sync.trainer.shards import Box, TensorShard, boxes_of, local_tensor
+from verl_server.weight_sync.trainer.shards import LocalPart, TensorShard, local_tensor, parts_of
 
 Pushed = tuple[str, torch.Tensor | TensorShard]
 
@@ -47,13 +47,13 @@ def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> Weight
     """
     allocations: list[Allocation] = []
     places: dict[str, int] = {}
-    sources: dict[str, TensorSource] = {}
+    sources: dict[str, DescribedTensor] = {}
     for name, value in tensors:
-        shape, boxes = boxes_of(name, value)
+        shape, boxes = parts_of(name, value)
         memory = local_tensor(value)
         dtype = str(memory.dtype).removeprefix("torch.")
         _check_memory(name, memory)
-        source = TensorSource(name=name, dtype=dtype, shape=list(shape), shards=[])
+        source = DescribedTensor(name=name, dtype=dtype, shape=list(shape), shards=[])
         if name in sources:
             source = _another_shard(sources[name], source, value, boxes)
         sources[name] = source
@@ -65,7 +65,7 @@ def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> Weight
     return WeightsDescription(id=uuid.uuid4().hex, allocations=allocations, tensors=list(sources.values()))
 
 
-def _shard(box: Box, memory: torch.Tensor, region: Region, allocation: int) -> Shard:
+def _shard(box: LocalPart, memory: torch.Tensor, region: Region, allocation: int) -> Shard:
     stride = memory.stride()
     start = region.offset // memory.element_size() + memory.storage_offset()
     start += sum(at * step for at, step in zip(box.local_offset, stride, strict=True))
@@ -89,7 +89,9 @@ def _check_memory(name: str, memory: torch.Tensor) -> None:
         )
 
 
-def _another_shard(first: TensorSource, second: TensorSource, value: Any, boxes: list[Box]) -> TensorSource:
+def _another_shard(
+    first: DescribedTensor, second: DescribedTensor, value: Any, boxes: list[LocalPart]
+) -> DescribedTensor:
     """A name may come more than once in shards of one tensor; anything else is a mistake."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     known = [(shard.shape, shard.offset) for shard in first.shards]

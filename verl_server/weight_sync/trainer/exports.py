@@ -177,7 +177,7 @@ def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
     """Export once; torch's count of importers is settled at once, for the protocol replaces it.
 
     torch would keep memory that the trainer frees until an importer decrements the export's counter. Our
-    importers never outlive the update that named the memory, or its registration (see `offers`), during
+    importers never outlive the update that named the memory, or its registration (see `registrations`), during
     which the trainer keeps it, so the count would only hold memory back when a server dies.
     """
     _, handle, nbytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import math
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.handles import Allocation, Shard, TensorSource, WeightsDescription
+from verl_server.weight_sync.handles import Allocation, DescribedTensor, Shard, WeightsDescription
 
 _LISTED = 4
 
@@ -29,7 +29,7 @@ def merge(descriptions: list[WeightsDescription], own: list[int] | None = None) 
     are taken. Its copies on other engines' ranks lie further away, and may be meant for those.
     """
     own = list(range(len(descriptions))) if own is None else own
-    held: dict[str, dict[int, TensorSource]] = {}
+    held: dict[str, dict[int, DescribedTensor]] = {}
     for rank, description in enumerate(descriptions):
         for source in description.tensors:
             held.setdefault(source.name, {})[rank] = source
@@ -50,12 +50,12 @@ def merge(descriptions: list[WeightsDescription], own: list[int] | None = None) 
 class _Merged:
     def __init__(self, descriptions: list[WeightsDescription]) -> None:
         self.allocations: list[Allocation] = []
-        self.tensors: list[TensorSource] = []
+        self.tensors: list[DescribedTensor] = []
         self._descriptions = descriptions
         self._numbers: dict[tuple[int, int], int] = {}
         """(rank, its number there) -> number of an allocation here."""
 
-    def add(self, name: str, by_rank: dict[int, TensorSource]) -> None:
+    def add(self, name: str, by_rank: dict[int, DescribedTensor]) -> None:
         (first, source), *others = by_rank.items()
         for rank, other in others:
             if (other.dtype, other.shape) != (source.dtype, source.shape):
@@ -64,7 +64,7 @@ class _Merged:
                     f"rank {rank}: all ranks must push the same tensors."
                 )
         shards = [self._renumbered(shard, rank) for rank, held in by_rank.items() for shard in held.shards]
-        self.tensors.append(TensorSource(name=name, dtype=source.dtype, shape=source.shape, shards=shards))
+        self.tensors.append(DescribedTensor(name=name, dtype=source.dtype, shape=source.shape, shards=shards))
 
     def _renumbered(self, shard: Shard, rank: int) -> Shard:
         number = self._numbers.setdefault((rank, shard.allocation), len(self.allocations))
@@ -73,7 +73,7 @@ class _Merged:
         return msgspec.structs.replace(shard, allocation=number)
 
 
-def _gap(by_rank: dict[int, TensorSource]) -> int:
+def _gap(by_rank: dict[int, DescribedTensor]) -> int:
     """Elements of a tensor that none of these ranks holds; more than none if there are no ranks."""
     boxes = {(tuple(shard.offset), tuple(shard.shape)) for source in by_rank.values() for shard in source.shards}
     size = math.prod(next(iter(by_rank.values())).shape) if by_rank else 1

@@ -19,15 +19,15 @@ from torch import nn
 
 from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError, VerlServerError
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
-from verl_server.weight_sync.trainer.looks import NamedTensors
+from verl_server.weight_sync.trainer.memory_layout import NamedTensors
 from verl_server.weight_sync.trainer.merge import merge, merged_id
-from verl_server.weight_sync.trainer.offers import Offer, Offers
 from verl_server.weight_sync.trainer.sender import Described, Mapping, WeightSender, describe_tensors
+from verl_server.weight_sync.trainer.server_registrations import PushTerms, ServerRegistrations
 from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
-Source = nn.Module | Named | Callable[[], Named]
+Origin = nn.Module | Named | Callable[[], Named]
 """Whose parameters are pushed: a module, these very tensors, or what a function gives at each push."""
 
 Send = Callable[["Push"], Any]
@@ -67,9 +67,9 @@ class OneRank:
 class Push:
     """What the first rank sends."""
 
-    offer: Offer | None = None
+    terms: PushTerms | None = None
     describe: Callable[[], WeightsDescription] | None = None
-    """The description that `offer` speaks of, for a server that does not have it."""
+    """The description that `terms` speaks of, for a server that does not have it."""
     named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
     """Instead of the two: handles that the caller made."""
 
@@ -98,7 +98,7 @@ class WeightPusher:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._sender = WeightSender()
-        self._offers = Offers()
+        self._registrations = ServerRegistrations()
         self._source: Callable[[], Named] | None = None
         self._mapping: Mapping | None = None
         self._registered = ""
@@ -119,7 +119,7 @@ class WeightPusher:
         with self._lock:
             return self._push("update_weights_from_tensor", lambda: named_tensors, mapping, send)
 
-    def register(self, source: Source, mapping: Mapping | None, send: Send) -> Any:
+    def register(self, source: Origin, mapping: Mapping | None, send: Send) -> Any:
         """Have the server open them now; `push` sends them from then on."""
         with self._lock:
             listed = _listing(source)
@@ -137,24 +137,24 @@ class WeightPusher:
     def unregister(self, send: Callable[[list[str]], Any]) -> None:
         """Have the server close everything that it may have open; afterwards the memory may be freed."""
         with self._lock:
-            ids = self._offers.open_ids()
+            ids = self._registrations.open_ids()
             self._ranks.gather("unregister_weights", bytes)
             self._ranks.act("unregister_weights", lambda: send(ids) if ids else None)
             self._source = self._mapping = None
-            self._offers.clear()
+            self._registrations.clear()
 
     def released(self, tags: list[str] | None) -> None:
         """The engine released memory: it shares its device with the trainer, and closed what it had of ours."""
         with self._lock:
-            self._offers.second_sight = False
+            self._registrations.second_sight = False
             if tags is None or "weights" in tags:
-                self._offers.clear()
+                self._registrations.clear()
 
     def end(self) -> list[str]:
         """Hold nothing any more; returns what the server may still have open. Waits for no push."""
-        ids = self._offers.open_ids()
+        ids = self._registrations.open_ids()
         self._source = self._mapping = None
-        self._offers.clear()
+        self._registrations.clear()
         return ids
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -179,18 +179,20 @@ class WeightPusher:
         self._told = mine[0].description.id
         if register:
             if self._registered != names_id:
-                self._offers.replace(self._registered)
+                self._registrations.replace(self._registered)
             self._registered = names_id
         can_be_kept = all(part.can_be_kept for part in parts)
-        offer = self._offers.offer(names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept)
+        terms = self._registrations.next_push(
+            names_id, id, mine[0].storages, register=register, can_be_kept=can_be_kept
+        )
         try:
             with _saying_what_is_certain():
-                result = self._ranks.act(what, lambda: send(Push(offer, self._description(parts))))
+                result = self._ranks.act(what, lambda: send(Push(terms, self._description(parts))))
         except BaseException as error:  # also Ctrl-C
             self._told = ""  # whatever went wrong, the next push starts from nothing
-            self._offers.failed(offer, error)
+            self._registrations.failed(terms, error)
             raise
-        self._offers.succeeded(names_id, offer)
+        self._registrations.succeeded(names_id, terms)
         return result
 
     def _part(self, tensors: list[tuple[str, Any]], mine: list[Described]) -> _Part:
@@ -234,7 +236,7 @@ def _expected(description: WeightsDescription | None, part: _Part) -> WeightsDes
     return description
 
 
-def _listing(source: Source) -> Callable[[], Named]:
+def _listing(source: Origin) -> Callable[[], Named]:
     if isinstance(source, nn.Module):
         return ModuleParameters(source).named
     if callable(source):

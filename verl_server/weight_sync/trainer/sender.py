@@ -24,7 +24,7 @@ from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, T
 from verl_server.weight_sync.trainer.cuda_queries import device_frees, wait_for_writes
 from verl_server.weight_sync.trainer.description import Pushed, describe_memory, readable_memory
 from verl_server.weight_sync.trainer.exports import Exports, Region
-from verl_server.weight_sync.trainer.looks import Glance, Look, NamedTensors
+from verl_server.weight_sync.trainer.memory_layout import LayoutGuard, MemoryLayout, NamedTensors
 from verl_server.weight_sync.trainer.shards import local_tensor
 from verl_server.weight_sync.trainer.trainer_modules import gathered_by_fsdp
 
@@ -57,40 +57,42 @@ class Described:
 
 
 class _Known:
-    """The last look at one set of names, without strong references to its memory."""
+    """The last description of one set of names, without strong references to its memory."""
 
-    def __init__(self, description: WeightsDescription, names_id: str, look: Look, regions: dict[int, Region]) -> None:
+    def __init__(
+        self, description: WeightsDescription, names_id: str, layout: MemoryLayout, regions: dict[int, Region]
+    ) -> None:
         self.description, self.names_id = description, names_id
-        self.look = look
+        self.layout = layout
         self.regions = regions
-        """By storage. Their weak references pin the StorageImpls that looks compare."""
+        """By storage. Their weak references pin the StorageImpls that layouts compare."""
         self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.is_copied = any(region.staging is not None for region in regions.values())
         self.moves = 0
         """How often in a row the set was found elsewhere."""
-        self._glance: Glance | None = None
+        self._guard: LayoutGuard | None = None
         self._memories_alive = [r.memory_is_alive for r in regions.values() if r.memory_is_alive is not None]
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
         self._frees: tuple[int, ...] = ()
         """What `device_frees` said before the segments were last looked at, one by one."""
 
     def is_current(self, tensors: list[Pushed]) -> bool:
-        """Whether every tensor lies where it was described. (Equal looks are at the same, living storages.)"""
-        if self._glance is not None and self._glance.is_same(tensors):
+        """Whether every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
+        if self._guard is not None and self._guard.is_same(tensors):
             return self._memory_is_there()
-        self._glance = None
-        return self.look == Look.at(tensors) and self._memory_is_there()
+        self._guard = None
+        return self.layout == MemoryLayout.at(tensors) and self._memory_is_there()
 
     def expect(self, tensors: list[Pushed]) -> None:
-        """These lie where it was described. If they are the very ones that come next, a glance will do.
+        """`tensors` lie where they were described. If the next push brings the same objects, a guard compares them.
 
-        A glance asks for no storages, so each must lie in memory that is known to be there as long as it lives.
+        A guard does not ask for storages, so each must lie in memory that is known to stay while the storage lives.
         """
-        if self._glance is not None or not isinstance(tensors, NamedTensors) or not tensors:
+        if self._guard is not None or not isinstance(tensors, NamedTensors) or not tensors:
             return
         if all(region.memory_is_alive or region.allocation_id for region in self.regions.values()):
-            self._glance = Glance(tensors, self.look)
+            self._guard = LayoutGuard(tensors, self.layout)
 
     def _memory_is_there(self) -> bool:
         """Whether what was described is still what lies there."""
@@ -149,12 +151,12 @@ class WeightSender:
             del self._known[dead]  # with it goes the shared memory that its tensors were copied into
         wait_for_writes({storage.device for storage in storages.values()})  # before CPU storages are moved
         regions = _exports.regions(storages.values())
-        look = Look.at(tensors)  # after that, for they have moved
-        known = _Known(describe_memory(tensors, regions), _names_id(names), look, regions)
+        layout = MemoryLayout.at(tensors)  # after the export, which moves storages
+        known = _Known(describe_memory(tensors, regions), _names_id(names), layout, regions)
         if before is not None:
             known.moves = before.moves + 1
             if known.moves == _MOVES_BEFORE_WARNING:
-                _warn_of_moves(names, before.look, look)
+                _warn_of_moves(names, before.layout, layout)
         self._known[names] = known
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
@@ -187,7 +189,7 @@ def _names_id(names: tuple[str, ...]) -> str:
     return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
 
-def _warn_of_moves(names: tuple[str, ...], before: Look, now: Look) -> None:
+def _warn_of_moves(names: tuple[str, ...], before: MemoryLayout, now: MemoryLayout) -> None:
     moved = [names[i] for i in now.differences(before)]
     logger.warning(
         "%d of %d pushed tensors lie in other memory at every push (%s ...), so all of them are opened and planned "

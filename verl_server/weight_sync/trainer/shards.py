@@ -36,7 +36,7 @@ class TensorShard:
 
 
 @dataclass(frozen=True)
-class Box:
+class LocalPart:
     """A part of a full tensor that lies in one local tensor without gaps."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Box:
     """In the local tensor."""
 
 
-def boxes_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[Box]]:
+def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[LocalPart]]:
     """(shape of the full tensor, boxes of it that `value` holds on this rank; none if it holds nothing).
 
     Raises BadRequestError for `Partial` placements and boxes that do not fit.
@@ -59,7 +59,7 @@ def boxes_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, .
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return shape, []  # the mesh is of other ranks
-    boxes = sharded_boxes(name, shape, value.device_mesh.shape, coordinate, value.placements)
+    boxes = sharded_parts(name, shape, value.device_mesh.shape, coordinate, value.placements)
     held = tuple(local_tensor(value).shape)
     if boxes and held != _extent(boxes):
         raise BadRequestError(
@@ -77,13 +77,13 @@ def local_tensor(value: torch.Tensor | TensorShard) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def sharded_boxes(
+def sharded_parts(
     name: str,
     shape: Sequence[int],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
-) -> list[Box]:
+) -> list[LocalPart]:
     """Boxes of the rank at `coordinate` of a mesh, by the placements along each mesh dimension, in their order."""
     dims: list[list[Interval]] = [[(0, size)] for size in shape]
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -125,7 +125,7 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
     return joined
 
 
-def _products(dims: list[list[Interval]]) -> list[Box]:
+def _products(dims: list[list[Interval]]) -> list[LocalPart]:
     """One box for each combination of intervals; none where a dimension is empty."""
     placed: list[list[tuple[int, int, int]]] = []
     for intervals in dims:
@@ -135,17 +135,17 @@ def _products(dims: list[list[Interval]]) -> list[Box]:
     for combination in itertools.product(*placed):
         if all(size for size, _, _ in combination):
             sizes, offsets, locals_ = zip(*combination, strict=True) if combination else ((), (), ())
-            boxes.append(Box(tuple(sizes), tuple(offsets), tuple(locals_)))
+            boxes.append(LocalPart(tuple(sizes), tuple(offsets), tuple(locals_)))
     return boxes
 
 
-def _extent(boxes: list[Box]) -> tuple[int, ...]:
+def _extent(boxes: list[LocalPart]) -> tuple[int, ...]:
     """Shape of the local tensor that holds the boxes."""
     ends = ([at + size for at, size in zip(box.local_offset, box.shape, strict=True)] for box in boxes)
     return tuple(max(dim) for dim in zip(*ends, strict=True))
 
 
-def _declared(name: str, value: TensorShard) -> list[Box]:
+def _declared(name: str, value: TensorShard) -> list[LocalPart]:
     tensor, shape, offset = value.tensor, tuple(value.shape), tuple(value.offset)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
         raise BadRequestError(f"The TensorShard of '{name}' holds a {type(tensor).__name__}; give a plain tensor.")
@@ -158,4 +158,4 @@ def _declared(name: str, value: TensorShard) -> list[Box]:
             f"The TensorShard of '{name}' has shape {list(box)} at offset {list(offset)}, which is no box of a tensor "
             f"of shape {list(shape)}."
         )
-    return [Box(box, offset, (0,) * len(box))] if tensor.numel() else []
+    return [LocalPart(box, offset, (0,) * len(box))] if tensor.numel() else []

@@ -16,7 +16,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_server.errors import BadRequestError
-from verl_server.weight_sync.trainer.looks import NamedTensors
+from verl_server.weight_sync.trainer.memory_layout import NamedTensors
 
 
 class ModuleParameters:

@@ -1,7 +1,8 @@
-"""How a push sees that no tensor has moved: by a look at all of them, or by a glance if they were looked at before.
+"""Where pushed tensors lie, and how a push notices that one of them moved.
 
-Called by `sender` at every push, so both are passes over all tensors at C speed. A glance is for tensors that are
-known to be the same objects: then only what can be changed in place is asked.
+Called by `sender` at every push, so every pass over the tensors runs at C speed. A `MemoryLayout` is a full record. A
+`LayoutGuard` is cheaper: it compares tensors that are known to be the same objects, so it only has to ask for what can
+be changed in place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec
 
 
 class NamedTensors(list[Pushed]):
-    """(name, tensor) pairs in a list that nobody changes any more: when it comes again, its tensors do."""
+    """(name, tensor) pairs that nobody changes any more: the same list always holds the same tensors."""
 
     def __init__(self, pairs: Iterable[Pushed]) -> None:
         super().__init__(pairs)
@@ -35,11 +36,11 @@ class NamedTensors(list[Pushed]):
 
 
 @dataclass(frozen=True)
-class Look:
+class MemoryLayout:
     """Where tensors lie, which parts of full tensors they are, and how they are read.
 
-    Two looks are equal if nothing of that has changed. That the storages are living ones, whose addresses were not
-    used again, whoever compares has to know.
+    Two layouts are equal if none of this has changed. The caller must know that the storages are still alive: an
+    address may be used again.
     """
 
     parts: list[Any]
@@ -50,8 +51,8 @@ class Look:
     dtypes: list[torch.dtype]
 
     @classmethod
-    def at(cls, tensors: list[Pushed]) -> Look:
-        """Raises BadRequestError for what has no plain memory."""
+    def at(cls, tensors: list[Pushed]) -> MemoryLayout:
+        """The layout of `tensors` now. Raises BadRequestError for a tensor without plain memory."""
         memories, parts = _memories(tensors)
         try:
             return cls(
@@ -66,29 +67,32 @@ class Look:
             _explain(tensors)
             raise
 
-    def differences(self, other: Look) -> Iterator[int]:
-        """Positions of tensors of one set that another look sees otherwise."""
+    def differences(self, other: MemoryLayout) -> Iterator[int]:
+        """Positions of the tensors that differ between two layouts of one set."""
         mine, theirs = (zip(x.storages, x.addresses, x.shapes, x.strides, x.dtypes, strict=True) for x in (self, other))
         return (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
 
 
-class Glance:
-    """Sees whether tensors that were looked at have changed in place: `.data`, `set_`, `resize_`, `t_` and the like.
+class LayoutGuard:
+    """Notices when tensors of a known layout are changed in place: by `.data`, `set_`, `resize_`, `t_` and the like.
 
-    torch's guard, which stands before every compiled function, compares types, dtypes, devices, shapes and strides of
-    all tensors in one call: a fifth of the time that asking for them takes. Addresses it does not compare.
+    The guard that torch puts before compiled functions compares types, dtypes, devices, shapes and strides of all
+    tensors in one call, in a fifth of the time that reading them takes. It does not compare addresses.
     """
 
-    def __init__(self, tensors: NamedTensors, look: Look) -> None:
+    def __init__(self, tensors: NamedTensors, layout: MemoryLayout) -> None:
         memories, _ = _memories(tensors)
         self._tensors = weakref.ref(tensors)
-        self._parts, self._addresses = look.parts, look.addresses
-        shapes: list[Any] = [*map(list, look.shapes)]
-        strides: list[Any] = [*map(list, look.strides)]
+        self._parts, self._addresses = layout.parts, layout.addresses
+        shapes: list[Any] = [*map(list, layout.shapes)]
+        strides: list[Any] = [*map(list, layout.strides)]
         self._guard: Any = TensorGuards(*memories, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def is_same(self, tensors: list[Pushed]) -> bool:
-        """Whether these are the same tensors, at the same addresses, read in the same way. If not, look again."""
+        """Whether these are the same tensors, at the same addresses, read in the same way.
+
+        False may also mean that the guard cannot say: then compare layouts.
+        """
         if self._tensors() is not tensors:
             return False
         memories, parts = _memories(tensors)

@@ -1,10 +1,10 @@
-"""What a server keeps open of a trainer's memory, as the trainer must assume it, and what the next push offers.
+"""What a server may have open of a trainer's memory, and what the next push says about it.
 
-Each rank of an engine holds one `Offers`, fed with the same ids and outcomes, so all ranks come to the same
-decisions: whether a push travels by id, whether the server shall keep the memory open afterwards, and what it
-shall forget. Freeing CUDA memory that another process maps is undefined, so storages are referred to here from
-before a request is sent until the server is known to have closed them, also after an error that left its outcome
-unknown.
+Each rank of an engine holds one `ServerRegistrations`. All ranks feed it the same ids and outcomes, so all ranks
+decide alike: whether a push travels by id, whether the server keeps the memory open afterwards, and which
+registrations it closes. Freeing CUDA memory that another process maps is undefined behaviour. So this object refers to
+storages from before a request is sent until the server is known to have closed them, also after an error that left the
+outcome unknown.
 
 *Second sight*: a set of tensors is kept open only when two pushes in a row brought it in the same memory.
 Temporaries (a copied state dict, gathered parameters) are thus never held.
@@ -25,16 +25,16 @@ _SETS = 16
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What the next request says."""
+class PushTerms:
+    """What a push request says about registrations."""
 
     id: str
     by_id: bool
-    """The server has it: the id is enough."""
+    """The server has this memory registered: the id is enough."""
     keep: bool
-    """The server shall keep it open."""
+    """The server keeps the memory open after the push."""
     forget: list[str]
-    """Registrations that it shall close first."""
+    """Registrations that the server closes first."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Set:
     """Id under which the server keeps it open, as far as we know."""
 
 
-class Offers:
+class ServerRegistrations:
     """The sets of tensors that go to one engine. Not thread-safe: its pushes come one after the other."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Offers:
         self._open: dict[str, list[torch.UntypedStorage]] = {}
         """Every id that the server may have open or may still read, with the CUDA storages behind it."""
 
-    def offer(
+    def next_push(
         self,
         names_id: str,
         id: str,
@@ -63,8 +63,11 @@ class Offers:
         *,
         register: bool,
         can_be_kept: bool,
-    ) -> Offer:
-        """Decide about a set of names (`names_id`) that lies in the memory `id`; from now on its storages are held."""
+    ) -> PushTerms:
+        """Terms of a push of the tensors `names_id` in the memory `id`; from now on its storages are held.
+
+        `register`: the caller asked for a registration. `can_be_kept`: every change of this memory would be noticed.
+        """
         known = self._sets.setdefault(names_id, _Set())
         self._sets.move_to_end(names_id)
         while len(self._sets) > _SETS:
@@ -72,31 +75,33 @@ class Offers:
         seen_before = self.second_sight and id == known.last
         keep = can_be_kept and (register or id in self._open or seen_before)
         kept = {other.kept for other in self._sets.values() if other is not known} | {id}
-        offer = Offer(id, by_id=keep and id == known.kept, keep=keep, forget=[k for k in self._open if k not in kept])
+        terms = PushTerms(
+            id, by_id=keep and id == known.kept, keep=keep, forget=[k for k in self._open if k not in kept]
+        )
         known.last = id
         if id not in self._open:
             self._open[id] = [storage for storage in storages() if storage.device.type == "cuda"]
-        return offer
+        return terms
 
     def replace(self, names_id: str) -> None:
         """This set will not come again: the next request has the server forget it."""
         self._sets.pop(names_id, None)
 
-    def succeeded(self, names_id: str, offer: Offer) -> None:
+    def succeeded(self, names_id: str, terms: PushTerms) -> None:
         """The request was carried out: the server has closed what it was told to forget."""
-        for id in offer.forget:
+        for id in terms.forget:
             self._open.pop(id, None)
-        if not offer.keep:
-            self._open.pop(offer.id, None)
+        if not terms.keep:
+            self._open.pop(terms.id, None)
         if names_id in self._sets:  # not if everything was cleared meanwhile, at shutdown
-            self._sets[names_id].kept = offer.id if offer.keep else ""
+            self._sets[names_id].kept = terms.id if terms.keep else ""
 
-    def failed(self, offer: Offer, error: BaseException) -> None:
+    def failed(self, terms: PushTerms, error: BaseException) -> None:
         """The request was refused, which is its end: or late, or without an answer, and the server may still have its
         memory open, as it may when the connection broke or Ctrl-C came."""
         is_over = isinstance(error, VerlServerError) and not isinstance(error, (ControlTimeoutError, ServerDiedError))
-        if is_over and not offer.keep:
-            self._open.pop(offer.id, None)
+        if is_over and not terms.keep:
+            self._open.pop(terms.id, None)
 
     def open_ids(self) -> list[str]:
         """Everything that the server may have open."""

@@ -1,4 +1,4 @@
-"""docs/scheduler-states.md, "Sessions": who may do what while one is open, what it holds, and how it ends."""
+"""docs/scheduler-states.md, "Transactions": who may do what while one is open, what it holds, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def end(id: int, name: str | None = None, **fields: Any) -> EndWeightUpdateReq:
     return EndWeightUpdateReq(id=id, transaction_id=name, **fields)
 
 
-def in_session(name: str | None = "s", **settings: Any) -> Harness:
+def in_transaction(name: str | None = "s", **settings: Any) -> Harness:
     h = serving(**settings)
     assert h.control(begin(1, name, mode="in_place")).success
     return h
 
 
 @pytest.mark.parametrize("mode", ["wait", "retract", "abort", "in_place"])
-def test_a_session_begins_in_its_mode_holds_generation_and_renews_the_cache_once(mode: Any) -> None:
+def test_a_transaction_begins_in_its_mode_holds_generation_and_renews_the_cache_once(mode: Any) -> None:
     h = serving()
     h.run()
     h.add("a", prompt(0, 9), 10)
@@ -67,8 +67,8 @@ def test_a_session_begins_in_its_mode_holds_generation_and_renews_the_cache_once
     assert h.versions["a"] == {"wait": ["0"] * 10, "abort": ["0"] * 3}.get(mode, ["0"] * 3 + ["v1"] * 7)
 
 
-def test_a_session_without_writes_leaves_everything_as_it_was() -> None:
-    h = in_session()
+def test_a_transaction_without_writes_leaves_everything_as_it_was() -> None:
+    h = in_transaction()
     assert h.control(end(2, "s")).success
     h.run()
     assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0) and h.scheduler.planner.cache.version == 0
@@ -79,9 +79,9 @@ OURS, NOBODYS, OTHERS = "s", None, "t"
 
 
 @pytest.mark.parametrize("name", [OURS, NOBODYS])
-def test_who_may_do_what_while_a_session_is_open(name: str | None) -> None:
-    """docs/scheduler-states.md, "Sessions", row by row."""
-    h = in_session(name)
+def test_who_may_do_what_while_a_transaction_is_open(name: str | None) -> None:
+    """docs/scheduler-states.md, "Transactions", row by row."""
+    h = in_transaction(name)
     stranger = NOBODYS if name == OURS else OTHERS
     disk = UpdateWeightsFromDiskReq(id=2, model_path="x", transaction_id=name)
     assert h.control(disk).success
@@ -113,13 +113,13 @@ def test_who_may_do_what_while_a_session_is_open(name: str | None) -> None:
     assert not h.finished and len(h.runner.batches) == 3
     assert h.control(end(30, name)).success
     assert h.control(end(31, name)).status_code == (400 if name is None else 409)
-    assert h.control(update(32, transaction_id=OTHERS)).status_code == 409, "of a session that is not open"
+    assert h.control(update(32, transaction_id=OTHERS)).status_code == 409, "of a transaction that is not open"
     h.run()
     assert h.versions["r0"] == ["0"] * 3 + ["1"] * 7
 
 
 def test_fenced_calls_are_refused_before_they_are_staged_or_disturb_anybody() -> None:
-    h = in_session()
+    h = in_transaction()
     h.stager.hold = True
     assert h.control(update(2)).status_code == 409 and not h.stager.waiting
     h.scheduler.handle(end(3, "s"))
@@ -131,8 +131,8 @@ def test_fenced_calls_are_refused_before_they_are_staged_or_disturb_anybody() ->
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_silent_session_is_given_up_when_its_lease_is_over(writes: bool) -> None:
-    h = in_session(weight_update_lease=10.0)
+def test_a_silent_transaction_is_given_up_when_its_lease_is_over(writes: bool) -> None:
+    h = in_transaction(weight_update_lease=10.0)
     h.clock.now = 4.0
     if writes:
         h.control(update(2, transaction_id="s"))
@@ -143,10 +143,10 @@ def test_a_silent_session_is_given_up_when_its_lease_is_over(writes: bool) -> No
     assert h.scheduler.control.wait_seconds() == end_at - 4.0
     h.clock.now = end_at - 0.1
     h.steps()
-    assert h.control(GetInternalStateReq(id=3)).payload["session"] == "'s'"
+    assert h.control(GetInternalStateReq(id=3)).payload["transaction"] == "'s'"
     h.clock.now = end_at
     h.steps()
-    assert h.control(GetInternalStateReq(id=4)).payload["session"] is None
+    assert h.control(GetInternalStateReq(id=4)).payload["transaction"] is None
     late = h.control(update(5, transaction_id="s"))
     assert late.status_code == 409 and "not open" in late.message
     h.run()
@@ -156,14 +156,14 @@ def test_a_silent_session_is_given_up_when_its_lease_is_over(writes: bool) -> No
         assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0)
 
 
-def test_the_lease_does_not_run_while_a_call_of_the_session_does() -> None:
-    h = in_session(weight_update_lease=10.0, control_timeout=100.0)
+def test_the_lease_does_not_run_while_a_call_of_the_transaction_does() -> None:
+    h = in_transaction(weight_update_lease=10.0, control_timeout=100.0)
     h.stager.hold = True
     h.control(update(2, transaction_id="s"))
     assert h.scheduler.control.wait_seconds() == 100.0
     h.clock.now = 50.0
     h.steps()
-    assert 2 not in h.replies and h.scheduler.control.session.is_open
+    assert 2 not in h.replies and h.scheduler.control.transaction.is_open
     h.stager.finish()
     h.steps()
     assert h.replies[2].success and h.scheduler.control.wait_seconds() == 10.0, "and starts again"
@@ -171,15 +171,15 @@ def test_the_lease_does_not_run_while_a_call_of_the_session_does() -> None:
     h.control(update(3, transaction_id="s"))
     h.clock.now = 155.0
     h.steps()
-    assert h.replies[3].status_code == 504 and h.scheduler.control.session.is_open, "refused, heard of just now"
+    assert h.replies[3].status_code == 504 and h.scheduler.control.transaction.is_open, "refused, heard of just now"
 
 
-def test_pause_continue_flush_and_aborts_in_a_session() -> None:
-    h = in_session(max_rows=2)
+def test_pause_continue_flush_and_aborts_in_a_transaction() -> None:
+    h = in_transaction(max_rows=2)
     h.add("queued", prompt(7, 9), 5)
     assert h.control(ContinueGenerationReq(id=2)).success
     h.steps(3)
-    assert len(h.runner.batches) == 3, "the session holds it still"
+    assert len(h.runner.batches) == 3, "the transaction holds it still"
     assert h.control(FlushCacheReq(id=3)).success is False, "frozen requests hold their KV"
     h.abort("queued")
     h.steps()
@@ -195,7 +195,7 @@ def test_pause_continue_flush_and_aborts_in_a_session() -> None:
     assert h.versions["r0"] == ["0"] * 3 + ["1"] * 7 and h.last["r0"][0].num_retractions[0] == 1
 
 
-def test_requests_that_arrive_in_a_session_over_torn_weights_wait_for_its_end() -> None:
+def test_requests_that_arrive_in_a_transaction_over_torn_weights_wait_for_its_end() -> None:
     h = Harness()
     h.weights.next_outcome = "torn"
     assert not h.control(update(1)).success
@@ -209,8 +209,8 @@ def test_requests_that_arrive_in_a_session_over_torn_weights_wait_for_its_end() 
     assert h.tokens["a"] == generate(prompt(0, 9), 4, 2)
 
 
-def test_an_end_that_is_refused_leaves_the_session_open() -> None:
-    h = in_session()
+def test_an_end_that_is_refused_leaves_the_transaction_open() -> None:
+    h = in_transaction()
     h.weights.next_outcome = "refused"
     assert h.control(end(2, "s")).status_code == 400
     h.steps(3)
@@ -218,7 +218,7 @@ def test_an_end_that_is_refused_leaves_the_session_open() -> None:
     assert h.control(end(4, "s")).success
 
 
-def test_a_session_whose_begin_is_still_draining_takes_calls_in_order() -> None:
+def test_a_transaction_whose_begin_is_still_draining_takes_calls_in_order() -> None:
     h = serving()
     for message in (begin(1, "s"), update(2, transaction_id="s"), end(3, "s"), update(4)):
         h.scheduler.handle(message)

@@ -1,59 +1,59 @@
-"""What a push offers the server, and what the trainer holds for it."""
+"""What a push says about registrations, and what the trainer holds for the server."""
 
 from __future__ import annotations
 
 import torch
 
 from verl_server.errors import ControlTimeoutError, ServerDiedError, UnansweredError, WeightUpdateError
-from verl_server.weight_sync.trainer.offers import Offer, Offers
+from verl_server.weight_sync.trainer.server_registrations import PushTerms, ServerRegistrations
 
 
 class Bench:
     """Pushes of sets, each in some memory, with their outcomes."""
 
     def __init__(self) -> None:
-        self.offers = Offers()
+        self.registrations = ServerRegistrations()
 
     def push(
         self, names: str, id: str, *, register: bool = False, can_be_kept: bool = True, error: Exception | None = None
-    ) -> Offer:
-        offer = self.offers.offer(names, id, list, register=register, can_be_kept=can_be_kept)
+    ) -> PushTerms:
+        terms = self.registrations.next_push(names, id, list, register=register, can_be_kept=can_be_kept)
         if error is None:
-            self.offers.succeeded(names, offer)
+            self.registrations.succeeded(names, terms)
         else:
-            self.offers.failed(offer, error)
-        return offer
+            self.registrations.failed(terms, error)
+        return terms
 
 
 def test_second_sight() -> None:
     bench = Bench()
-    assert bench.push("model", "a") == Offer("a", by_id=False, keep=False, forget=[])
-    assert bench.push("model", "a") == Offer("a", by_id=False, keep=True, forget=[])
-    assert bench.push("model", "a") == Offer("a", by_id=True, keep=True, forget=[])
-    assert bench.offers.open_ids() == ["a"]
+    assert bench.push("model", "a") == PushTerms("a", by_id=False, keep=False, forget=[])
+    assert bench.push("model", "a") == PushTerms("a", by_id=False, keep=True, forget=[])
+    assert bench.push("model", "a") == PushTerms("a", by_id=True, keep=True, forget=[])
+    assert bench.registrations.open_ids() == ["a"]
 
 
 def test_temporaries_are_never_kept() -> None:
     bench = Bench()
     for id in "abcdef":
         assert not bench.push("state dict", id).keep
-    assert bench.offers.open_ids() == []
+    assert bench.registrations.open_ids() == []
 
 
 def test_what_moved_is_forgotten_with_the_next_request() -> None:
     bench = Bench()
     for _ in range(3):
         bench.push("model", "a")
-    assert bench.push("model", "b") == Offer("b", by_id=False, keep=False, forget=["a"])
-    assert bench.offers.open_ids() == []
+    assert bench.push("model", "b") == PushTerms("b", by_id=False, keep=False, forget=["a"])
+    assert bench.registrations.open_ids() == []
     assert bench.push("model", "b").keep
 
 
 def test_explicit_registration_needs_no_second_sight() -> None:
     bench = Bench()
-    assert bench.push("model", "a", register=True) == Offer("a", by_id=False, keep=True, forget=[])
+    assert bench.push("model", "a", register=True) == PushTerms("a", by_id=False, keep=True, forget=[])
     assert bench.push("model", "a", register=True).by_id
-    assert bench.push("model", "b", register=True) == Offer("b", by_id=False, keep=True, forget=["a"])
+    assert bench.push("model", "b", register=True) == PushTerms("b", by_id=False, keep=True, forget=["a"])
 
 
 def test_a_version_in_several_pushes_keeps_all_of_them() -> None:
@@ -62,7 +62,7 @@ def test_a_version_in_several_pushes_keeps_all_of_them() -> None:
         for names in "xyz":
             bench.push(names, names + "1")
     assert [bench.push(names, names + "1") for names in "xyz"] == [
-        Offer(names + "1", by_id=True, keep=True, forget=[]) for names in "xyz"
+        PushTerms(names + "1", by_id=True, keep=True, forget=[]) for names in "xyz"
     ]
 
 
@@ -70,7 +70,7 @@ def test_sets_beyond_the_bound_are_forgotten() -> None:
     bench = Bench()
     for i in range(40):
         bench.push(f"set {i}", f"id {i}", register=True)
-    assert len(bench.offers.open_ids()) <= 17
+    assert len(bench.registrations.open_ids()) <= 17
     assert not bench.push("set 0", "id 0", register=True).by_id
 
 
@@ -78,9 +78,9 @@ def test_a_refused_push_is_not_taken_as_kept() -> None:
     bench = Bench()
     bench.push("model", "a")
     assert bench.push("model", "a", error=WeightUpdateError("no")).keep
-    assert bench.offers.open_ids() == ["a"], "the server may have opened it before it refused"
-    offer = bench.push("model", "a")
-    assert offer.keep and not offer.by_id
+    assert bench.registrations.open_ids() == ["a"], "the server may have opened it before it refused"
+    terms = bench.push("model", "a")
+    assert terms.keep and not terms.by_id
     assert bench.push("model", "a").by_id
 
 
@@ -88,29 +88,29 @@ def test_memory_is_held_while_the_outcome_is_unknown() -> None:
     for error in (ControlTimeoutError("late"), UnansweredError("silent"), ServerDiedError("cut off"), OSError("odd")):
         bench = Bench()
         bench.push("model", "a", error=error)
-        assert bench.offers.open_ids() == ["a"], "the server may still read it"
+        assert bench.registrations.open_ids() == ["a"], "the server may still read it"
     assert bench.push("model", "b", error=WeightUpdateError("no")).forget == ["a"]
-    assert bench.offers.open_ids() == ["a"], "whether it was forgotten is not known"
+    assert bench.registrations.open_ids() == ["a"], "whether it was forgotten is not known"
     assert bench.push("model", "c").forget == ["a"]
-    assert bench.offers.open_ids() == []
+    assert bench.registrations.open_ids() == []
 
 
 def test_memory_whose_changes_cannot_be_seen_is_not_kept() -> None:
     bench = Bench()
     for _ in range(4):
-        assert bench.push("model", "a", can_be_kept=False) == Offer("a", by_id=False, keep=False, forget=[])
+        assert bench.push("model", "a", can_be_kept=False) == PushTerms("a", by_id=False, keep=False, forget=[])
 
 
 def test_an_engine_that_released_memory_gets_nothing_by_itself() -> None:
     bench = Bench()
-    bench.offers.second_sight = False
+    bench.registrations.second_sight = False
     for _ in range(3):
         assert not bench.push("model", "a").keep
     assert bench.push("model", "a", register=True).keep
 
 
 def test_only_cuda_memory_is_held() -> None:
-    offers = Offers()
+    registrations = ServerRegistrations()
     storage = torch.zeros(4).untyped_storage()
-    offers.offer("model", "a", lambda: [storage], register=True, can_be_kept=True)
-    assert offers._open == {"a": []}, "freeing shared memory that a server maps is safe"
+    registrations.next_push("model", "a", lambda: [storage], register=True, can_be_kept=True)
+    assert registrations._open == {"a": []}, "freeing shared memory that a server maps is safe"

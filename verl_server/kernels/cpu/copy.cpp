@@ -1,0 +1,109 @@
+// Copies of weights that see NaN and infinity in what passes through the registers.
+
+#include <cstdint>
+#include <cstring>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX__
+constexpr long kBytes = 32;
+#else
+constexpr long kBytes = 16;
+#endif
+constexpr long kAhead = 1024;  // bytes between a load and what is fetched for later ones
+
+typedef uint64_t Words __attribute__((vector_size(kBytes)));
+
+enum Store { kNone, kCached, kStreamed };
+
+Words load(const char *from) {
+    Words words;
+    std::memcpy(&words, from, kBytes);
+    return words;
+}
+
+// A streamed store writes past the caches, which saves reading the line that it replaces. `to` is aligned to kBytes.
+template <Store kStore>
+void store(char *to, Words words) {
+    if constexpr (kStore == kStreamed) {
+#if defined(__AVX__)
+        _mm256_stream_si256(reinterpret_cast<__m256i *>(to), reinterpret_cast<__m256i>(words));
+        return;
+#elif defined(__SSE2__)
+        _mm_stream_si128(reinterpret_cast<__m128i *>(to), reinterpret_cast<__m128i>(words));
+        return;
+#endif
+    }
+    if constexpr (kStore != kNone) std::memcpy(to, &words, kBytes);
+}
+
+// Up to kBytes bytes; the rest of the words is 0, which is finite.
+template <Store kStore>
+Words move_some(char *to, const char *from, long bytes) {
+    Words words = {};
+    std::memcpy(&words, from, bytes);
+    if constexpr (kStore != kNone) std::memcpy(to, &words, bytes);
+    return words;
+}
+
+// The result has a sign bit where a number with a whole exponent was seen, see finite.py.
+template <Store kStore>
+Words move_row(char *to, const char *from, long bytes, Words exponents, Words lowest) {
+    Words seen[4] = {};
+    long i = 0;
+    if constexpr (kStore == kStreamed) {
+        const long head = -reinterpret_cast<uintptr_t>(to) % kBytes;
+        i = head < bytes ? head : bytes;
+        if (i) seen[0] |= (move_some<kStore>(to, from, i) & exponents) + lowest;
+    }
+    for (; i + 4 * kBytes <= bytes; i += 4 * kBytes) {
+        for (long ahead = 0; ahead < 4 * kBytes; ahead += 64) __builtin_prefetch(from + i + kAhead + ahead);
+        for (int j = 0; j < 4; j++) {
+            const Words words = load(from + i + j * kBytes);
+            store<kStore>(to + i + j * kBytes, words);
+            seen[j] |= (words & exponents) + lowest;
+        }
+    }
+    for (; i < bytes; i += kBytes) {
+        const long some = bytes - i < kBytes ? bytes - i : kBytes;
+        seen[0] |= (move_some<kStore>(to + i, from + i, some) & exponents) + lowest;
+    }
+    return seen[0] | seen[1] | seen[2] | seen[3];
+}
+
+template <Store kStore>
+Words move_rows(char *to, const char *from, long rows, long bytes, long to_stride, long from_stride, Words exponents,
+                Words lowest) {
+    Words seen = {};
+    for (long row = 0; row < rows; row++)
+        seen |= move_row<kStore>(to + row * to_stride, from + row * from_stride, bytes, exponents, lowest);
+    return seen;
+}
+
+}  // namespace
+
+// Copies `rows` rows of `bytes` bytes, `to_stride` and `from_stride` bytes apart, and returns whether a number in them
+// is NaN or infinity. `exponents` is the exponent's mask of the numbers' type, repeated over 8 bytes; 0 to look at
+// nothing. `to` may be null: then it only looks. `streamed`: the copy is too large for the caches to be of use.
+extern "C" bool copy_rows(char *to, const char *from, long rows, long bytes, long to_stride, long from_stride,
+                          uint64_t exponents, bool streamed) {
+    const uint64_t lowest = exponents & ~(exponents << 1);
+    const Words every = Words{} + exponents, low = Words{} + lowest;
+    Words seen;
+    if (!to) {
+        seen = move_rows<kNone>(to, from, rows, bytes, to_stride, from_stride, every, low);
+    } else if (!streamed) {
+        seen = move_rows<kCached>(to, from, rows, bytes, to_stride, from_stride, every, low);
+    } else {
+        seen = move_rows<kStreamed>(to, from, rows, bytes, to_stride, from_stride, every, low);
+#ifdef __SSE2__
+        _mm_sfence();  // before another thread is told that it is written
+#endif
+    }
+    uint64_t any = 0;
+    for (long i = 0; i < kBytes / 8; i++) any |= seen[i];
+    return any & (exponents + lowest);
+}

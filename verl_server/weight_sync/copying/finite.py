@@ -1,0 +1,55 @@
+"""How a copy sees NaN and infinity in the bits that it moves.
+
+A floating-point number is NaN or infinity exactly if all bits of its exponent are set. The copies move words that
+hold one or more numbers. In each number of a word, `(word & exponents) + lowest` carries into the sign bit exactly if
+its whole exponent is set, and never further: two operations on a register that holds the word anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_EXPONENTS = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+}
+
+
+class Bits(NamedTuple):
+    """Masks of a word as signed integers of its width; all 0 where there is nothing to see."""
+
+    exponents: int
+    """The exponent of every number in the word."""
+    lowest: int
+    """The lowest bit of every exponent."""
+    signs: int
+    """The sign bit of every number."""
+
+
+def exponent_bits(dtype: torch.dtype, word_bytes: int) -> Bits:
+    """Masks for words of `word_bytes` bytes (at most 8) that hold numbers of `dtype`."""
+    exponent = _EXPONENTS.get(dtype, 0)
+    lowest = exponent & ~(exponent << 1)
+    masks = (exponent, lowest, exponent + lowest)
+    return Bits(*(_repeated(mask, dtype.itemsize, word_bytes) for mask in masks))
+
+
+def _repeated(mask: int, nbytes: int, word_bytes: int) -> int:
+    return int.from_bytes(mask.to_bytes(nbytes, "little") * (word_bytes // nbytes), "little", signed=True)
+
+
+def is_checked(dtype: torch.dtype) -> bool:
+    """Whether numbers of `dtype` can be NaN or infinity, and copies look for them."""
+    return dtype in _EXPONENTS
+
+
+def holds_nonfinite(tensor: Tensor) -> bool:
+    """Whether some element is NaN or infinity, for tensors that no kernel looked at. Waits for the device."""
+    if not is_checked(tensor.dtype) or bool(tensor.sum().isfinite()):
+        return False  # a sum passes both on; it may also overflow by itself
+    return not bool(tensor.isfinite().all())
