@@ -20,7 +20,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.process import SchedulerLoop
+from verl_server.scheduler.rank import SchedulerLoop
 from verl_server.scheduler.schedule_batch import Req
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
 from verl_server.io_struct import ControlReply, ControlReq, GetInternalStateReq
-from verl_server.server.dialects.sglang.routes import NativeApi, model_info
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers
-from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from verl_server.server.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class Engine(EngineBase):
         super().__init__()
         self.server_args = server_args or ServerArgs.from_kwargs(**kwargs)
         self._processes = EngineProcesses(self.server_args)
+        from verl_server.server.dialects.sglang.routes import NativeApi  # beside the scheduler processes' imports
+
         # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:
@@ -107,6 +110,8 @@ class Engine(EngineBase):
         return manager.run_sync(self._info.server_info_dict(), timeout=30)
 
     def get_model_info(self) -> dict[str, Any]:
+        from verl_server.server.dialects.sglang.routes import model_info
+
         return model_info(self.tokenizer_manager, self.server_args)
 
     def get_internal_state(self) -> dict[str, Any]:

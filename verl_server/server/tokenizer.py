@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadRequestError, ServerLaunchError
+from verl_server.model_folder import read_json, resolve_model_folder
 from verl_server.server_args import ServerArgs
 
 Decoder = Callable[[list[int]], str]
@@ -23,8 +23,10 @@ class ModelText:
     def __init__(self, server_args: ServerArgs) -> None:
         """Read the configs of the folder or hub id; raises ServerLaunchError naming the path if it is no model."""
         self._server_args = server_args
-        self.config = _read_json(server_args, "config.json", required=True)
-        self._generation_config = _read_json(server_args, "generation_config.json", required=False)
+        self._folder = _model_folder(server_args)
+        self.config = _read_json(self._folder / "config.json")
+        generation_config = self._folder / "generation_config.json"
+        self._generation_config = _read_json(generation_config) if generation_config.is_file() else {}
         self.tokenizer: Any = None
         self.chat_template: str | None = None
         if server_args.chat_template is not None:
@@ -33,7 +35,7 @@ class ModelText:
     def load_tokenizer(self) -> None:
         """The slow part (seconds), apart so that it overlaps with loading the model; nothing if it is unwanted."""
         if not self._server_args.skip_tokenizer_init:
-            self.tokenizer = _load_tokenizer(self._server_args)
+            self.tokenizer = _load_tokenizer(self._server_args, self._folder)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -91,49 +93,36 @@ class ModelText:
         return self.tokenizer
 
 
-def _read_json(server_args: ServerArgs, name: str, *, required: bool) -> dict[str, Any]:
-    path = _resolve(server_args, name, required)
-    if path is None:
-        return {}
+def _model_folder(server_args: ServerArgs) -> Path:
+    """The local folder of the model, with config.json. A hub id is downloaded without its weights if not cached."""
+    path = server_args.model_path
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "~")) or folder.exists():
+            raise ServerLaunchError(f"model_path={path!r} does not exist or is not a folder.")
+        try:
+            folder = resolve_model_folder(path, server_args.revision, config_only=True)
+        except BadRequestError as error:
+            raise ServerLaunchError(str(error)) from error
+    if not (folder / "config.json").is_file():
+        raise ServerLaunchError(f"model_path={path!r} is a folder without config.json: not a model.")
+    return folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ServerLaunchError(f"Cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ServerLaunchError(f"{path} holds no JSON object.")
-    return content
+        return read_json(path)
+    except BadRequestError as error:
+        raise ServerLaunchError(str(error)) from error
 
 
-def _resolve(server_args: ServerArgs, name: str, required: bool) -> str | None:
-    """Local path of a file of the model folder or hub repository, None if it has no such file."""
-    folder = Path(server_args.model_path).expanduser()
-    if folder.is_dir():
-        if (folder / name).is_file():
-            return str(folder / name)
-        if required:
-            raise ServerLaunchError(f"model_path={server_args.model_path!r} is a folder without {name}: not a model.")
-        return None
-    if folder.is_absolute() or server_args.model_path.startswith((".", "~")) or folder.exists():
-        raise ServerLaunchError(f"model_path={server_args.model_path!r} does not exist or is not a folder.")
-    from transformers.utils.hub import cached_file
-
+def _load_tokenizer(server_args: ServerArgs, folder: Path) -> Any:
+    # Code of a tokenizer is looked for under the hub id: the folder of the snapshot was taken without it.
+    model = server_args.model_path if server_args.trust_remote_code else str(folder)
+    source = server_args.tokenizer_path or model
     try:
-        found = cached_file(
-            server_args.model_path, name, revision=server_args.revision, _raise_exceptions_for_missing_entries=required
-        )
-    except (OSError, ValueError) as error:
-        raise ServerLaunchError(
-            f"model_path={server_args.model_path!r} is neither a local folder nor a hub id that can be reached: {error}"
-        ) from error
-    return str(found) if found is not None else None
-
-
-def _load_tokenizer(server_args: ServerArgs) -> Any:
-    from transformers import AutoTokenizer
-
-    source = server_args.tokenizer_path or server_args.model_path
-    try:
-        return AutoTokenizer.from_pretrained(
+        kind = _tokenizer_class(Path(source).expanduser(), server_args.trust_remote_code)
+        return kind.from_pretrained(
             source, revision=server_args.revision, trust_remote_code=server_args.trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
@@ -141,6 +130,30 @@ def _load_tokenizer(server_args: ServerArgs) -> Any:
             f"No tokenizer could be loaded from {source!r}: {error}\n"
             "Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         ) from error
+
+
+def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
+    """The class that AutoTokenizer would choose, without importing it where the folder's files name the class.
+
+    The import of AutoTokenizer imports torch as well, which this process does not need and which takes seconds.
+    """
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json")]
+    if not trust_remote_code and all(path.is_file() for path in files):
+        tokenizer_config, config = read_json(files[1]), read_json(files[2])
+        named, model_type = tokenizer_config.get("tokenizer_class"), config.get("model_type")
+        if "auto_map" not in tokenizer_config:
+            # A qwen2 model always gets Qwen2Tokenizer; others get the general class if it is named.
+            if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and model_type != "qwen2":
+                from transformers import PreTrainedTokenizerFast
+
+                return PreTrainedTokenizerFast
+            if named in ("Qwen2Tokenizer", "Qwen2TokenizerFast") and model_type in ("qwen2", "qwen3"):
+                from transformers import Qwen2Tokenizer
+
+                return Qwen2Tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _read_template(path: str) -> str:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels.device_arrays import to_device, upload
+from verl_server.model_folder import resolve_model_folder
 from verl_server.models.attention import AttentionStep, Placement, plan_attention
-from verl_server.models.config import ModelConfig, load_model_config, resolve_model_folder
+from verl_server.models.config import ModelConfig, load_model_config
 from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.ops import Ops
@@ -31,6 +33,7 @@ from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampled, Sampler
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
 from verl_server.worker.kv_cache import KVCache
@@ -66,10 +69,15 @@ class RunningStep:
 
 
 class ModelRunner:
-    def __init__(self, server_args: ServerArgs, tp: TpGroup, device: torch.device) -> None:
+    def __init__(
+        self, server_args: ServerArgs, tp: TpGroup, device: torch.device, start: StartTimes | None = None
+    ) -> None:
+        """`start`, if given, learns when each phase ended: device, weights, kv_cache."""
+        start = start or StartTimes()
         self.tp, self.device = tp, device
         self._args = server_args
         _set_threads(server_args, device)
+        start.mark("device")
         dummy = server_args.load_format == "dummy"
         folder = resolve_model_folder(server_args.model_path, server_args.revision, config_only=dummy)
         self.config: ModelConfig = load_model_config(folder, server_args.context_length)
@@ -85,8 +93,10 @@ class ModelRunner:
             fill_dummy(self.weight_map, server_args.random_seed, device)
         else:
             load_checkpoint(self.weight_map, folder)
+        start.mark("weights")
         self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
+        start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.choose)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
@@ -95,6 +105,7 @@ class ModelRunner:
         self._cpu_attention = None
         if choice.cpu is not None and choice.attention == "cpp":
             self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
+        self._copy_kernels_left = device.type == "cuda" and server_args.fused_weight_copy
         self._graphs = None
         if self._paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._paged)
@@ -241,15 +252,22 @@ class ModelRunner:
     def can_warm_up(self) -> bool:
         """Whether `warm_up` has something to do, and the memory for it is there."""
         present = self._weights_arena.is_present and self.kv.is_present
-        return present and self._graphs is not None and self._graphs.num_left > 0
+        graphs_left = self._graphs is not None and self._graphs.num_left > 0
+        return present and (self._copy_kernels_left or graphs_left)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds.
+        """Load the kernels of weight updates, or capture one more CUDA graph, so that nothing waits for it later.
 
-        All ranks are asked: a release that failed on one may have left their memory unalike.
+        Takes some ten milliseconds, or seconds for what this machine never compiled. All ranks are asked: a release
+        that failed on one may have left their memory unalike.
         """
-        if self.tp.all_agree(self.can_warm_up) and self._graphs is not None:
+        if not self.tp.all_agree(self.can_warm_up):
+            return
+        if self._copy_kernels_left:
+            self._copy_kernels_left = False
+            compile_kernels(self.device, self.dtype)
+        elif self._graphs is not None:
             self._graphs.capture_next()
 
     def release_cuda_graphs(self) -> None:
