@@ -1,7 +1,7 @@
 """The program that `benchmarks/startup.py` times: one engine, its first tokens.
 
-Reads the engine's settings as JSON from stdin and prints one line: the moments of each phase on the clock that all
-processes of a host share.
+Reads the engine's settings as JSON from stdin and prints one line: the moment at which each phase ended, on the clock
+that all processes of a host share. Those named `scheduler_...` are of rank 0's process.
 """
 
 import time
@@ -25,6 +25,7 @@ def main() -> None:
         first_token = time.monotonic()
         engine.generate(input_ids=[5], sampling_params=params | {"max_new_tokens": 16})
         moments = {"entered": entered, "imported": imported, "ready": ready, "first_token": first_token}
+        moments |= {f"scheduler_{phase}": moment for phase, moment in engine.scheduler_info["start"].items()}
         print(json.dumps(moments | {"first_16_tokens": time.monotonic()}), flush=True)
 
 

@@ -5,20 +5,29 @@
 
 Each run is a fresh Python program (`benchmarks/first_token.py`) that makes an `Engine`, asks for one token and then for
 16. `--weights dummy` draws random weights, `safetensors` reads a folder that is written before the clock starts, and so
-comes from the page cache. One line per run, with its phases in seconds: `interpreter` (until the program's first line),
-`imports`, `engine` (the constructor: processes, weights, KV cache), `token` (the first), `decode` (16 more, with what
-they capture or compile). Of `--runs` runs, the last is the figure: what the first had to compile is cached by then.
+comes from the page cache. One line per run, and before it one line per phase, in the order in which the phases follow
+each other, each with its seconds (`value`) and when it ended (`at`): `interpreter` (until the program's first line),
+`imports` (of the program), `spawn` (until the scheduler process's first line), `scheduler_imports` (torch and ours),
+`device` (the CUDA context, as far as the imports did not hide it), `weights`, `kv_cache`, `scheduler_ready` (attention,
+graphs), `ready` (what the front process still waits for), `first_token`, and `first_16_tokens` (with what they capture
+or compile), which the figure leaves out. Of `--runs` runs, the last is the figure: what the first had to compile is
+cached by then.
+
+`--served` times `verl-server serve` instead, tokenizer, HTTP and warm-up request included, until it says that it is
+ready, by turns with a Python program that imports torch and does nothing else: the median, and its ratio to the
+median of the import.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +40,24 @@ from benchmarks.workload import peer_of
 _PHASES = {
     "interpreter": "entered",
     "imports": "imported",
-    "engine": "ready",
-    "token": "first_token",
-    "decode": "first_16_tokens",
+    "spawn": "scheduler_entered",
+    "scheduler_imports": "scheduler_imports",
+    "device": "scheduler_device",
+    "weights": "scheduler_weights",
+    "kv_cache": "scheduler_kv_cache",
+    "scheduler_ready": "scheduler_ready",
+    "ready": "ready",
+    "first_token": "first_token",
+    "first_16_tokens": "first_16_tokens",
 }
+"""Phase -> the moment of `benchmarks.first_token` at which it ended."""
 
 
 def start_once(settings: dict[str, Any], bound: float) -> dict[str, float]:
-    """Phase -> seconds of one start. Raises CalledProcessError or TimeoutExpired if it fails."""
+    """Phase -> seconds from the start of the program to the phase's end.
+
+    Raises CalledProcessError or TimeoutExpired if the program fails.
+    """
     start = time.monotonic()
     program = subprocess.run(
         [sys.executable, "-m", "benchmarks.first_token"],
@@ -49,18 +68,60 @@ def start_once(settings: dict[str, Any], bound: float) -> dict[str, float]:
         check=True,
     )
     moments = json.loads(program.stdout.splitlines()[-1])
-    times = [start, *(moments[name] for name in _PHASES.values())]
-    return {phase: later - earlier for phase, (earlier, later) in zip(_PHASES, pairwise(times), strict=True)}
+    return {phase: moments[name] - start for phase, name in _PHASES.items()}
+
+
+def import_torch(bound: float) -> float:
+    """Seconds of a Python program that only imports torch."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], timeout=bound, check=True)
+    return time.monotonic() - start
+
+
+def serve_once(args: argparse.Namespace, folder: Path, load_format: str) -> float:
+    """Seconds from the start of `verl-server serve` until it is ready. Raises RuntimeError if it ends before."""
+    command = [sys.executable, "-m", "verl_server", "serve", "--port", "0", "--device", args.device]
+    command += ["--model-path", str(folder), "--load-format", load_format, "--tp-size", str(args.tp)]
+    for name, value in args.settings:
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    start = time.monotonic()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        bound = threading.Timer(args.bound, server.kill)
+        bound.start()
+        try:
+            lines = []
+            for line in server.stderr:
+                if line.startswith("Ready: "):
+                    return time.monotonic() - start
+                lines.append(line)
+            raise RuntimeError(f"verl-server ended with {server.wait()} before it was ready: {''.join(lines[-20:])}")
+        finally:
+            bound.cancel()
+            server.terminate()
+            server.stderr.read()
+
+
+def benchmark_served(args: argparse.Namespace, folder: Path, weights: str) -> None:
+    imports, starts = [], []
+    for run in range(1, args.runs + 1):
+        imports.append(import_torch(args.bound))
+        starts.append(serve_once(args, folder, "dummy" if weights == "dummy" else "safetensors"))
+        report("seconds_to_serve_run", starts[-1], "s", run=run, weights=weights, import_torch=round(imports[-1], 3))
+    value, limit = statistics.median(starts), statistics.median(imports)
+    report("seconds_to_serve", value, "s", weights=weights, limit=round(limit, 3), ratio=round(value / limit, 3))
 
 
 def benchmark(args: argparse.Namespace, folder: Path, weights: str) -> None:
     load_format = "dummy" if weights == "dummy" else "safetensors"
     settings = engine_settings(args, folder, load_format=load_format)
     for run in range(1, args.runs + 1):
-        phases = start_once(settings, args.bound)
-        value = sum(phases.values()) - phases["decode"]
-        rounded = {name: round(seconds, 3) for name, seconds in phases.items()}
-        report("seconds_to_first_token_run", value, "s", run=run, weights=weights, **rounded)
+        ends = start_once(settings, args.bound)
+        for phase, before in zip(ends, [0.0, *ends.values()], strict=False):
+            at = round(ends[phase], 3)
+            report(f"start_{phase}", ends[phase] - before, "s", run=run, weights=weights, at=at)
+        value = ends["first_token"]
+        report("seconds_to_first_token_run", value, "s", run=run, weights=weights)
     peer = peer_of(args.device, args.shape, "seconds_to_ready") if weights == "dummy" else {}
     report("seconds_to_first_token", value, "s", weights=weights, **peer)
 
@@ -72,6 +133,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--weights", choices=["dummy", "safetensors"], nargs="+", default=["dummy"], help="where they come from (dummy)"
     )
+    parser.add_argument("--served", action="store_true", help="time `verl-server serve` beside `import torch`")
     return parser.parse_args(argv)
 
 
@@ -82,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     for weights in args.weights:
         with tempfile.TemporaryDirectory() as temporary:
             folder = shape_folder(temporary, args.shape, weights=weights == "safetensors", dtype=dtype)
-            benchmark(args, folder, weights)
+            (benchmark_served if args.served else benchmark)(args, folder, weights)
 
 
 if __name__ == "__main__":

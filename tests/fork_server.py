@@ -42,6 +42,10 @@ PRELOADED = (
     "verl_server.engine.verl_engine",
     "verl_server.server.launch",
     "verl_server.scheduler.process",
+    "verl_server.scheduler.rank",
+    "verl_server.server.http_process",
+    "verl_server.server.tokenizer_manager",
+    "verl_server.scheduler.rank",
     "verl_server.train.grpo",
 )
 _ADDRESS = "VERL_SERVER_TEST_FORK_SERVER"

@@ -103,6 +103,8 @@ class SchedulerInfo(TypedDict):
     pid: int
     tp_rank: int
     device_uuid: str
+    start: dict[str, float]
+    """When each phase of the start ended, in seconds of Unix time."""
 
 
 class InternalState(TypedDict, total=False):

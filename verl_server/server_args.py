@@ -59,7 +59,8 @@ class ServerArgs:
     gpu_uuids: tuple[str, ...] = ()
     """CUDA device UUIDs, one for each rank of this node; wins over `base_gpu_id`."""
     mem_fraction_static: float = 0.85
-    """Share of GPU memory for weights + KV cache (CUDA)."""
+    """Share of the GPU memory that is free before the weights are loaded, for weights and KV cache together. The rest
+    stays free for activations, at least what the largest step may take."""
     kv_cache_gib: float = 2.0
     """Size of the KV cache on CPU in GiB, an upper bound (CUDA uses `mem_fraction_static`)."""
     max_total_tokens: int | None = None

@@ -56,11 +56,21 @@ def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
 def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     startup.main([*SMALL, "--runs", "1", "--weights", "safetensors"])
     found = figures(capsys)
-    run = found["seconds_to_first_token_run"]
-    assert run["value"] == pytest.approx(
-        sum(run[phase] for phase in ("interpreter", "imports", "engine", "token")), abs=0.01
-    )
+    value = found["seconds_to_first_token"]["value"]
+    assert value == found["seconds_to_first_token_run"]["value"]
+    phases = [line for name, line in found.items() if name.startswith("start_")]
+    assert [line["name"] for line in phases[-2:]] == ["start_first_token", "start_first_16_tokens"]
+    assert sum(line["value"] for line in phases[:-1]) == pytest.approx(value, abs=0.01)
+    assert all(line["value"] >= 0 for line in phases), "each phase ends after the one before it"
     assert found["seconds_to_first_token"]["weights"] == "safetensors"
+
+
+def test_startup_served(capsys: pytest.CaptureFixture[str]) -> None:
+    startup.main([*SMALL, "--runs", "1", "--served"])
+    found = figures(capsys)
+    served = found["seconds_to_serve"]
+    assert served["value"] == found["seconds_to_serve_run"]["value"]
+    assert served["ratio"] == pytest.approx(served["value"] / served["limit"], rel=0.01)
 
 
 def test_ablation_measures_each_switch_against_everything_on(

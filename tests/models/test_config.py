@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from verl_server.errors import BadRequestError
 from verl_server.models.config import load_model_config
@@ -85,3 +87,66 @@ def test_folder_without_or_with_broken_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadRequestError, match="not valid JSON"):
         load_model_config(tmp_path)
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "no max_position_embeddings": {"max_position_embeddings": None},
+    "no num_key_value_heads": {"num_key_value_heads": None, "num_attention_heads": 32, "hidden_size": 256},
+    "no head_dim": {"head_dim": None},
+    "head_dim": {"head_dim": 32},
+    "no rms_norm_eps": {"rms_norm_eps": None},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "no dtype": {"torch_dtype": None},
+    "dtype": {"torch_dtype": None, "dtype": "float16"},
+    "theta": {"rope_theta": 1000000},
+    "theta in rope_parameters": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 20000.0},
+    "llama3": {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 64} | _LLAMA3},
+    "llama3 in rope_parameters": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0} | _LLAMA3},
+}
+
+
+@pytest.mark.parametrize(("model_type", "variant"), list(itertools.product(_ARCHITECTURES, _VARIANTS)))
+def test_config_is_read_as_transformers_reads_it(tmp_path: Path, model_type: str, variant: str) -> None:
+    changes = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type} | _VARIANTS[variant]
+    folder = write_config(tmp_path, **changes)
+    ours, theirs = load_model_config(folder, context_length=128), AutoConfig.from_pretrained(folder)
+    bias = bool(getattr(theirs, "attention_bias", False))
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.qkv_bias == (bias or model_type == "qwen2")
+    assert ours.mlp_bias == bool(getattr(theirs, "mlp_bias", False))
+    assert ours.dtype == (theirs.dtype or torch.float32)
+    rope = {name: value for name, value in theirs.rope_parameters.items() if name != "type"}
+    assert ours.rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, ["config.json", "hidden_size"]),
+        ({"vocab_size": "many"}, ["vocab_size"]),
+        ({"architectures": "LlamaForCausalLM"}, ["LlamaForCausalLM", "not supported"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["llama3", "low_freq_factor"]),
+    ],
+)
+def test_a_config_with_keys_missing_or_wrong_is_refused_by_key(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(BadRequestError) as error:
+        load_model_config(write_config(tmp_path, **changes))
+    assert all(word in str(error.value) for word in words), str(error.value)

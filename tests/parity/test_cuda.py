@@ -1,4 +1,4 @@
-"""The CUDA path: fp32 parity, bf16 error, memory that really comes back, weights that are none."""
+"""The CUDA path: fp32 parity, bf16 error, memory that comes back, is shared, or runs out, weights that are none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from tests.parity.harness import Driver, Reference, Sequence, make_runner, random_prompt
-from verl_server import Engine, ServerUnavailableError, WeightUpdateError
+from verl_server import Engine, ServerUnavailableError, VerlServerError, WeightUpdateError
+from verl_server.models.tiny import make_model_folder
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda", 0)
@@ -66,6 +67,68 @@ def test_release_frees_device_memory(tiny_llama: Path) -> None:
     runner.resume_weights()
     runner.resume_kv_cache()
     assert runner.memory_figures()["kv_cache_bytes"] == held["kv_cache_bytes"]
+
+
+def test_the_kv_cache_is_a_share_of_what_was_free(tiny_llama: Path) -> None:
+    """Another process (here: a tensor) holds 60 % of the GPU; the pool takes half of what is left."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(CUDA)
+    other = torch.empty(int(free - 0.4 * total), dtype=torch.uint8, device=CUDA)
+    free_before, _ = torch.cuda.mem_get_info(CUDA)
+    settings = {"mem_fraction_static": 0.5, "max_total_tokens": None, "max_running_requests": 2**17}
+    runner = make_runner(tiny_llama, device=CUDA, disable_cuda_graph=True, chunked_prefill_size=1024, **settings)
+    held = runner.memory_figures()
+    static = held["kv_cache_bytes"] + held["weight_bytes"]
+    assert static == pytest.approx(0.5 * free_before, rel=0.05)
+    del other
+
+
+def test_a_step_that_runs_out_of_memory_is_computed_in_parts(tiny_llama: Path) -> None:
+    """A real allocation fails; then the same requests, in two steps, get the tokens that an unharmed run gets."""
+    runner = make_runner(tiny_llama, device=CUDA, dtype="float32", mem_fraction_static=0.2, disable_cuda_graph=True)
+    apply = runner.sampler._penalties.apply
+
+    def apply_with_less_memory(logits: torch.Tensor, positions: Any) -> None:
+        apply(logits, positions)
+        torch.empty(2**50, dtype=torch.uint8, device=CUDA)
+
+    def play(driver: Driver, *, harmed: bool) -> list[Sequence]:
+        sequences = [driver.add(random_prompt(100, seed=n), frequency_penalty=0.5) for n in range(8)]
+        driver.step([(s, 100) for s in sequences])
+        work = [(s, 1) for s in sequences]
+        if harmed:
+            runner.sampler._penalties.apply = apply_with_less_memory  # type: ignore[method-assign]
+            with pytest.raises(torch.OutOfMemoryError):
+                runner.launch(driver.batch(work), [s.spec for s in sequences])
+            runner.sampler._penalties.apply = apply  # type: ignore[method-assign]
+        driver.step(work[:4])
+        driver.step(work[4:])
+        driver.finish(sequences, 6)
+        return sequences
+
+    driver = Driver(runner)
+    for ours, theirs in zip(play(driver, harmed=True), play(driver, harmed=False), strict=True):
+        assert ours.spec.output_ids == theirs.spec.output_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_an_engine_survives_a_step_out_of_memory(tmp_path: Path) -> None:
+    """Nothing is left on the GPU for log-probabilities of a prompt: this request ends, and others go on."""
+    folder = make_model_folder(tmp_path, "llama", vocab_size=150_000, weights=False)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "max_total_tokens": 4096}
+    with Engine(model_path=str(folder), device="cuda", disable_cuda_graph=True, **settings) as engine:
+        params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        expected = engine.generate(input_ids=[5, 6, 7], sampling_params=params)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(CUDA)
+        others = torch.empty(free - (48 << 20), dtype=torch.uint8, device=CUDA)
+        with pytest.raises(VerlServerError, match=r"Out of memory .*mem_fraction_static"):
+            prompt = random_prompt(300, seed=1)
+            engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
+        again = engine.generate(input_ids=[5, 6, 7], sampling_params=params)
+        assert isinstance(again, dict) and isinstance(expected, dict)
+        assert again["output_ids"] == expected["output_ids"]
+        del others
 
 
 @pytest.mark.parametrize("place", ["cuda", "cpu"])

@@ -10,6 +10,7 @@ import torch
 
 from tests.parity.harness import Driver, Reference, make_runner, random_prompt
 from verl_server.models.tiny import make_model_folder
+from verl_server.worker.step_memory import StepMemory
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -114,7 +115,7 @@ def test_after_in_place_update(model: Model, driver: Driver, tmp_path: Path) -> 
 
 def test_prompt_and_top_logprobs(model: Model, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt log-probabilities over chunks, from `first` on, with top-k and requested ids; bounded memory."""
-    monkeypatch.setattr("verl_server.worker.model_runner._PROMPT_LOGIT_BYTES", 4 * 320 * 7)  # 7 positions at a time
+    monkeypatch.setattr(StepMemory, "prompt_positions", lambda *_: 7)
     prompt = random_prompt(60, seed=4)
     sequence = driver.add(prompt, top=3)
     batch = driver.batch([(sequence, 40)])

@@ -252,6 +252,27 @@ def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
             s.output_ids.append(token)
 
 
+def test_penalties_count_each_token_once_after_a_launch_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that fails may have marked tokens as counted that are not: the next one counts all of them anew."""
+    sampler = Sampler(VOCAB, torch.device("cpu"))
+    s = spec(output=(3,), frequency_penalty=0.7, repetition_penalty=1.3)
+    logits = random_logits()
+    sample(sampler, logits.clone(), [s])
+    s.output_ids.append(4)
+    with monkeypatch.context() as failing:
+        failing.setattr(sampler._penalties, "_index", no_memory)
+        with pytest.raises(MemoryError):
+            sample(sampler, logits.clone(), [s])
+    sampler.forget()
+    again = sample(sampler, logits.clone(), [s])
+    expected = sample(Sampler(VOCAB, torch.device("cpu")), logits.clone(), [s])
+    assert again.next_ids == expected.next_ids and again.logprobs == expected.logprobs
+
+
+def no_memory(*_: object) -> Tensor:
+    raise MemoryError
+
+
 def test_masked_stop_ids_have_a_finite_logprob(sampler: Sampler) -> None:
     """-inf would become null in JSON."""
     output = sample(sampler, random_logits(), [spec(min_new_tokens=1, stop=(2,), ids=[2], top=VOCAB)])

@@ -118,6 +118,8 @@ class FakeModelRunner:
         self.context_length, self.vocab_size = context_length, VOCAB
         self.device = torch.device("cpu")
         self.overlaps = False
+        self.step_budget: int | None = None
+        self.step_bytes: Callable[[SampleSpec], int] = lambda spec: 0
         self.can_warm_up = False
         self.is_early: Callable[[], bool] = lambda: False
         """Asked at each launch: has the device done all its work by now?"""

@@ -39,7 +39,7 @@ from verl_server.ipc.sockets import free_port
 from verl_server.models.loader import iter_checkpoint
 from verl_server.models.tiny import make_model_folder
 from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.process import SchedulerSockets
+from verl_server.scheduler.rank import SchedulerSockets
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
 

@@ -326,10 +326,10 @@ def test_a_failed_step_ends_its_requests_and_serving_goes_on() -> None:
     for i in range(3):
         h.add(f"r{i}", prompt(i, 6), 6)
     h.steps(2)
-    h.runner.fail_with = torch.OutOfMemoryError("out of memory: 3 GiB wanted")
+    h.runner.fail_with = RuntimeError("an operator failed")
     h.run()
     for rid in ("r0", "r1"):
-        assert h.finished[rid].status_code == 500 and "out of memory" in (h.finished[rid].message or "")
+        assert h.finished[rid].status_code == 500 and "an operator failed" in (h.finished[rid].message or "")
         assert len(h.tokens[rid]) == 2
     assert h.tokens["r2"] == generate(prompt(2, 6), 6, 0)
 

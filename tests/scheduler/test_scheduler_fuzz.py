@@ -108,7 +108,8 @@ class Monkey:
         elif dice < 0.095:
             h.scheduler.handle(AbortReq(abort_all=True))
         elif dice < 0.1:
-            h.runner.fail_with = MemoryError("at its launch")
+            few, broken = MemoryError("at its launch"), RuntimeError("an operator failed")
+            h.runner.fail_with = few if len(self.prompts) % 2 else broken
         elif dice < 0.105:
             h.runner.fail_later_with = MemoryError("while it ran")
         elif dice < 0.16:

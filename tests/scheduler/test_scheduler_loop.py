@@ -7,7 +7,7 @@ from typing import Any
 from tests.scheduler.fakes import Harness, prompt
 from verl_server.io_struct import SchedulerInput, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.process import SchedulerLoop
+from verl_server.scheduler.rank import SchedulerLoop
 
 
 class ScriptedSockets:

@@ -20,7 +20,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.process import SchedulerLoop
+from verl_server.scheduler.rank import SchedulerLoop
 from verl_server.scheduler.schedule_batch import Req
 
 
@@ -179,10 +179,10 @@ def test_a_step_that_cannot_be_launched_leaves_the_one_before_whole() -> None:
     for i in range(3):
         h.add(f"r{i}", prompt(i, 6), 6)
     h.steps(3)
-    h.runner.fail_with = torch.OutOfMemoryError("out of memory: 3 GiB wanted")
+    h.runner.fail_with = RuntimeError("an operator failed")
     h.run()
     for i in range(2):
-        assert h.finished[f"r{i}"].status_code == 500 and "out of memory" in (h.finished[f"r{i}"].message or "")
+        assert h.finished[f"r{i}"].status_code == 500 and "an operator failed" in (h.finished[f"r{i}"].message or "")
         assert h.tokens[f"r{i}"] == generate(prompt(i, 6), 3, 0)
     assert h.tokens["r2"] == generate(prompt(2, 6), 6, 0)
 

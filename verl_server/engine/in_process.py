@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
 from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
-from verl_server.server.dialects.sglang.routes import NativeApi, model_info
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers
-from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from verl_server.server.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ class Engine(EngineBase):
         super().__init__()
         self._processes = EngineProcesses(server_args or ServerArgs.from_kwargs(**kwargs))
         self.server_args = self._processes.server_args
+        from verl_server.server.dialects.sglang.routes import NativeApi  # beside the scheduler processes' imports
+
         # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:
@@ -108,6 +111,8 @@ class Engine(EngineBase):
         return cast(ServerInfo, manager.run_sync(self._info.server_info_dict(), timeout=30))
 
     def get_model_info(self) -> ModelInfo:
+        from verl_server.server.dialects.sglang.routes import model_info
+
         return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
 
     def wait(self) -> None:

@@ -1,25 +1,45 @@
 """`ModelConfig`: what the decoder needs to know of a Hugging Face config, checked before any memory is taken.
 
-`load_model_config` is called by every `ModelRunner` (and by whoever wants to refuse a model early). It turns
-a folder (`models.folder` finds it) into a `ModelConfig`, or raises `BadRequestError` that names the
-architecture or setting, what is supported, and the remedy.
+`load_model_config` is called by every `ModelRunner`. It reads `config.json` as transformers does (defaults of each
+model type, old and new keys) without an import of transformers, which takes as long as that of torch. It raises
+`BadRequestError` that names the architecture or setting, what is supported, and the remedy.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from transformers import AutoConfig
 
 from verl_server.errors import BadRequestError
+from verl_server.model_folder import read_json
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": SUPPORTED[0], "mistral": SUPPORTED[1], "qwen2": SUPPORTED[2], "qwen3": SUPPORTED[3]}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    "Qwen3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+"""Values of keys that a config.json leaves out, where they differ from one architecture to another."""
 _ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_THETA = 10000.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -47,48 +67,73 @@ class ModelConfig:
     qk_norm: bool
 
 
+class _ConfigFile(msgspec.Struct):
+    """The keys of config.json that matter here, with their types; transformers' defaults."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool = True
+    sliding_window: int | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
 def load_model_config(folder: Path, context_length: int | None = None) -> ModelConfig:
     """Read `folder`/config.json. `context_length` decides whether a sliding window would be active."""
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise BadRequestError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
-    architecture = _architecture(folder)
+    raw = read_json(path)
+    architecture = _architecture(raw, folder)
     try:
-        hf = AutoConfig.from_pretrained(folder)
-    except Exception as error:
-        raise BadRequestError(f"Cannot read {folder / 'config.json'}: {_first_line(error)}") from error
-    _refuse_unsupported(hf, architecture, context_length or hf.max_position_embeddings)
-    heads = hf.num_attention_heads
-    bias = bool(getattr(hf, "attention_bias", False))
+        file = msgspec.convert(_DEFAULTS[architecture] | raw, _ConfigFile)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"{path}: {error}. Is it the config.json of {architecture}?") from None
+    _refuse_unsupported(file, architecture, context_length or file.max_position_embeddings)
+    heads = file.num_attention_heads
     return ModelConfig(
         architecture=architecture,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
+        vocab_size=file.vocab_size,
+        hidden_size=file.hidden_size,
+        intermediate_size=file.intermediate_size,
+        num_layers=file.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        norm_eps=hf.rms_norm_eps,
-        max_position_embeddings=hf.max_position_embeddings,
-        rope=_rope(hf, architecture),
-        dtype=_dtype(hf),
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or bias,
-        o_bias=bias and architecture != "Qwen2ForCausalLM",
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        num_kv_heads=file.num_key_value_heads or heads,
+        head_dim=file.head_dim or file.hidden_size // heads,
+        norm_eps=file.rms_norm_eps,
+        max_position_embeddings=file.max_position_embeddings,
+        rope=_rope(file, architecture),
+        dtype=_dtype(file, path),
+        tie_word_embeddings=file.tie_word_embeddings,
+        qkv_bias=architecture == "Qwen2ForCausalLM" or file.attention_bias,
+        o_bias=file.attention_bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=file.mlp_bias,
         qk_norm=architecture == "Qwen3ForCausalLM",
     )
 
 
-def _architecture(folder: Path) -> str:
-    """From the raw JSON: AutoConfig does not know every model type, and its error does not say what we do."""
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise BadRequestError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
-    named = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""))]
-    if named[0] not in SUPPORTED:
-        what = named[0] or f"model_type {raw.get('model_type')!r}"
+def _architecture(raw: dict[str, Any], folder: Path) -> str:
+    model_type = raw.get("model_type")
+    named = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(model_type))]
+    if not isinstance(named, list) or named[0] not in SUPPORTED:
+        what = (named[0] if isinstance(named, list) else named) or f"model_type {model_type!r}"
         raise BadRequestError(
             f"Architecture {what} of {folder} is not supported; supported (dense only): {', '.join(SUPPORTED)}. "
             "For other models use SGLang or vLLM as the engine."
@@ -97,17 +142,15 @@ def _architecture(folder: Path) -> str:
     return architecture
 
 
-def _refuse_unsupported(hf: Any, architecture: str, context_length: int) -> None:
+def _refuse_unsupported(file: _ConfigFile, architecture: str, context_length: int) -> None:
     def refuse(what: str, remedy: str) -> None:
         raise BadRequestError(f"{architecture} with {what} is not supported: {remedy}")
 
-    if getattr(hf, "quantization_config", None):
+    if file.quantization_config:
         refuse("quantization_config", "give an unquantized checkpoint (float32, bfloat16 or float16).")
-    if hf.hidden_act != "silu":
-        refuse(f"hidden_act={hf.hidden_act!r}", "only silu is implemented.")
-    window = getattr(hf, "sliding_window", None)
-    if not getattr(hf, "use_sliding_window", True):
-        window = None
+    if file.hidden_act != "silu":
+        refuse(f"hidden_act={file.hidden_act!r}", "only silu is implemented.")
+    window = file.sliding_window if file.use_sliding_window else None
     if window is not None and context_length > window:
         refuse(
             f"an active sliding window ({window} < context length {context_length})",
@@ -115,27 +158,30 @@ def _refuse_unsupported(hf: Any, architecture: str, context_length: int) -> None
         )
 
 
-def _rope(hf: Any, architecture: str) -> dict[str, Any]:
-    rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    rope.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+def _rope(file: _ConfigFile, architecture: str) -> dict[str, Any]:
+    rope = dict(file.rope_scaling or file.rope_parameters or {})
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = file.rope_theta or _ROPE_THETA
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     if rope["rope_type"] not in _ROPE_TYPES:
         raise BadRequestError(
             f"{architecture} with rope type {rope['rope_type']!r} is not supported; "
             f"supported: {', '.join(_ROPE_TYPES)}."
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    partial = rope.get("partial_rotary_factor", file.partial_rotary_factor)
+    if partial not in (None, 1.0):
         raise BadRequestError(f"{architecture} with partial_rotary_factor != 1 is not supported.")
+    if rope["rope_type"] == "llama3":
+        original = file.original_max_position_embeddings or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or file.max_position_embeddings
+    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    if missing := [name for name in needed.get(rope["rope_type"], ()) if name not in rope]:
+        raise BadRequestError(f"{architecture}: rope type {rope['rope_type']!r} needs {', '.join(missing)}.")
     return rope
 
 
-def _dtype(hf: Any) -> torch.dtype:
-    dtype = getattr(hf, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _dtype(file: _ConfigFile, path: Path) -> torch.dtype:
+    name = (file.dtype or file.torch_dtype or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise BadRequestError(f"{path}: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}.")
+    return _DTYPES[name]

@@ -50,6 +50,10 @@ class Penalties:
         """Places in the flattened logits, and what to add there."""
         self._min_new: list[tuple[int, SampleSpec]] = []
 
+    def forget(self) -> None:
+        """Drop all counts. The next `set_batch` counts again, from each request's tokens."""
+        self._counts = None
+
     def set_batch(self, specs: list[SampleSpec]) -> None:
         """A new batch composition. Counts of rows that stay are carried over."""
         counted = [

@@ -101,6 +101,11 @@ class Sampler:
         self._penalties = Penalties(vocab_size, device)
         self._batch: _Batch | None = None
 
+    def forget(self) -> None:
+        """Hold nothing of the last batch: a launch that failed may have left it half updated."""
+        self._batch = None
+        self._penalties.forget()
+
     def launch(self, logits: Tensor, specs: list[SampleSpec], positions: Ints) -> Sampled:
         """`logits` [n, vocab_size] fp32, bf16 or fp16, a row for each of `specs`; they may be overwritten.
 

@@ -9,7 +9,9 @@ Policy: every running request decodes in every step; what is left of the step go
 `chunked_prefill_size` prompt tokens, oldest first. Admission is first come, first served and optimistic: only a
 fraction of the tokens that requests may still sample is reserved. When pages run out after all, the newest
 request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest one always
-fits (checked at arrival), so there is always progress.
+fits (checked at arrival), so there is always progress. What sampling takes beyond a plain draw (penalties, filters,
+log-probabilities of many tokens) is bounded in sum at admission, and steps get smaller when one runs out of memory
+all the same (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import bisect
 
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
+from verl_server.scheduler.step_limits import StepLimits
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
@@ -52,9 +55,14 @@ class BatchPlanner:
         max_rows: int,
         chunked_prefill_size: int,
         disable_radix_cache: bool = False,
+        step_budget: int | None = None,
     ) -> None:
+        """`step_budget`: bytes that `Req.step_bytes` of all running requests may take together; None: no bound."""
         self.page_size = page_size
-        self.chunked_prefill_size = chunked_prefill_size
+        self.limits = StepLimits(max_rows, chunked_prefill_size)
+        self._step_budget = step_budget
+        self._step_bytes = 0
+        """Of all running requests."""
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
@@ -147,11 +155,17 @@ class BatchPlanner:
         retracted = False
         while True:
             decodes, growing, prefills = self._split_running()
+            if self.limits.are_active:
+                chosen = self.limits.choose(decodes + prefills)
+                decodes, growing, prefills = (
+                    [req for req in reqs if req in chosen] for reqs in (decodes, growing, prefills)
+                )
             if len(growing) <= self.available_pages():
                 for req in growing:
                     self._grow(req, 1)
-                admit = bool(self.waiting) and not retracted
-                if reqs := decodes + self._plan_prefills(prefills, admit, only_started):
+                admit = bool(self.waiting) and not retracted and not self.limits.has_suspects
+                room = self.limits.rows - len(decodes)
+                if reqs := decodes + self._plan_prefills(prefills, room, admit, only_started):
                     self._adapt_reserve(retracted)
                     return ScheduleBatch.build(reqs)
                 if not self.running:
@@ -164,6 +178,7 @@ class BatchPlanner:
 
     def collected(self, batch: ScheduleBatch) -> list[Req]:
         """The step was computed: its KV is sound. Returns the requests whose prefill went on, to `share`."""
+        self.limits.succeeded(batch)
         for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
             req.sound_len += extend_len
         prefilled = [req for req in batch.prefills if req.row >= 0 and req.prefilling]
@@ -171,6 +186,14 @@ class BatchPlanner:
             req.prefilling = req.sound_len < len(req.token_ids)
             req.restarted = req.restarted and req.prefilling
         return prefilled
+
+    def out_of_memory(self, batch: ScheduleBatch) -> Req | None:
+        """The step, which was to be launched, ran out of memory: its requests are planned again, in smaller steps.
+
+        Returns the request that cannot be computed even alone, if that is known: it has to end.
+        """
+        batch.undo()
+        return self.limits.failed(batch)
 
     def share(self, reqs: list[Req]) -> None:
         """Put the full pages of those requests that still run into the prefix cache."""
@@ -198,16 +221,19 @@ class BatchPlanner:
                 prefills.append(req)
         return decodes, growing, prefills
 
-    def _plan_prefills(self, prefills: list[Req], admit: bool, only_started: bool) -> list[Req]:
-        """Who fills up the step: first prefills that go on, oldest first, then, with `admit`, waiting requests."""
-        budget = self.chunked_prefill_size
+    def _plan_prefills(self, prefills: list[Req], room: int, admit: bool, only_started: bool) -> list[Req]:
+        """Who fills up the step: first prefills that go on, oldest first, then, with `admit`, waiting requests.
+
+        `room`: most requests.
+        """
+        budget = self.limits.tokens
         prefills.sort(key=_arrival)
         chunks = []
         for req in prefills:
             if took := self._take_chunk(req, budget):
                 budget -= took
                 chunks.append(req)
-        return chunks + self._admit(budget, only_started) if admit else chunks
+        return chunks + self._admit(budget, room - len(chunks), only_started) if admit else chunks
 
     def _adapt_reserve(self, retracted: bool) -> None:
         """Admit more carefully after a retraction, and a little less so after every step without."""
@@ -228,16 +254,18 @@ class BatchPlanner:
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int, only_started: bool) -> list[Req]:
-        """Start waiting requests in order while budget, rows and pages last."""
+    def _admit(self, budget: int, room: int, only_started: bool) -> list[Req]:
+        """Start waiting requests in order, at most `room`, while budget, rows, pages and memory for steps last."""
         admitted: list[Req] = []
         skipped: list[Req] = []
-        if budget <= 0 or not self.rows.available or (only_started and not self._num_retracted):
+        if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
         reserved = self._expected_pages(self.running)
         computing = {self._next_page(req) for req in self.running if req.prefilling}
         for req in self.waiting:
             if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
+                break
+            if len(admitted) == room:
                 break
             if only_started and not req.started:
                 skipped.append(req)
@@ -272,10 +300,11 @@ class BatchPlanner:
         cache = self.cache
         cache.lock(node)
         need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
-        if self.running and need + reserved > self.available_pages():
+        if self.running and (need + reserved > self.available_pages() or not self._has_step_bytes(req)):
             cache.unlock(node)
             return False
         req.row = self.rows.alloc()
+        self._step_bytes += req.step_bytes
         req.node = node
         req.pages = cache.path_pages(node)
         req.cached_len = req.sound_len = node.depth * self.page_size
@@ -291,6 +320,10 @@ class BatchPlanner:
             self.num_cached_tokens += req.cached_tokens
         self.running.append(req)
         return True
+
+    def _has_step_bytes(self, req: Req) -> bool:
+        """Whether a step has memory for what sampling takes for one more request."""
+        return self._step_budget is None or self._step_bytes + req.step_bytes <= self._step_budget
 
     def _reserve_pages(self, req: Req) -> int:
         return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
@@ -348,6 +381,7 @@ class BatchPlanner:
         self.pages.free(req.pages[req.num_shared :])
         self.cache.unlock(req.node)
         self.rows.free(req.row)
+        self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
         req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
         req.prefilling = False
@@ -375,6 +409,7 @@ class BatchPlanner:
             owned += req.pages[req.num_shared :]
         assert len(set(owned)) == len(owned), "a KV page has two owners"
         assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
+        assert self._step_bytes == sum(req.step_bytes for req in self.running), "memory of steps was lost"
         for req in self.waiting:
             assert req.row < 0 and not req.pages and req.node is None, "a waiting request holds KV"
         assert self._num_retracted == sum(req.started for req in self.waiting)

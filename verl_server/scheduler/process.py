@@ -1,251 +1,32 @@
-"""One scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.scheduler.process")`.
+"""A scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.scheduler.process")`.
 
-Builds this rank's `ModelRunner` and `WeightUpdater`, reports ready, then rank 0 runs the `Scheduler` at its end of
-the socket that the TokenizerManager gave it, and every other rank follows it. Ends on SIGTERM (rank 0 between two
-steps), when the parent is gone (`child_main` watches that), or with a traceback.
+Imports next to nothing itself, so that a CUDA context is created while torch is imported: each takes seconds. The rest
+is `scheduler.rank`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import logging
-import math
-import os
-import select
-import signal
-import socket
-import sys
-import time
+import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
-
-from verl_server.io_struct import SchedulerInput, SchedulerOutput
 from verl_server.ipc.child_process import child_main
-from verl_server.ipc.message_socket import MessageSocket
-from verl_server.ipc.tp_group import TpGroup
-from verl_server.scheduler.scheduler import Scheduler
+from verl_server.ipc.start_times import StartTimes
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.copying.fused_copy import compile_kernels
-from verl_server.worker.model_runner import ModelRunner, device_of
-from verl_server.worker.stager import Stager
-from verl_server.worker.tp_worker import TpWorker
-from verl_server.worker.weight_sources import WeightSources
-from verl_server.worker.weight_updater import WeightUpdater
-
-logger = logging.getLogger(__name__)
-
-_STAGER_GRACE = 2.0
-"""Seconds that staging gets to end with the process."""
-_QUIET = 0.05
-"""Seconds without a message after which idle time is used: what follows close on a push or a reply comes first."""
-_LAST_WORDS = 1.0
-"""Seconds that messages which are not sent yet get then."""
-
-
-class SchedulerSockets:
-    """Rank 0's end of the message socket, and a doorbell for signals and the stager."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._messages = MessageSocket(sock)
-        self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._doorbell, self._button = socket.socketpair()
-        self._doorbell.setblocking(False)
-        self._button.setblocking(False)
-        self._poller = select.poll()
-        self._poller.register(self._doorbell, select.POLLIN)
-        self._poller.register(self._messages, select.POLLIN)
-
-    def wait(self, seconds: float | None) -> None:
-        """Sleep until a message comes, somebody rings, or `seconds` passed. What is unsent goes out meanwhile."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            self._watch_messages()
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            events = dict(self._poller.poll(None if left is None else math.ceil(left * 1000.0)))
-            if self._doorbell.fileno() in events:
-                self._silence()
-                return
-            if events.get(self._messages.fileno()) != select.POLLOUT:  # a message, the peer's end, or time is up
-                return
-            self._messages.flush()
-
-    def ring(self) -> None:
-        """End a `wait`, or the next one, from a signal handler or another thread."""
-        with contextlib.suppress(OSError):  # full of rings already, or closed at the end
-            self._button.send(b"!")
-
-    def receive(self) -> list[SchedulerInput]:
-        """All messages that are there. What does not decode is logged and dropped."""
-        if self._messages.unsent:
-            self._messages.flush()  # a loop that always has work never waits
-        messages: list[SchedulerInput] = []
-        for data in self._messages.receive():
-            try:
-                messages.append(self._decoder.decode(data))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)
-        return messages
-
-    def send(self, message: SchedulerOutput) -> None:
-        self._messages.send(self._encoder.encode(message))
-
-    def close(self) -> None:
-        """Hang up when everything is sent, or `_LAST_WORDS` seconds have passed."""
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._messages.unsent and time.monotonic() < deadline:
-            select.select([], [self._messages], [], max(0.0, deadline - time.monotonic()))
-            self._messages.flush()
-        self._messages.close()
-        self._doorbell.close()
-        self._button.close()
-
-    def _watch_messages(self) -> None:
-        """A peer that is gone is not watched: it would wake every wait. (`child_main` ends us, or SIGTERM does.)"""
-        if self._messages.is_closed:
-            with contextlib.suppress(KeyError):
-                self._poller.unregister(self._messages)
-        else:
-            self._poller.register(self._messages, select.POLLIN | (select.POLLOUT if self._messages.unsent else 0))
-
-    def _silence(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # or every later wait would end at once
-            while self._doorbell.recv(4096):
-                pass
-
-
-class SchedulerLoop:
-    """Drives a `Scheduler`: messages while there is work, a blocking wait while there is none."""
-
-    def __init__(self, scheduler: Scheduler, sockets: SchedulerSockets) -> None:
-        self._scheduler = scheduler
-        self._sockets = sockets
-        self.stopping = False
-
-    def stop(self) -> None:
-        """Leave after the current step. Safe in a signal handler."""
-        self.stopping = True
-        self._sockets.ring()
-
-    def run(self) -> None:
-        scheduler, sockets = self._scheduler, self._sockets
-        while not self.stopping:
-            warms_up = not scheduler.has_work() and scheduler.can_warm_up
-            if warms_up:
-                sockets.wait(_QUIET)
-            elif not scheduler.has_work():
-                sockets.wait(scheduler.control.wait_seconds())
-            messages = sockets.receive()
-            for message in messages:
-                scheduler.handle(message)
-            if warms_up and not messages and not scheduler.has_work():
-                scheduler.worker.warm_up()
-            scheduler.advance()
-        scheduler.settle()
+from verl_server.worker.cuda_context import create_context
 
 
 def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
     """Target of `child_main`: one rank from start to end."""
+    start = StartTimes()
+    gc.disable()  # until `run_rank` is ready: nothing that imports and construction make is garbage
     server_args = ServerArgs.from_json(argument["server_args"])
-    rank: int = argument["tp_rank"]
-    _set_up_process(server_args, rank)
-    device = device_of(server_args, rank)
-    tp = TpGroup.create(
-        rank,
-        server_args.tp_size,
-        argument["init_addr"],
-        device,
-        server_args.sync_timeout,
-        startup_timeout=server_args.startup_timeout,
-        control_timeout=server_args.control_timeout,
-        peer_memory=not server_args.disable_custom_all_reduce,
-    )
-    runner = ModelRunner(server_args, tp, device)
-    if device.type == "cuda" and server_args.fused_weight_copy:
-        compile_kernels(device, runner.dtype)
-    sources = WeightSources(runner, tp, server_args)
-    stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
-    worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
-    gc.collect()
-    gc.freeze()  # the model and the imports live as long as the process: keep them out of every collection
-    info = scheduler_info(server_args, worker, runner, rank)
-    if rank > 0:
-        if server_args.nnodes == 1:  # rank 0 gets the signal, too, and tells us to stop when its step is done
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stager.on_finished = lambda: _end_if_lost(stager)
-        ready(info)
-        worker.follow()
-        stager.close(_STAGER_GRACE)
-        return
-    os.set_inheritable(argument["socket"], False)  # a grandchild that held it would hide our end from the parent
-    sockets = SchedulerSockets(socket.socket(fileno=argument["socket"]))
-    stager.on_finished = sockets.ring
-    loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
-    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-    ready(info)
-    try:
-        loop.run()
-        worker.stop()
-    except Exception as error:
-        if not loop.stopping:
-            raise
-        logger.info("Another rank had left already: %s", error)
-    finally:
-        stager.close(_STAGER_GRACE)
-        sockets.close()
-    logger.info("stopped")
+    arguments = (server_args, argument["tp_rank"])
+    threading.Thread(target=create_context, args=arguments, name="cuda-context", daemon=True).start()
+    from verl_server.scheduler.rank import run_rank
 
-
-def _end_if_lost(stager: Stager) -> None:
-    """On ranks that follow, whose loop waits for rank 0's next command: rank 0 would wait for their vote."""
-    if stager.is_lost:
-        os._exit(1)
-
-
-def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int) -> dict[str, Any]:
-    """What the parent learns about this rank."""
-    capacity = runner.num_pages * runner.page_size
-    return {
-        "max_total_num_tokens": capacity,
-        "max_req_input_len": min(runner.context_length - 1, capacity),
-        "context_length": runner.context_length,
-        "page_size": runner.page_size,
-        "max_running_requests": runner.max_rows,
-        "chunked_prefill_size": server_args.prefill_chunk(runner.device.type),
-        "vocab_size": runner.vocab_size,
-        "num_parameters": len(runner.weight_map.slots),
-        "device": str(runner.device),
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "weight_version": worker.weights.version,
-        "pid": os.getpid(),
-        "tp_rank": rank,
-        "device_uuid": device_uuid(runner.device),
-    }
-
-
-def device_uuid(device: torch.device) -> str:
-    """UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-
-
-def _set_up_process(server_args: ServerArgs, rank: int) -> None:
-    """Name, log prefix and how often threads take turns (the number of threads is the ModelRunner's)."""
-    prefix = "scheduler" if server_args.tp_size == 1 else f"scheduler tp{rank}"
-    logging.basicConfig(
-        level=server_args.log_level.upper(), format=f"[%(asctime)s {prefix}] %(levelname)s %(message)s", force=True
-    )
-    with contextlib.suppress(OSError):  # what `ps` and `top` show; Linux keeps 15 characters
-        Path("/proc/self/comm").write_text(f"verl-sched-tp{rank}"[:15])
-    # A step gives up the GIL at each of its hundreds of operators. At Python's 5 ms, a stager that opens and plans
-    # would make it wait that long each time.
-    sys.setswitchinterval(2e-4)
+    run_rank(server_args, argument, ready, start)
 
 
 if __name__ == "__main__":

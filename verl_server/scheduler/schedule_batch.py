@@ -75,6 +75,7 @@ class Req:
         "cached_tokens",
         "compute_len",
         "device_len",
+        "last_turn",
         "max_new_tokens",
         "node",
         "num_pending",
@@ -92,6 +93,7 @@ class Req:
         "sound_len",
         "spec",
         "started",
+        "step_bytes",
         "stop_ids",
         "token_ids",
         "wants_candidates",
@@ -148,6 +150,10 @@ class Req:
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache when first admitted."""
         self.num_retractions = 0
+        self.step_bytes = 0
+        """Device memory that sampling takes for this request beyond a plain draw; set by the scheduler."""
+        self.last_turn = 0
+        """The last step that it was part of, counted while `StepLimits` are active."""
 
     @property
     def extend_len(self) -> int:
@@ -227,6 +233,22 @@ class ScheduleBatch:
             req.cached_len = device_len
         batch.specs = [req.spec for req in sampled]
         return batch
+
+    def undo(self) -> None:
+        """The step could not be launched: its requests that still run are where they were before `build`.
+
+        They keep their pages. What the step may have written lies beyond `cached_len`, and is written again.
+        """
+        by_row = {req.row: req for req in self.reqs if req.row >= 0}
+        for req, extend_len in zip(self.reqs, self.forward.extend_lens, strict=True):
+            if req.row >= 0:
+                req.cached_len -= extend_len
+        for req in self.sampled:
+            if req.row >= 0:
+                req.num_pending -= 1
+        for row, column, pages in reversed(self.forward.page_updates):
+            if row in by_row:
+                by_row[row].page_updates.insert(0, (column, pages))
 
     def reads_outputs(self) -> bool:
         """Whether the step after this one cannot be launched before the values of these tokens are known."""

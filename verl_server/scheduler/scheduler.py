@@ -34,9 +34,18 @@ from verl_server.scheduler.control_queue import ControlQueue
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
-from verl_server.worker.tp_worker import Step, TpWorker
+from verl_server.worker.tp_worker import Step, TpWorker, is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "Ask for fewer log-probabilities (top_logprobs_num, token_ids_logprob), or leave more memory to steps: start the "
+    "server with a smaller mem_fraction_static, chunked_prefill_size or max_running_requests."
+)
+_TOO_LARGE = (
+    "Sampling this request takes up to {needed} MiB a step, more than the {budget} MiB that this server has for it. "
+    + _REMEDY
+)
 
 
 class Scheduler:
@@ -60,6 +69,7 @@ class Scheduler:
             max_rows=min(runner.max_rows, server_args.max_running_requests),
             chunked_prefill_size=server_args.prefill_chunk(runner.device.type),
             disable_radix_cache=server_args.disable_radix_cache,
+            step_budget=runner.step_budget,
         )
         self.requests: dict[str, Req] = {}
         """Every accepted request that has not had its terminal entry."""
@@ -139,19 +149,26 @@ class Scheduler:
             return
         refused = self._check_request(message)
         if refused is not None:
-            self._output.add_refusal(message.rid, refused)
-            self.stats.num_aborted += 1
+            self._refuse(message, refused)
             return
         max_new_tokens = message.sampling.max_new_tokens
         if max_new_tokens is None:
             room = min(self.worker.runner.context_length, self.planner.max_tokens() + 1)
             max_new_tokens = room - len(message.input_ids)
+        seed = message.sampling.sampling_seed
+        req = Req(message, self._arrivals + 1, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
+        req.step_bytes, budget = self.worker.runner.step_bytes(req.spec), self.worker.runner.step_budget
+        if budget is not None and req.step_bytes > budget:
+            self._refuse(message, _refused(400, _TOO_LARGE.format(needed=req.step_bytes >> 20, budget=budget >> 20)))
+            return
         self._arrivals += 1
         self.stats.num_requests += 1
-        seed = message.sampling.sampling_seed
-        req = Req(message, self._arrivals, max_new_tokens, self._seeds.getrandbits(63) if seed is None else seed)
         self.requests[req.rid] = req
         self.planner.add(req)
+
+    def _refuse(self, message: TokenizedGenerateReq, reason: FinishReason) -> None:
+        self._output.add_refusal(message.rid, reason)
+        self.stats.num_aborted += 1
 
     def _check_request(self, message: TokenizedGenerateReq) -> FinishReason | None:
         """Why a request cannot be accepted, None if it can."""
@@ -223,7 +240,10 @@ class Scheduler:
             if not self.worker.is_recoverable(error):
                 raise
             self.settle()  # the step before it is whole
-            self._fail(batch, error)
+            if is_out_of_memory(error):
+                self._retry_smaller(batch, error)
+            else:
+                self._fail(batch, error)
             return
         self._collect()
         self._in_flight = batch, step
@@ -252,6 +272,22 @@ class Scheduler:
         for req in batch.reqs:
             if req.row >= 0:
                 self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
+
+    def _retry_smaller(self, batch: ScheduleBatch, error: Exception) -> None:
+        """A step ran out of memory at its launch: smaller ones follow, and a request that fails alone is over."""
+        req = self.planner.out_of_memory(batch)
+        if req is None:
+            logger.warning(
+                "A step of %d requests and %d tokens ran out of memory. Its requests are tried again in smaller steps. "
+                "%s (%s)",
+                len(batch.reqs),
+                len(batch.forward.input_ids),
+                _REMEDY,
+                error,
+            )
+        elif req.row >= 0:
+            logger.error("Request %s ran out of memory in a step of its own and is aborted.", req.rid, exc_info=error)
+            self._abort(req, f"Out of memory in a step with this request alone: {error} {_REMEDY}", 500, cache=False)
 
     def _process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
         """Append the new tokens, finish what is over, and collect what the step has to say.

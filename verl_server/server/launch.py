@@ -3,6 +3,9 @@
 `launch_server` is a whole server process (`python -m verl_server.server.launch` is its child form, used by
 `HttpServerEngineAdapter`). `EngineProcesses` is the part that `Engine` shares. `launch_server_from_verl_engine`
 serves HTTP on a live engine's own loop. One process dies, all die, and the error carries its traceback.
+
+What this process needs for HTTP and text is imported in functions, after its scheduler processes were started: their
+imports take seconds, and so everything else happens meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import http.client
+import json
 import logging
 import os
 import secrets
@@ -20,19 +25,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from verl_server.errors import ServerDiedError, ServerLaunchError
 from verl_server.ipc.child_process import ChildProcess, child_main, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.sockets import bind_socket
-from verl_server.server.http_process import HttpServer
 from verl_server.server.tokenizer import ModelText
-from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from verl_server.server.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +67,13 @@ class EngineProcesses:
         try:
             messages, schedulers_end = MessageSocket.pair()
             with schedulers_end:  # closed here when the child has it: then its end shows
-                if server_args.node_rank == 0:
-                    self.manager = TokenizerManager(server_args, messages, on_death)
-                else:
-                    messages.close()
                 self._start_children(schedulers_end)
+            if server_args.node_rank == 0:
+                from verl_server.server.tokenizer_manager import TokenizerManager
+
+                self.manager = TokenizerManager(server_args, messages, on_death)
+            else:
+                messages.close()
         except BaseException:
             self.shutdown()
             raise
@@ -169,8 +177,10 @@ def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) 
         cleanup.callback(processes.shutdown)
         server_args = processes.server_args
         assert processes.manager is not None
-        http = HttpServer(processes.manager, server_args, sock)
-        http.start()  # answers 503 from now on: a starting server is not a missing one
+        from verl_server.server.http_process import HttpServer
+
+        server = HttpServer(processes.manager, server_args, sock)
+        server.start()  # answers 503 from now on: a starting server is not a missing one
         try:
             processes.wait_ready(stop.check)
             _warm_up(server_args, stop.check)
@@ -222,20 +232,22 @@ def launch_server_from_verl_engine(
     weight update hung.)
     """
     del scheduler_info  # the manager has it; the argument is the original's
+    from verl_server.server.http_process import HttpServer
+
     try:
         sock = bind_socket(server_args.host, server_args.port)
         seed = tokenizer_manager.server_args.random_seed
         server_args = server_args.replace(port=sock.getsockname()[1], random_seed=seed)
-        http = HttpServer(tokenizer_manager, server_args, sock)
+        server = HttpServer(tokenizer_manager, server_args, sock)
         try:
-            http.start()
+            server.start()
             if not tokenizer_manager.ready:
                 _warm_up_live(tokenizer_manager, server_args)
                 tokenizer_manager.ready = True
             _announce(pipe_finish_writer, launch_callback)
-            http.join()
+            server.join()
         finally:
-            http.end()
+            server.end()
             sock.close()
     except Exception as error:
         _send(pipe_finish_writer, str(error) or repr(error))
@@ -247,16 +259,24 @@ def launch_server_from_verl_engine(
 
 def _warm_up(server_args: ServerArgs, check: Check) -> None:
     """One request through the whole chain, HTTP included; raises ServerLaunchError if it is not answered."""
-    headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
-    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}}
-    outcome: list[httpx.Response | Exception] = []
+    headers = {"Content-Type": "application/json"}
+    if server_args.api_key:
+        headers["Authorization"] = f"Bearer {server_args.api_key}"
+    sampling_params = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    body = json.dumps({"input_ids": [0], "sampling_params": sampling_params})
+    outcome: list[tuple[int, bytes] | Exception] = []
 
     def post() -> None:
+        url = urlsplit(server_args.url)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=server_args.startup_timeout)
         try:
-            with httpx.Client(trust_env=False, timeout=server_args.startup_timeout) as client:
-                outcome.append(client.post(f"{server_args.url}/generate", json=body, headers=headers))
+            connection.request("POST", "/generate", body, headers)
+            response = connection.getresponse()
+            outcome.append((response.status, response.read()))
         except Exception as error:
             outcome.append(error)
+        finally:
+            connection.close()
 
     thread = threading.Thread(target=post, name="warm-up", daemon=True)
     thread.start()
@@ -266,8 +286,9 @@ def _warm_up(server_args: ServerArgs, check: Check) -> None:
     answer = outcome[0]
     if isinstance(answer, Exception):
         raise ServerLaunchError(f"The warm-up request to {server_args.url} failed: {answer!r}")
-    if answer.status_code != 200:
-        raise ServerLaunchError(f"The warm-up request was answered {answer.status_code}: {answer.text}")
+    status, text = answer
+    if status != 200:
+        raise ServerLaunchError(f"The warm-up request was answered {status}: {text.decode(errors='replace')}")
 
 
 def _warm_up_live(manager: TokenizerManager, server_args: ServerArgs) -> None:
@@ -356,7 +377,6 @@ def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], Non
     configure_logging(server_args)
 
     def on_ready(resolved: ServerArgs) -> None:
-        gc.collect()
         gc.freeze()  # imports and tokenizer live as long as the process: keep them out of every collection
         ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()})
 

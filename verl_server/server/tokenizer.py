@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadRequestError, ServerLaunchError
-from verl_server.models.folder import hub_problem, local_folder, no_such_model
+from verl_server.model_folder import hub_problem, local_folder, read_json, resolve_model_folder
 from verl_server.server_args import ServerArgs
 
 Decoder = Callable[[list[int]], str]
@@ -35,27 +34,18 @@ class ModelText:
 
     def _read_configs(self) -> None:
         args = self._server_args
-        folder, problem = _source(args.model_path, "model_path")
-        config = _read_json(args, folder, problem, "config.json")
-        if config is None and folder is not None:
+        folder = resolve_model_folder(args.model_path, args.revision, config_only=True)
+        if not (folder / "config.json").is_file():
             raise BadRequestError(f"model_path={args.model_path!r} is a folder without config.json: not a model.")
-        if config is None:
-            raise no_such_model(args.model_path, problem, "it has no config.json.")
-        self.config = config
-        self._generation_config = _read_json(args, folder, problem, "generation_config.json") or {}
-        if args.tokenizer_path is not None and not args.skip_tokenizer_init:
-            folder, problem = _source(args.tokenizer_path, "tokenizer_path")
-        source = args.tokenizer_path or args.model_path
-        if folder is not None and not args.skip_tokenizer_init and not _has_tokenizer(folder):
-            raise BadRequestError(
-                f"{source!r} has no tokenizer. Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
-            )
-        self._tokenizer_source = str(folder or source), problem
+        self.config = read_json(folder / "config.json")
+        generation_config = folder / "generation_config.json"
+        self._generation_config = read_json(generation_config) if generation_config.is_file() else {}
+        self._tokenizer_source = str(folder) if args.skip_tokenizer_init else _tokenizer_source(args, folder)
 
     def load_tokenizer(self) -> None:
         """The slow part (seconds), apart so that it overlaps with loading the model; nothing if it is unwanted."""
         if not self._server_args.skip_tokenizer_init:
-            self.tokenizer = _load_tokenizer(self._server_args, *self._tokenizer_source)
+            self.tokenizer = _load_tokenizer(self._server_args, self._tokenizer_source)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -113,41 +103,18 @@ class ModelText:
         return self.tokenizer
 
 
-def _source(model_path: str, setting: str) -> tuple[Path | None, str | None]:
-    """(folder, None) of a path; (None, why the hub cannot be asked, if so) of a hub id."""
-    folder = local_folder(model_path, setting)
-    return (folder, None) if folder is not None else (None, hub_problem())
-
-
-def _read_json(server_args: ServerArgs, folder: Path | None, problem: str | None, name: str) -> dict[str, Any] | None:
-    """A JSON file of the model; None if the model has no such file."""
-    path = folder / name if folder is not None else _hub_file(server_args, problem, name)
-    if path is None or not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadRequestError(f"Cannot read {path}: {error}. Is the file complete?") from error
-    if not isinstance(content, dict):
-        raise BadRequestError(f"{path} holds no JSON object.")
-    return content
-
-
-def _hub_file(server_args: ServerArgs, problem: str | None, name: str) -> Path | None:
-    from transformers.utils.hub import cached_file
-
-    model = server_args.model_path
-    try:
-        found = cached_file(
-            model,
-            name,
-            revision=server_args.revision,
-            local_files_only=problem is not None,
-            _raise_exceptions_for_missing_entries=False,
+def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
+    """The folder or hub id of the tokenizer. Raises BadRequestError for a folder that holds none."""
+    folder: Path | None = model_folder
+    if args.tokenizer_path is not None:
+        folder = local_folder(args.tokenizer_path, "tokenizer_path")
+    source = args.tokenizer_path or args.model_path
+    if folder is not None and not _has_tokenizer(folder):
+        raise BadRequestError(
+            f"{source!r} has no tokenizer. Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         )
-    except (OSError, ValueError) as error:
-        raise no_such_model(model, problem, str(error)) from error
-    return Path(found) if found is not None else None
+    # Code of a tokenizer is looked for under the hub id: the snapshot was taken without it.
+    return source if folder is None or args.trust_remote_code else str(folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -155,21 +122,45 @@ def _has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
-def _load_tokenizer(server_args: ServerArgs, source: str, problem: str | None) -> Any:
-    from transformers import AutoTokenizer
-
+def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
+    folder = Path(source)
     try:
-        return AutoTokenizer.from_pretrained(
+        kind = _tokenizer_class(folder, server_args.trust_remote_code)
+        return kind.from_pretrained(
             source,
             revision=server_args.revision,
             trust_remote_code=server_args.trust_remote_code,
-            local_files_only=problem is not None,
+            local_files_only=not folder.is_dir() and hub_problem() is not None,
         )
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
         raise ServerLaunchError(
             f"No tokenizer could be loaded from {source!r}: {error}\n"
             "Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         ) from error
+
+
+def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
+    """The class that AutoTokenizer would choose, without importing it where the folder's files name the class.
+
+    The import of AutoTokenizer imports torch as well, which this process does not need and which takes seconds.
+    """
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json")]
+    if not trust_remote_code and all(path.is_file() for path in files):
+        tokenizer_config, config = read_json(files[1]), read_json(files[2])
+        named, model_type = tokenizer_config.get("tokenizer_class"), config.get("model_type")
+        if "auto_map" not in tokenizer_config:
+            # A qwen2 model always gets Qwen2Tokenizer; others get the general class if it is named.
+            if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and model_type != "qwen2":
+                from transformers import PreTrainedTokenizerFast
+
+                return PreTrainedTokenizerFast
+            if named in ("Qwen2Tokenizer", "Qwen2TokenizerFast") and model_type in ("qwen2", "qwen3"):
+                from transformers import Qwen2Tokenizer
+
+                return Qwen2Tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _read_template(path: str) -> str:

@@ -7,7 +7,9 @@ be given back.
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from verl_server.models.config import ModelConfig
 from verl_server.server_args import ServerArgs
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.memory_arena import MemoryArena
+
+logger = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -37,6 +41,7 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         context_length: int,
+        budget: MemoryBudget,
         *,
         paged_kernels: bool,
     ) -> None:
@@ -46,10 +51,10 @@ class KVCache:
         self.page_size, self.max_rows = server_args.page_size, server_args.max_running_requests
         self.kv_heads = max(1, config.num_kv_heads // tp.size)
         self._columns = math.ceil(context_length / self.page_size)
-        pages = self._fitting_pages()
+        pages = self._fitting_pages(budget.bytes)
         # The smallest count of all ranks: page ids are rank 0's, so every pool must hold them.
         self.num_pages = min(pages, *(int(part) for part in tp.gather(str(pages).encode())))
-        self._check_room()
+        self._check_room(budget)
         self._arena = MemoryArena(self._page_bytes * (self.num_pages + 1), device)
         self.pool = self._pool_view()
         self.layers = list(self.pool.unbind(0))
@@ -150,32 +155,66 @@ class KVCache:
         per_token = 2 * self.kv_heads * self._config.head_dim * self._config.num_layers
         return per_token * self.page_size * self._dtype.itemsize
 
-    def _fitting_pages(self) -> int:
-        """Pages that fit the memory settings, no more than the largest batch could use."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = free - total * (1 - self._args.mem_fraction_static)
-        else:
-            budget = self._args.kv_cache_gib * 2**30
-        pages = int(budget // self._page_bytes) - 1  # one for padding
+    def _fitting_pages(self, budget: int) -> int:
+        """Pages that fit `budget` bytes, no more than the largest batch could use."""
+        pages = budget // self._page_bytes - 1  # one for padding
         pages = min(pages, self.max_rows * self._columns)
         if self._args.max_total_tokens is not None:
             pages = min(pages, self._args.max_total_tokens // self.page_size)
         return pages
 
-    def _check_room(self) -> None:
+    def _check_room(self, budget: MemoryBudget) -> None:
         if self.num_pages >= 1:
             return
-        name = "mem_fraction_static" if self.device.type == "cuda" else "kv_cache_gib"
-        setting = f"{name}={getattr(self._args, name)}"
-        if self._args.max_total_tokens is not None:
-            setting += f", max_total_tokens={self._args.max_total_tokens}"
+        limit = self._args.max_total_tokens
+        if limit is not None and limit < self.page_size:
+            raise BadRequestError(
+                f"No room for a KV cache: max_total_tokens={limit} is less than one page of {self.page_size} tokens. "
+                "Raise it, or lower page_size."
+            )
         raise BadRequestError(
-            f"No room for a KV cache after the weights ({setting}, {self._page_bytes} bytes a page). "
-            "Raise the setting, free memory on the device, or use a smaller model or a larger tp_size."
+            f"No room for a KV cache: {budget.explanation} A page of {self.page_size} tokens takes "
+            f"{self._page_bytes / 2**20:.2f} MiB, and two are needed on each rank. {budget.remedy}"
         )
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What the KV pool may take, and the words for the case that it is too little."""
+
+    bytes: int
+    explanation: str
+    remedy: str
+
+
+def gpu_budget(free_before: int, free: int, fraction: float, step: int) -> MemoryBudget:
+    """Memory of a GPU for the KV pool: `free` - `free_before` x (1 - `fraction`), as in SGLang.
+
+    `free_before` and `free` bytes were free before and after the weights were loaded, so what other processes hold does
+    not count. At least `step` bytes, what the largest step may take, stay free in any case.
+    """
+    kept = round(free_before * (1.0 - fraction))
+    explanation = (
+        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} are free after, so "
+        f"the weights took {_gib(free_before - free)}. mem_fraction_static={fraction:g} keeps {_gib(kept)} free."
+    )
+    if step > kept:
+        explanation += f" The largest step may take {_gib(step)}, which stay free instead."
+        logger.info("The KV cache gets less than mem_fraction_static says. %s", explanation)
+    remedy = (
+        "Raise mem_fraction_static or lower chunked_prefill_size and max_running_requests, free memory that other "
+        "processes hold on this GPU, or use a smaller model or a larger tp_size."
+    )
+    return MemoryBudget(free - max(kept, step), explanation, remedy)
+
+
+def cpu_budget(gib: float) -> MemoryBudget:
+    """Host memory for the KV pool: what the setting says."""
+    return MemoryBudget(round(gib * 2**30), f"kv_cache_gib={gib:g}.", "Raise kv_cache_gib.")
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 def _ints(values: list[int]) -> Ints:

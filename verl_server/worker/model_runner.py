@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels.device_arrays import to_device, upload
+from verl_server.model_folder import resolve_model_folder
 from verl_server.models.attention import AttentionStep, Placement, plan_attention
 from verl_server.models.config import ModelConfig, load_model_config
 from verl_server.models.cpu_attention import CpuAttention
-from verl_server.models.folder import resolve_model_folder
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
@@ -32,19 +33,18 @@ from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampled, Sampler
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.server_args import ServerArgs
+from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.kv_cache import KVCache, MemoryBudget, cpu_budget, gpu_budget
 from verl_server.worker.memory_arena import MemoryArena, aligned
+from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, SPECIAL_BYTES, StepMemory
 
 if TYPE_CHECKING:  # they need Triton
     from verl_server.models.triton_attention import PagedBackend
     from verl_server.worker.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_LOGIT_BYTES = 256 * 2**20
-"""Bound on the fp32 logits held at once for prompt log-probabilities."""
 
 
 @dataclass
@@ -67,10 +67,16 @@ class RunningStep:
 
 
 class ModelRunner:
-    def __init__(self, server_args: ServerArgs, tp: TpGroup, device: torch.device) -> None:
+    def __init__(
+        self, server_args: ServerArgs, tp: TpGroup, device: torch.device, start: StartTimes | None = None
+    ) -> None:
+        """`start`, if given, learns when each phase ended: device, weights, kv_cache."""
+        start = start or StartTimes()
         self.tp, self.device = tp, device
         self._args = server_args
         _set_threads(server_args, device)
+        free_before = free_bytes(device)
+        start.mark("device")
         dummy = server_args.load_format == "dummy"
         folder = resolve_model_folder(server_args.model_path, server_args.revision, config_only=dummy)
         self.config: ModelConfig = load_model_config(folder, server_args.context_length)
@@ -86,8 +92,15 @@ class ModelRunner:
             fill_dummy(self.weight_map, device)
         else:
             load_checkpoint(self.weight_map, folder)
-        self.kv = KVCache(self.config, tp, server_args, device, self.dtype, self.context_length, paged_kernels=paged)
+        start.mark("weights")
+        self._step_memory = StepMemory.of(self.config, tp.size, self.dtype)
+        self._largest_step, graphs = self._most_memory(paged)
+        budget = self._kv_budget(free_before, graphs)
+        self.kv = KVCache(
+            self.config, tp, server_args, device, self.dtype, self.context_length, budget, paged_kernels=paged
+        )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
+        start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.choose)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
@@ -96,15 +109,35 @@ class ModelRunner:
         self._cpu_attention = None
         if choice.cpu is not None and choice.attention == "cpp":
             self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
+        self.step_budget: int | None = None
+        """Bound on the sum of `step_bytes` in a step. One rank has none: it can try again in smaller steps."""
+        if device.type == "cuda" and tp.size > 1:
+            self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
+        self._copy_kernels_left = device.type == "cuda" and server_args.fused_weight_copy
         self._graphs = None
         if self._paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._paged)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
-        """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others."""
+        """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others.
+
+        A step that ran out of memory may be launched again, in parts: nothing below its requests' cached lengths was
+        written.
+        """
+        try:
+            return self._launch(batch, specs)
+        except Exception:
+            self.sampler.forget()
+            raise
+
+    def step_bytes(self, spec: SampleSpec) -> int:
+        """Bytes of device memory that sampling takes for a request in a step, beyond a plain draw."""
+        return self._step_memory.special(spec)
+
+    @torch.inference_mode()
+    def _launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
         placement = self.kv.place(batch)
         prompt: dict[int, PromptCandidates] = {}
         logits = None
@@ -205,12 +238,12 @@ class ModelRunner:
         self, batch: ForwardBatch, hidden: Tensor, placement: Placement
     ) -> dict[int, PromptCandidates]:
         """All ranks take part (the logits are gathered); a bounded number of positions at a time."""
-        step = max(1, _PROMPT_LOGIT_BYTES // (4 * self.vocab_size))
         result = {}
         starts = placement.starts
         for (entry, first, top_num, requested), next_id in zip(
             batch.prompt_logprobs, batch.prompt_next_ids, strict=True
         ):
+            step = self._step_memory.prompt_positions(top_num, requested)
             begin, end = int(starts[entry]) + first, int(starts[entry]) + batch.extend_lens[entry]
             targets = batch.input_ids[begin + 1 : end] + ([next_id] if next_id >= 0 else [])
             result[entry] = PromptCandidates(targets, top_num, requested)
@@ -242,15 +275,22 @@ class ModelRunner:
     def can_warm_up(self) -> bool:
         """Whether `warm_up` has something to do, and the memory for it is there."""
         present = self._weights_arena.is_present and self.kv.is_present
-        return present and self._graphs is not None and self._graphs.num_left > 0
+        graphs_left = self._graphs is not None and self._graphs.num_left > 0
+        return present and (self._copy_kernels_left or graphs_left)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture one more CUDA graph, so that no later step waits for it. It takes some ten milliseconds.
+        """Load the kernels of weight updates, or capture one more CUDA graph, so that nothing waits for it later.
 
-        All ranks are asked: a release that failed on one may have left their memory unalike.
+        Takes some ten milliseconds, or seconds for what this machine never compiled. All ranks are asked: a release
+        that failed on one may have left their memory unalike.
         """
-        if self.tp.all_agree(self.can_warm_up) and self._graphs is not None:
+        if not self.tp.all_agree(self.can_warm_up):
+            return
+        if self._copy_kernels_left:
+            self._copy_kernels_left = False
+            compile_kernels(self.device, self.dtype)
+        elif self._graphs is not None:
             self._graphs.capture_next()
 
     def release_cuda_graphs(self) -> None:
@@ -354,10 +394,27 @@ class ModelRunner:
             fused=self._triton_ops,
         )
 
+    def _most_memory(self, paged: bool) -> tuple[int, int]:
+        """Bytes that the largest plain step may take, and that CUDA graphs may take besides."""
+        rows, memory = self._args.max_running_requests, self._step_memory
+        tokens = self._args.prefill_chunk(self.device.type) + rows
+        has_graphs = paged and not self._args.disable_cuda_graph
+        return memory.largest(tokens, rows), memory.graph(MOST_GRAPH_TOKENS, rows) if has_graphs else 0
+
+    def _kv_budget(self, free_before: int, graphs: int) -> MemoryBudget:
+        """What the KV pool may take; `free_before` loading the weights, and `graphs` beside the largest step."""
+        if self.device.type == "cpu":
+            return cpu_budget(self._args.kv_cache_gib)
+        special = SPECIAL_BYTES if self.tp.size > 1 else 0
+        step = self._largest_step + graphs + special
+        return gpu_budget(free_before, free_bytes(self.device), self._args.mem_fraction_static, step)
+
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.worker.step_graphs import StepGraphs
 
-        return StepGraphs(self._forward, self.kv, backend, self.tp, self.vocab_size, self._args.cuda_graph_max_bs)
+        kept_free = self._largest_step + (self.step_budget or 0)
+        max_bs = self._args.cuda_graph_max_bs
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, max_bs, kept_free)
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
@@ -405,6 +462,16 @@ def _set_threads(server_args: ServerArgs, device: torch.device) -> None:
         torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
     else:
         torch.cuda.set_device(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a GPU has left, without what torch's allocator keeps for later; 0 for the CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
 
 
 def _trim_heap() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,16 +30,9 @@ from verl_server.kernels.paged_attention import SharedKeys
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
 from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, StepMemory
 
 logger = logging.getLogger(__name__)
-
-_MOST_TOKENS = 4096
-"""Beyond it, even a small model computes longer than its kernels take to launch."""
-
-_TOKEN_BYTES = 2**17
-"""Beyond the activations of a token; those of an 8B model take 50 KB."""
-_LOGIT_BYTES = 8
-"""A rank's shard, those of all ranks, and both put together."""
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
@@ -67,10 +61,18 @@ class _Captured:
 
 class StepGraphs:
     def __init__(
-        self, forward: Forward, kv: KVCache, backend: PagedBackend, tp: TpGroup, vocab_size: int, max_bs: int
+        self,
+        forward: Forward,
+        kv: KVCache,
+        backend: PagedBackend,
+        tp: TpGroup,
+        memory: StepMemory,
+        max_bs: int,
+        kept_free: int,
     ) -> None:
+        """`kept_free`: bytes of the device that graphs must leave to steps without a graph."""
+        self._memory, self._kept_free = memory, kept_free
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
-        self._vocab_size = vocab_size
         self._max_bs = min(max_bs, kv.max_rows)
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
@@ -96,7 +98,7 @@ class StepGraphs:
         """Logits [len(sample), vocab_size] of a step, good until the next one; None if there is no graph for it."""
         n, tokens = len(placement.rows), len(placement.ids)
         decodes = placement.num_decodes == n
-        if not self._present or tokens > (self._max_bs if decodes else _MOST_TOKENS):
+        if not self._present or tokens > (self._max_bs if decodes else MOST_GRAPH_TOKENS):
             return None
         all_sampled = decodes and len(sample) == n
         kind, sizes = ("decode", self._decode_sizes) if all_sampled else ("mixed", self._mixed_sizes)
@@ -165,9 +167,9 @@ class StepGraphs:
 
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         """On all ranks, or torch.OutOfMemoryError on all."""
-        room = self._room(key)
-        if self._tp.size > 1 and not self._tp.all_agree(_free_bytes(self._kv.device) >= room):
-            raise torch.OutOfMemoryError(f"a rank has less than {room >> 20} MiB left")
+        room = self._room(key) + self._kept_free
+        if not self._tp.all_agree(_free_bytes(self._kv.device) >= room):
+            raise torch.OutOfMemoryError(f"less than {room >> 20} MiB are left on this or another rank's device")
         start = time.perf_counter()
         inputs = PackedInts(self._capacities(key), self._kv.device)
         inputs.write(arrays)
@@ -189,7 +191,11 @@ class StepGraphs:
         except torch.OutOfMemoryError as error:
             if self._tp.size == 1:
                 raise
-            raise RuntimeError("A step ran out of memory while the other ranks wait in its sums.") from error
+            raise RuntimeError(
+                f"Rank {self._tp.rank} ran out of memory in a {key} while the other ranks wait for it in their sums, "
+                f"so the engine ends: {error} Start it with a smaller mem_fraction_static, and look for other "
+                "processes that take memory of this device."
+            ) from error
 
     def _record(self, key: _Key, inputs: PackedInts) -> _Captured:
         graph = torch.cuda.CUDAGraph()
@@ -200,9 +206,9 @@ class StepGraphs:
         return _Captured(inputs, graph, logits)
 
     def _room(self, key: _Key) -> int:
-        """Bytes that are more than enough for a step's activations and logits."""
+        """Bytes that are enough to capture such a step."""
         entries = key.size if key.kind == "decode" else min(key.size, self._kv.max_rows)
-        return 2**28 + key.size * _TOKEN_BYTES + entries * self._vocab_size * _LOGIT_BYTES
+        return self._memory.graph(key.size, entries)
 
     # -- what a graph reads --------------------------------------------------------------------------------------
 
@@ -248,8 +254,10 @@ class StepGraphs:
         return self._forward(ids, rows, last, PagedStep(self._backend, positions, slots, decode, extend))
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> float:
     """What the device has left. (What PyTorch keeps of its own may belong to graphs.)"""
+    if device.type == "cpu":
+        return math.inf
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)
@@ -263,7 +271,7 @@ def _decode_sizes(max_bs: int) -> list[int]:
 
 def _mixed_sizes() -> list[int]:
     sizes = [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, 8193, 256)]
-    return [size for size in sizes if size <= _MOST_TOKENS]
+    return [size for size in sizes if size <= MOST_GRAPH_TOKENS]
 
 
 def _pad(values: Ints, size: int, value: int) -> Ints:

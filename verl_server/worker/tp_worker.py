@@ -72,6 +72,8 @@ class Runner(Protocol):
     device: torch.device
     overlaps: bool
     """`launch` returns before the step is computed: the next one can be planned meanwhile."""
+    step_budget: int | None
+    """Bytes of device memory that `step_bytes` of all requests of a step may take together; None: no bound."""
 
     @property
     def can_warm_up(self) -> bool:
@@ -79,6 +81,9 @@ class Runner(Protocol):
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
         """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
+
+    def step_bytes(self, spec: SampleSpec) -> int:
+        """Bytes of device memory that sampling takes for a request in a step, beyond a plain draw."""
 
     def warm_up(self) -> None:
         """Prepare a part of what later steps would have to wait for; some ten milliseconds."""
@@ -129,7 +134,20 @@ class TpWorker:
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec]) -> Step:
         """Begin one step on all ranks (rank 0)."""
         self._broadcast(batch)
-        return self.runner.launch(batch, specs)
+        return self._launch(batch, specs)
+
+    def _launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
+        try:
+            return self.runner.launch(batch, specs)
+        except Exception as error:
+            if self.tp.size == 1 or not is_out_of_memory(error):
+                raise
+            raise RuntimeError(
+                f"Rank {self.tp.rank} ran out of memory in a step of {len(batch.rows)} requests and "
+                f"{len(batch.input_ids)} new tokens, while the other ranks wait for it in their sums, so the engine "
+                f"ends: {error} Start it with a smaller mem_fraction_static, chunked_prefill_size or "
+                "max_running_requests, and look for other processes that take memory of this device."
+            ) from error
 
     def warm_up(self) -> None:
         """Use a moment in which nothing runs, on all ranks (rank 0)."""
@@ -172,7 +190,7 @@ class TpWorker:
                 return
             match command:
                 case ForwardBatch():
-                    self.runner.launch(command, None)
+                    self._launch(command, None)
                 case WarmUpCommand():
                     self.runner.warm_up()
                 case StageCommand(req):
@@ -192,7 +210,7 @@ class TpWorker:
         """
         if self.tp.size > 1:
             return False
-        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or self.runner.device.type == "cpu"
+        return is_out_of_memory(error) or self.runner.device.type == "cpu"
 
     def _run_staged(self, request_id: int) -> ControlReply:
         staged = self.stager.take(request_id)
@@ -201,3 +219,10 @@ class TpWorker:
     def _broadcast(self, command: Command) -> None:
         if self.tp.size > 1:
             self.tp.broadcast_command(msgspec.msgpack.encode(command))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, on the device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the host

@@ -25,7 +25,7 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.models.folder import local_folder, resolve_model_folder
+from verl_server.model_folder import local_folder, resolve_model_folder
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import TensorHandle
 from verl_server.weight_sync.receiver.disk import Checkpoint

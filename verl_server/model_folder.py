@@ -1,13 +1,16 @@
-"""The folder of a model: a path, or a hub id whose files are in the hub's cache or can be downloaded to it.
+"""The folder of a model: a local path, or the snapshot of a hub id, and the JSON files in the folder.
 
-Used by the server's front process, which reads configs and the tokenizer, and by every scheduler rank, which reads
-weights. Imports nothing heavy before a hub id is resolved.
+The front process (`server.tokenizer`) reads configs and the tokenizer there, every scheduler process
+(`worker.model_runner`) reads weights. Neither torch nor transformers is imported here, and huggingface_hub for hub ids
+only: each of these imports takes seconds.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from verl_server.errors import BadRequestError
 
@@ -88,3 +91,16 @@ def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestErro
         f"model_path={name!r} is not a folder here, and no model that the hub shows you: {first_line}. Check "
         "the spelling; a private or gated model needs HF_TOKEN."
     )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises BadRequestError that names the file if it cannot be read or is no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadRequestError(f"Cannot read {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadRequestError(f"{path} holds no JSON object.")
+    return content

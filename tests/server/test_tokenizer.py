@@ -1,0 +1,45 @@
+"""The tokenizer's class is the one that AutoTokenizer chooses, also where AutoTokenizer is not asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from verl_server.models.tiny import Arch, make_model_folder
+from verl_server.server import tokenizer
+from verl_server.server.tokenizer import ModelText
+from verl_server.server_args import ServerArgs
+
+TEXT = "Grüße,  it's 12345 o'clock\n\n<|im_start|>now"
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "named",
+    ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizerFast"],
+)
+def test_the_tokenizer_is_autotokenizers(tmp_path: Path, arch: Arch, named: str) -> None:
+    folder = make_model_folder(tmp_path, arch, weights=False)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": named}))
+    text = ModelText(ServerArgs(model_path=str(folder)))
+    text.load_tokenizer()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert type(text.tokenizer) is type(theirs)
+    ids = text.encode(TEXT)
+    assert ids == theirs.encode(TEXT)
+    assert text.decoder()(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert text.tokenizer.eos_token_id == theirs.eos_token_id
+    assert text.tokenizer.chat_template == theirs.chat_template
+
+
+def test_code_of_a_tokenizer_is_left_to_autotokenizer(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "qwen3", weights=False)
+    assert tokenizer._tokenizer_class(folder, trust_remote_code=False) is not AutoTokenizer
+    assert tokenizer._tokenizer_class(folder, trust_remote_code=True) is AutoTokenizer
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": [None, "x.Y"]}}))
+    assert tokenizer._tokenizer_class(folder, trust_remote_code=False) is AutoTokenizer

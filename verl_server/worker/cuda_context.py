@@ -1,0 +1,45 @@
+"""`create_context`: a GPU's primary CUDA context, made by the driver alone, before and beside the import of torch.
+
+Called in a thread by `scheduler.process`. torch uses the context that it finds. Calls of the driver hold no lock of the
+interpreter, so both go on at once. Whatever fails here is left to torch, which says it better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+
+from verl_server.server_args import ServerArgs
+
+
+def create_context(server_args: ServerArgs, tp_rank: int) -> None:
+    """Create the context of the device that `model_runner.device_of` chooses; nothing without a GPU."""
+    if server_args.device == "cpu":
+        return
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: read when the context is created
+    with contextlib.suppress(OSError, AttributeError):  # no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            device, context = _device(driver, server_args, tp_rank), ctypes.c_void_p()
+            if device is not None:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _device(driver: ctypes.CDLL, server_args: ServerArgs, tp_rank: int) -> ctypes.c_int | None:
+    """The driver's handle of this rank's device, None if there is none."""
+    local_rank = tp_rank % server_args.ranks_per_node
+    device = ctypes.c_int()
+    if not server_args.gpu_uuids:
+        found = driver.cuDeviceGet(ctypes.byref(device), server_args.base_gpu_id + local_rank) == 0
+        return device if found else None
+    wanted = server_args.gpu_uuids[local_rank].removeprefix("GPU-").lower().replace("-", "")
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    uuid = (ctypes.c_ubyte * 16)()
+    for ordinal in range(count.value):
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
+            driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
+            if bytes(uuid).hex() == wanted:
+                return device
+    return None
