@@ -45,7 +45,6 @@ PRELOADED = (
     "verl_server.scheduler.rank",
     "verl_server.server.http_process",
     "verl_server.server.tokenizer_manager",
-    "verl_server.scheduler.rank",
     "verl_server.train.grpo",
 )
 _ADDRESS = "VERL_SERVER_TEST_FORK_SERVER"

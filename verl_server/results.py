@@ -104,7 +104,7 @@ class SchedulerInfo(TypedDict):
     tp_rank: int
     device_uuid: str
     start: dict[str, float]
-    """When each phase of the start ended, in seconds of Unix time."""
+    """When each phase of the start ended, in seconds of `time.monotonic`."""
 
 
 class InternalState(TypedDict, total=False):

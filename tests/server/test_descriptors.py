@@ -16,7 +16,7 @@ import pytest
 
 from tests.server.conftest import Stack
 from verl_server import HttpServerEngineAdapter, ServerUnavailableError
-from verl_server.engine import http
+from verl_server.engine import http_clients
 from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
 from verl_server.server import http_process
@@ -99,7 +99,7 @@ def test_the_adapter_says_that_it_has_no_descriptor_left(stack: Stack, monkeypat
     def no_socket(address: Any) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(http, "_socket", no_socket)
+    monkeypatch.setattr(http_clients, "_socket", no_socket)
     refused = pytest.raises(ServerUnavailableError, match="ulimit -Hn")
     with served(stack) as port, HttpServerEngineAdapter.attach(f"http://127.0.0.1:{port}") as adapter, refused:
         asyncio.run(adapter.async_generate(input_ids=[5]))
