@@ -230,7 +230,7 @@ def _piece_job(copy_rows: CopyRows | None, batch: list[Piece]) -> Job:
 
 
 def _copy_pieces(
-    destinations: list[Tensor], sources: list[Tensor], looks: list[tuple[int, Callable[[], bool]]]
+    destinations: tuple[Tensor, ...], sources: tuple[Tensor, ...], looks: list[tuple[int, Callable[[], bool]]]
 ) -> list[int]:
     torch._foreach_copy_(destinations, sources)
     return [i for i, is_nonfinite in looks if is_nonfinite()]
