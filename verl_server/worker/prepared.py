@@ -1,7 +1,8 @@
 """`Prepared`: what staging leaves for the loop to carry out, on one rank.
 
 Made by `WeightSources` on the stager's thread, carried out by `WeightUpdater` on the loop: `ready`, and when all ranks
-are, `commit` and `confirm`, and in any case `discard`.
+are, `commit`, `nonfinite` and `confirm`, and in any case `discard`. Where all sources are within reach it is the
+receiver's `UpdatePlan` itself; here is what is left for the others.
 """
 
 from __future__ import annotations
@@ -31,38 +32,11 @@ class Prepared(Protocol):
     def nonfinite(self) -> list[str]:
         """After the device is done: the tensors, by the trainer's names, that brought NaN or infinity to this rank."""
 
-    def confirm(self) -> None:
-        """After the device is done: raise if what was read is not what was meant."""
+    def confirm(self, checksums: Mapping[str, str]) -> None:
+        """After the device is done: raise if what was read is not what the trainer meant."""
 
     def discard(self) -> None:
-        """Let go of what was opened, committed or not. Called once, on the loop or the stager's thread."""
-
-
-class Planned:
-    """Copies whose sources are all in reach."""
-
-    def __init__(
-        self, plan: UpdatePlan, let_go: Callable[[], None], checksums: Mapping[str, str] | None = None
-    ) -> None:
-        """`checksums` were compared while staging; the owner may have written since, so they are again."""
-        self._plan, self._let_go, self._checksums = plan, let_go, checksums
-        self.names = plan.names
-
-    def ready(self) -> None:
-        self._plan.check_memory()
-
-    def commit(self) -> None:
-        self._plan.commit()
-
-    def nonfinite(self) -> list[str]:
-        return self._plan.nonfinite()
-
-    def confirm(self) -> None:
-        if self._checksums:
-            self._plan.verify(self._checksums)
-
-    def discard(self) -> None:
-        self._let_go()
+        """Close what was opened, committed or not. Called once, on the loop or the stager's thread."""
 
 
 class Received:
@@ -90,7 +64,7 @@ class Received:
     def nonfinite(self) -> list[str]:
         return self._plan.nonfinite() if self._plan is not None else []
 
-    def confirm(self) -> None:
+    def confirm(self, checksums: Mapping[str, str]) -> None:
         pass
 
     def discard(self) -> None:
@@ -124,7 +98,7 @@ class Streamed:
     def nonfinite(self) -> list[str]:
         return self._nonfinite
 
-    def confirm(self) -> None:
+    def confirm(self, checksums: Mapping[str, str]) -> None:
         pass
 
     def discard(self) -> None:
@@ -147,7 +121,7 @@ class Done:
     def nonfinite(self) -> list[str]:
         return []
 
-    def confirm(self) -> None:
+    def confirm(self, checksums: Mapping[str, str]) -> None:
         pass
 
     def discard(self) -> None:

@@ -18,7 +18,6 @@ from verl_server.io_struct import (
     InitWeightsUpdateGroupReq,
     RegisterWeightsReq,
     StagedReq,
-    UpdateReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
@@ -33,7 +32,7 @@ from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
 from verl_server.worker.model_runner import ModelRunner
-from verl_server.worker.prepared import Done, Planned, Prepared
+from verl_server.worker.prepared import Done, Prepared
 from verl_server.worker.weight_groups import WeightGroups, check_lists
 
 
@@ -54,7 +53,7 @@ class WeightSources:
             case UpdateWeightsFromTensorReq():
                 _check_source(req, self._size)
                 if req.registration is not None:
-                    self._registered(req)
+                    self.registered(req)
             case UpdateWeightsFromDiskReq():
                 if req.load_format not in (None, "auto", "safetensors"):
                     raise BadRequestError(
@@ -66,18 +65,13 @@ class WeightSources:
             case BeginWeightUpdateReq():
                 _check_selector(req.selector)
 
-    def registered(self, req: UpdateReq) -> Planned:
-        """The copies of a push by id that was not staged. Raises UnknownRegistrationError."""
-        assert isinstance(req, UpdateWeightsFromTensorReq)
-        return Planned(self._registered(req), lambda: None)
-
     def forget(self, ids: list[str] | None) -> None:
         """Close registrations, all of them for None. Unknown ids are ignored."""
         self._receiver.forget(ids)
 
     def release(self) -> None:
         """The weights are released: their trainers may free what they registered."""
-        self._receiver.close()
+        self._receiver.forget(None)
 
     # -- the stager ----------------------------------------------------------------------------------------------
 
@@ -119,27 +113,26 @@ class WeightSources:
             with contextlib.suppress(VerlServerError):
                 give_back(handle.allocation for _, handle in self._parsed(req))
 
-    def _tensors(self, req: UpdateWeightsFromTensorReq) -> Planned:
+    def _tensors(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
         strict, partial, checksums = req.strict_dtype, req.partial, req.checksums
         if req.registration is not None:
-            plan = self._registered(req)
+            plan = self.registered(req)
             plan.verify(checksums or {})
-            return Planned(plan, lambda: None, checksums)
+            return plan
         if req.description is not None:
-            plan = self._receiver.stage(
+            return self._receiver.stage(
                 req.description, strict_dtype=strict, partial=partial, checksums=checksums, keep=req.keep
             )
-        else:
-            named = req.named_tensors if req.named_tensors is not None else self._parsed(req)
-            plan = self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
-        return Planned(plan, lambda: self._receiver.finish(plan), checksums)
+        named = req.named_tensors if req.named_tensors is not None else self._parsed(req)
+        return self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
 
     def _parsed(self, req: UpdateWeightsFromTensorReq) -> list[tuple[str, TensorHandle]]:
         """This rank's entry of SGLang's pickles."""
         payloads = req.serialized_named_tensors or []
         return parse_payload(payloads[self._rank if len(payloads) > 1 else 0], req.load_format, rank=self._rank)
 
-    def _registered(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
+    def registered(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
+        """The plan of a push by id. Raises UnknownRegistrationError, WeightUpdateError."""
         plan = self._receiver.registered(req.registration or "")
         if plan is None:
             raise UnknownRegistrationError(
@@ -149,12 +142,12 @@ class WeightSources:
         plan.check(strict_dtype=req.strict_dtype, partial=req.partial)
         return plan
 
-    def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> Planned:
+    def _checkpoint(self, req: UpdateWeightsFromDiskReq) -> UpdatePlan:
         with Checkpoint(self._folder(req.model_path)) as checkpoint:
             checkpoint.read(self._receiver.compared(checkpoint.tensors))
             plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
             checkpoint.read(plan.sources)  # this rank's slices
-        return Planned(plan, plan.close)
+        return plan
 
     def _folder(self, model_path: str) -> Path:
         """A caller must not make the server download what it likes, unless the server's settings permit it."""

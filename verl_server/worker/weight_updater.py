@@ -170,14 +170,17 @@ class WeightUpdater:
         """Copy on all ranks, or raise on all. Two votes: a rank that cannot write keeps all others from writing."""
 
         def find() -> Prepared:
-            update = self._sources.registered(req) if prepared is None else prepared
+            update = prepared
+            if update is None:  # a push by id, which is not staged
+                assert isinstance(req, UpdateWeightsFromTensorReq)
+                update = self._sources.registered(req)
             update.ready()
             return update
 
         update = agree(self._tp, find)
         self._tear("an update failed half way")
         try:
-            agree(self._tp, lambda: self._copy(update, req.allow_nonfinite))
+            agree(self._tp, lambda: self._copy(update, req))
         except VerlServerError as error:
             transaction.fail()
             self.epoch += 1
@@ -188,13 +191,13 @@ class WeightUpdater:
         self._tear(_IN_TRANSACTION)
         return update.names
 
-    def _copy(self, update: Prepared, allow_nonfinite: bool) -> None:
+    def _copy(self, update: Prepared, req: UpdateReq) -> None:
         """Raises WeightUpdateError for NaN and infinity alone: after any other error nobody knows what was written."""
         try:
             update.commit()
             self._runner.synchronize()
             nonfinite = update.nonfinite()
-            update.confirm()
+            update.confirm((isinstance(req, UpdateWeightsFromTensorReq) and req.checksums) or {})
         except (WeightUpdateError, BadRequestError) as error:  # which promise that nothing was changed
             raise VerlServerError(str(error)) from error
         except RuntimeError as error:
@@ -202,7 +205,7 @@ class WeightUpdater:
             if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
                 raise SystemExit(f"The device failed while weights were copied: {error}") from error
             raise
-        if nonfinite and not allow_nonfinite:
+        if nonfinite and not req.allow_nonfinite:
             raise WeightUpdateError(
                 f"The update holds NaN or infinity in {len(nonfinite)} of {len(update.names)} tensors: "
                 f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were brought "

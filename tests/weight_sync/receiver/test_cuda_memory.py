@@ -48,7 +48,7 @@ def test_an_update_is_read_and_closed(receiver: WeightReceiver, runner: FakeRunn
     for _ in range(3):
         plan = receiver.stage(owner.description, strict_dtype=False, partial=True)
         plan.commit()
-        receiver.finish(plan)
+        plan.discard()
         assert holds(runner, 1)
         assert len(receiver._memory) == 0
     free = torch.cuda.mem_get_info()[0]
@@ -117,7 +117,7 @@ def test_the_end_of_an_owner_closes_its_memory_but_not_under_a_plan(
     assert receiver.registered("theirs") is None
     plan.commit()
     assert holds(runner, 1), "exactly what it was when its owner was killed"
-    receiver.finish(plan)
+    plan.discard()
     assert len(receiver._memory) == 0
     assert torch.cuda.mem_get_info()[0] >= free + LARGE
 
@@ -129,6 +129,6 @@ def test_a_peers_memory_is_read_without_a_context_on_its_gpu(receiver: WeightRec
     receiver.register(owner.description, strict_dtype=False)
     assert push(receiver, "theirs")
     assert holds(runner, 1)
-    receiver.close()
+    receiver.forget(None)
     owner.end()
     assert free - torch.cuda.mem_get_info(1)[0] < 64 << 20

@@ -51,7 +51,7 @@ def push(receiver: WeightReceiver, id: str) -> bool:
     if plan is None:
         return False
     plan.commit()
-    receiver.finish(plan)
+    plan.discard()
     return True
 
 
@@ -83,10 +83,10 @@ def test_an_update_is_kept_only_if_it_says_so(receiver: WeightReceiver) -> None:
     for keep in (False, True):
         plan = receiver.stage(description, strict_dtype=False, partial=True, keep=keep)
         plan.commit()
-        receiver.finish(plan)
+        plan.discard()
         assert len(receiver._memory) == int(keep)
         assert push(receiver, description.id) == keep
-    receiver.close()
+    receiver.forget(None)
     assert (len(receiver._memory), receiver.registered(description.id)) == (0, None)
     with pytest.raises(WeightUpdateError, match="unregistered meanwhile"):
         plan.commit()
@@ -195,7 +195,7 @@ def test_a_commit_that_runs_while_its_owner_ends_reads_to_the_end(
     ended.set()
     committing.join(timeout=10)
     assert torch.equal(runner.embed, torch.arange(32.0).reshape(8, 4))
-    receiver.finish(plan)
+    plan.discard()
     assert len(receiver._memory) == 0
 
 
@@ -231,7 +231,7 @@ def test_memory_that_is_cut_off_between_pushes_is_not_read(receiver: WeightRecei
     os.ftruncate(trainer.ranks[0].fd, 0)
     plan = receiver.registered("weights")
     assert plan is not None
-    for attempt in (plan.check_memory, plan.commit):
+    for attempt in (plan.ready, plan.commit):
         with pytest.raises(WeightUpdateError, match="cut its shared memory off at 0"):
             attempt()
     assert torch.equal(runner.norm, torch.ones(4))
@@ -269,7 +269,7 @@ def test_thousands_of_updates_leave_nothing(receiver: WeightReceiver, runner: Fa
     for i in range(1500):
         plan = receiver.stage(msgspec.structs.replace(description, id=str(i)), strict_dtype=False, partial=True)
         plan.commit()
-        receiver.finish(plan)
+        plan.discard()
     assert open_memory() == before
     for i in range(500):
         receiver.register(msgspec.structs.replace(description, id=str(i)), strict_dtype=False)
@@ -281,6 +281,6 @@ def test_thousands_of_updates_leave_nothing(receiver: WeightReceiver, runner: Fa
     for _ in range(200):
         with pytest.raises(WeightUpdateError):
             receiver.register(bad, strict_dtype=False)
-    receiver.close()
+    receiver.forget(None)
     assert open_memory() == before
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)

@@ -353,12 +353,12 @@ if exports.can_swap_storages():
 
 @moves_storages
 @pytest.mark.parametrize("move", IN_PLACE)
-def test_a_glance_at_the_same_objects_sees_what_changed_in_place(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_of_the_same_objects_sees_what_changed_in_place(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, parameter = WeightSender(), nn.Parameter(torch.arange(36.0).reshape(6, 6))
     tensors = NamedTensors([("other", torch.zeros(3)), ("w", parameter)])
     before = sender.describe(tensors).description
     with monkeypatch.context() as patched, torch.no_grad():
-        patched.setattr(MemoryLayout, "at", None)  # a glance is enough
+        patched.setattr(MemoryLayout, "at", None)  # the guard is enough
         parameter.add_(1.0)
         assert sender.describe(tensors).description is before
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_a_glance_at_the_same_objects_sees_what_changed_in_place(move: str, monk
 
 
 @moves_storages
-def test_a_glance_is_for_the_same_objects_in_memory_that_is_watched() -> None:
+def test_a_guard_is_for_the_same_objects_in_memory_that_is_watched() -> None:
     sender, parameter = WeightSender(), nn.Parameter(torch.ones(6, 6))
     tensors = NamedTensors([("w", parameter)])
     before = sender.describe(tensors).description

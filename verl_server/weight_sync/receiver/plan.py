@@ -23,9 +23,10 @@ from verl_server.weight_sync.receiver.sources import Source
 
 
 class UpdatePlan:
-    """A checked update, ready to be copied once or, if its memory stays what it is, many times.
+    """A checked update whose sources are all within reach: copied once or, while their memory stays, many times.
 
     Made on one thread, committed on another, and closed by any: it holds its sources' memory open until `close`.
+    `ready`, `commit`, `nonfinite`, `confirm` and `discard` are what the loop calls, see `worker/prepared.py`.
     """
 
     names: list[str]
@@ -39,6 +40,8 @@ class UpdatePlan:
     """Parameters of the model that it does not replace."""
     changes_under_its_names: str
     """Why it must not be kept for later pushes; empty if it may."""
+    is_registered: bool = False
+    """Later pushes may name it by its id: it outlives this one."""
 
     def __init__(
         self, weight_map: WeightMap, sources: Sequence[tuple[str, Source]], memory: HeldMemory, *, fused: bool
@@ -102,7 +105,7 @@ class UpdatePlan:
                 "wrongly, since it took the checksum."
             )
 
-    def check_memory(self) -> None:
+    def ready(self) -> None:
         """Raise WeightUpdateError if some source cannot be read any more. Cheap: for right before a commit."""
         if self._copy is None:
             raise WeightUpdateError("The memory of this update is closed already: it was unregistered meanwhile.")
@@ -114,7 +117,7 @@ class UpdatePlan:
         On CUDA this only enqueues: synchronize before the owner writes again.
         """
         with self._lock:
-            self.check_memory()
+            self.ready()
             assert self._copy is not None
             self._copy.run()
             if any(destination.is_cuda for destination in self.destinations[:1]):
@@ -129,8 +132,18 @@ class UpdatePlan:
         copy = self._copy
         return [] if copy is None else list(dict.fromkeys(self._names_of_copies[i] for i in copy.nonfinite()))
 
+    def confirm(self, checksums: Mapping[str, str]) -> None:
+        """Compare with the trainer's checksums again after the copy: the owner may have written since they matched."""
+        if checksums:
+            self.verify(checksums)
+
+    def discard(self) -> None:
+        """One push is over: close, unless later pushes may use the plan."""
+        if not self.is_registered:
+            self.close()
+
     def close(self) -> None:
-        """Let go of the memory, after a commit that runs; what other plans read besides stays open for them."""
+        """Close the memory, after a commit that runs; what other plans read besides stays open for them."""
         with self._lock:
             if self._copied is not None:
                 self._copied.synchronize()

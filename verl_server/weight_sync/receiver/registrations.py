@@ -42,19 +42,17 @@ class Registrations:
         owners = plan.owners
         for pid in owners:
             self._watch(pid)
-        dropped = []  # freed when this returns, with the lock free again: closing CUDA memory takes time
+        dropped: list[UpdatePlan] = []  # freed when this returns, without the lock: closing CUDA memory takes time
         with self._lock:
             for pid in owners:
                 if pid not in self._watched:
                     raise _gone(pid)
-            dropped.append(self._plans.pop(id, None))
+            if id in self._plans:
+                dropped.append(self._drop(id))
             self._plans[id] = plan
+            plan.is_registered = True
             while len(self._plans) > self._capacity:
-                dropped.append(self._plans.popitem(last=False)[1])
-
-    def holds(self, plan: UpdatePlan) -> bool:
-        with self._lock:
-            return any(kept is plan for kept in self._plans.values())
+                dropped.append(self._drop(next(iter(self._plans))))
 
     def forget(self, ids: list[str] | None) -> None:
         """Drop some registrations, or all. Their memory is closed when this returns, whoever has their plans."""
@@ -63,6 +61,12 @@ class Registrations:
         for plan in dropped:
             if plan is not None:
                 plan.close()
+
+    def _drop(self, id: str) -> UpdatePlan:
+        """Take a plan out without closing it: a push that is under way uses it to the end, and then closes it."""
+        plan = self._plans.pop(id)
+        plan.is_registered = False
+        return plan
 
     def _watch(self, pid: int) -> None:
         try:
@@ -90,7 +94,7 @@ class Registrations:
         """
         with self._lock:
             del self._watched[pid]
-            dropped = [self._plans.pop(id) for id, plan in list(self._plans.items()) if pid in plan.owners]
+            dropped = [self._drop(id) for id, plan in list(self._plans.items()) if pid in plan.owners]
         if self._device.type == "cuda" and dropped:
             torch.cuda.set_device(self._device)  # closing waits for a stream, in a thread that has no device yet
         dropped.clear()

@@ -131,15 +131,6 @@ class WeightReceiver:
         """Close registrations, all of them for None. Unknown ids are ignored."""
         self._registrations.forget(ids)
 
-    def finish(self, plan: UpdatePlan) -> None:
-        """The update is over, whatever its result, and the device is done with it: close what was opened for it."""
-        if not self._registrations.holds(plan):
-            plan.close()
-
-    def close(self) -> None:
-        """Forget every registration: with the weights released, nobody's memory stays mapped."""
-        self._registrations.forget(None)
-
     # --------------------------------------------------------------------------------------------------------------
 
     def _described(self, description: WeightsDescription) -> UpdatePlan:
