@@ -221,6 +221,14 @@ def http_page(site: Site) -> None:
     )
     page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
     page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
+    columns = site.package.module("verl_server.columns").doc
+    page.add(
+        "## Replies in columns",
+        "The field `columnar` replaces lists by arrays. The header `Accept: application/msgpack` makes the whole reply "
+        "msgpack. Event streams stay JSON; their frames may be columnar. Columns hold no text, so "
+        "`return_text_in_logprobs` with `columnar` is refused.",
+        prose(columns),
+    )
     site.add_data(page, used)
 
 

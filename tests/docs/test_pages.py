@@ -1,4 +1,4 @@
-"""What the pages name exists: linked files and headings, modules, make targets, settings; README's AgentLoop example runs."""
+"""The pages name what exists (files, headings, modules, make targets, benchmarks), and README's AgentLoop example runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from verl_server import HttpServerEngineAdapter
+from verl_server.rollout.env_server import EnvServer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -32,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_and_benchmarks_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0].split()
     for target in re.findall(r"(?:`|\$ )make (?:-C \S+ )?([a-z][a-z-]*)", text):
         assert target in targets, f"{page.name}: make {target}"
     for name in re.findall(r"benchmarks[./](\w+(?:\.\w+)?)", text):
@@ -60,7 +63,9 @@ def test_the_map_names_modules_that_exist() -> None:
 
 
 def test_the_map_states_the_import_contract() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     section = ARCHITECTURE.split("## Which folder may import which")[1].split("\n## ")[0]
     order = []
     for layer in contracts[0]["layers"]:
@@ -71,3 +76,24 @@ def test_the_map_states_the_import_contract() -> None:
                 order.append(section.index(f"`{path}`"))
     rows = [section[:position].count("\n") for position in order]
     assert rows == sorted(rows), "architecture.md places a folder above one that imports it"
+
+
+@pytest.mark.timeout(240)
+def test_the_agent_loop_example_of_the_readme_runs(tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = [block for block in re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S) if "AgentLoop" in block]
+    with (
+        HttpServerEngineAdapter(model_path=str(tiny_qwen3), device="cpu", port=0, kv_cache_gib=0.05) as engine,
+        EnvServer(f"{ROOT / 'examples' / 'my_environment.py'}:Countdown") as environment,
+    ):
+        assert engine.url is not None
+        for written, real in (
+            ("tiny-model", str(tiny_qwen3)),
+            ("http://127.0.0.1:30000", engine.url),
+            ("http://127.0.0.1:8000", environment.url),
+        ):
+            assert written in example
+            example = example.replace(written, real)
+        exec(compile(example, "README.md", "exec"), {})
+    episodes = capsys.readouterr().out.splitlines()
+    assert len(episodes) == 32 and all(line.startswith(("done", "max_turns")) for line in episodes)
