@@ -1,4 +1,4 @@
-"""The pages name what exists (files, headings, modules, make targets, benchmarks), and README's AgentLoop example runs."""
+"""What the pages name exists: files, headings, modules, make targets, benchmarks. README's AgentLoop example runs."""
 
 from __future__ import annotations
 
