@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-all test-cuda breaks lint format wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ lint: $(STAMP)  ## ruff (lint and format), mypy --strict, and which folder may i
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## docs/reference, from the docstrings (a test checks that it is up to date)
+	$(BIN)/python docs/generate.py
 
 wheel: $(STAMP)  ## dist/verl_server-*.whl
 	rm -rf build dist

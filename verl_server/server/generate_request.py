@@ -66,16 +66,27 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     """Body of `POST /generate`, with SGLang's names and defaults. Lists are per prompt."""
 
     text: str | list[str] | None = None
+    """The prompt. Exactly one of `text` and `input_ids` must be set."""
     input_ids: list[int | list[int]] | None = None
+    """The prompt as token ids."""
     sampling_params: Any = None
+    """The fields of `SamplingParams`, or a list of such objects."""
     rid: str | list[str] | None = None
+    """Name of the request for `/abort_request`; default: a random one."""
     stream: bool = False
+    """Answer with server-sent events, each of which repeats everything before it."""
     return_logprob: bool | list[bool] = False
+    """Return the log-probability of every output token."""
     logprob_start_len: int | list[int] = -1
+    """First prompt position whose log-probability is returned; -1: none is."""
     top_logprobs_num: int | list[int] = 0
+    """Number of most likely candidates returned for each position."""
     token_ids_logprob: list[int | list[int] | None] | None = None
+    """Token ids whose log-probabilities are returned for each position."""
     return_text_in_logprobs: bool = False
+    """Fill the third entry of each [log-probability, token id, text]."""
     return_prompt_token_ids: bool = False
+    """Return `prompt_token_ids`."""
     columnar: bool = False
     """Token ids and log-probabilities as arrays (`verl_server.columns`). Ours, not SGLang's, which ignores it."""
 

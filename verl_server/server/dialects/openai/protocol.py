@@ -57,25 +57,33 @@ _HINTS = (
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
+    """Send a last chunk with the token counts."""
     continuous_usage_stats: bool = False
+    """Put the token counts so far in every chunk."""
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
     """Fields common to both routes."""
 
     model: str = ""
+    """Ignored: a server serves one model."""
     max_tokens: int | None = None
+    """Most output tokens."""
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
+    """Choices of each prompt."""
     stream: bool = False
+    """Answer with server-sent events, each of which has what is new."""
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    """`sampling_seed` of `SamplingParams`."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     rid: str | list[str] | None = None
+    """Name of the request for `/abort_request`; default: a random one."""
     # SGLang's extras
     top_k: int | None = None
     min_p: float | None = None
@@ -86,6 +94,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool = False
+    """Return token ids with each choice."""
 
     def sampling_params(self, max_new_tokens: int | None) -> dict[str, Any]:
         """SGLang's names for the same settings; unset ones keep their defaults."""
@@ -120,20 +129,30 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    """Text or token ids, or a list of either."""
     echo: bool = False
+    """Repeat the prompt before the completion."""
     logprobs: int | None = None
+    """Return log-probabilities, and this many candidates for each position."""
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     messages: list[dict[str, Any]] = []
+    """Chat messages with `role` and `content`, a string or text parts."""
     input_ids: list[int] | None = None
     """A prompt that is tokenized already; the chat template is not applied."""
     max_completion_tokens: int | None = None
+    """Most output tokens; wins over `max_tokens`. Default: what the context has room for."""
     logprobs: bool = False
+    """Return the log-probability of every output token."""
     top_logprobs: int | None = None
+    """Number of most likely candidates returned for each position; needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
     continue_final_message: bool = False
+    """Continue the last message, an assistant's, instead of beginning a new one."""
     add_generation_prompt: bool = True
+    """End the prompt with the marks that begin an assistant's message."""
 
 
 def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:

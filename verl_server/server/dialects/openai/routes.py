@@ -81,9 +81,11 @@ class OpenAIApi:
         }
 
     async def models(self, request: Request) -> Response:
+        """The served model, as a list of one."""
         return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
+        """The served model; 404 for another name."""
         name = request.path_params["name"]
         if name.strip("/") == self._model_name.strip("/"):
             return json_response(self._model_card())
@@ -94,6 +96,7 @@ class OpenAIApi:
     # -- completions ----------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
+        """OpenAI's completion object; with `stream` server-sent events of what is new."""
         try:
             body = await self._read(request, CompletionRequest)
             most = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -114,6 +117,7 @@ class OpenAIApi:
         return await self._answer(request, body, generation, TextChoices(self._text(), self._model_name, body))
 
     async def chat_completions(self, request: Request) -> Response:
+        """OpenAI's chat completion object; with `stream` server-sent events of what is new."""
         try:
             body = await self._read(request, ChatCompletionRequest)
             most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -137,10 +137,12 @@ class ControlApi:
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
+        """Answers {"message", "status"}."""
         reply = await self._control(request, await self._parse(request, PauseGenerationReq))
         return _message_or_error(reply, "Generation paused successfully.")
 
     async def continue_generation(self, request: Request) -> Response:
+        """Answers {"message", "status"}."""
         reply = await self._control(request, await self._parse(request, ContinueGenerationReq))
         return _message_or_error(reply, "Generation continued successfully.")
 
@@ -150,6 +152,8 @@ class ControlApi:
         """The handler of one of `_PLAIN_REQS`."""
 
         async def change_weights(request: Request) -> Response:
+            """Answers {"success", "message"} and, where they are known, "weight_version", "num_tensors",
+            "lease_seconds", "registration" and "seconds"."""
             reply = await self._control(request, await self._parse(request, kind))
             payload = reply.payload if isinstance(reply.payload, dict) else {}
             return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
@@ -163,6 +167,7 @@ class ControlApi:
         return json_response({"success": True, "message": "Success"})
 
     async def accept_restart(self, request: Request) -> Response:
+        """Answers {"success", "message", "weight_version"}."""
         await self._parse(request, AcceptRestartReq)
         self._manager.check_serving()
         self._manager.controls.weights_confirmed = True
@@ -170,18 +175,22 @@ class ControlApi:
         return json_response({"success": True, "message": "Success", "weight_version": version})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
+        """Answers {"success", "message", "num_paused_requests"} and "weight_version"."""
         reply = await self._control(request, await self._parse(request, UpdateWeightsFromDiskReq))
         return _success(reply, num_paused_requests=0, **_known_version(reply))
 
     async def update_weight_version(self, request: Request) -> Response:
+        """Answers {"success", "message", "new_version"}."""
         req = await self._parse(request, UpdateWeightVersionReq)
         return _success(await self._control(request, req), new_version=req.new_version)
 
     async def get_weights_by_name(self, request: Request) -> Response:
+        """Answers the rows; 400 if no parameter has the name."""
         reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
         return json_response(reply.payload) if reply.success else _message_error(reply)
 
     async def weights_checker(self, request: Request) -> Response:
+        """Answers {"success", "message"} and what the action found."""
         reply = await self._control(request, await self._parse(request, WeightsCheckerReq))
         extra = reply.payload if isinstance(reply.payload, dict) else {}
         return _success(reply, **extra)
@@ -189,10 +198,12 @@ class ControlApi:
     # -- memory ---------------------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, request: Request) -> Response:
+        """Answers null."""
         reply = await self._control(request, await self._parse(request, ReleaseMemoryOccupationReq))
         return json_response(None) if reply.success else _message_error(reply)
 
     async def resume_memory_occupation(self, request: Request) -> Response:
+        """Answers null."""
         reply = await self._control(request, await self._parse(request, ResumeMemoryOccupationReq))
         return json_response(None) if reply.success else _message_error(reply)
 

@@ -78,6 +78,7 @@ class NativeApi:
         ]
 
     async def root(self, request: Request) -> Response:
+        """A line of text."""
         return PlainTextResponse("verl-server is running.\n")
 
     async def on_disconnect(self, request: Request, error: Exception) -> Response:
@@ -87,6 +88,10 @@ class NativeApi:
     # -- generate -------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
+        """Answers a `GenerateResult`, or a list of them for several prompts and for `n` above 1.
+
+        With `stream` each server-sent event is a `GenerateResult` so far, and `[DONE]` is the last event.
+        """
         try:
             body = await read_json(request, self._args.max_request_bytes)
         except BadRequestError as error:
@@ -130,6 +135,7 @@ class NativeApi:
         return Response()
 
     async def ready(self, request: Request) -> Response:
+        """As `/health`, but 503 while generation is paused."""
         if (pause := self._manager.controls.pause) is not None:
             return status_error(ServerUnavailableError(f"Generation is {pause}."))
         return await self.health(request)
@@ -196,12 +202,15 @@ class NativeApi:
         return reply.payload if isinstance(reply.payload, dict) else {}
 
     async def model_info(self, request: Request) -> Response:
+        """Answers a `ModelInfo`."""
         return json_response(model_info(self._manager, self._args))
 
     async def weight_version(self, request: Request) -> Response:
+        """Answers {"weight_version"}."""
         return json_response({"weight_version": self._manager.controls.weight_version})
 
     async def server_info(self, request: Request) -> Response:
+        """Answers a `ServerInfo`."""
         return json_response(await self.server_info_dict())
 
     async def server_info_dict(self) -> dict[str, Any]:
@@ -246,6 +255,7 @@ class NativeApi:
         )
 
     async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics as text; 404 if `enable_metrics` is off."""
         if not self._args.enable_metrics:
             raise HTTPException(404, "Metrics are off (enable_metrics=False)")
         try:

@@ -1,0 +1,361 @@
+"""Writes docs/reference/ from the code: `make docs`. With `--check` it writes nothing and fails if a page is stale.
+
+The routes are those that the HTTP application mounts. Everything else is read from declarations: fields, defaults,
+signatures and docstrings. A route, field, option or setting that is added therefore needs no edit here, except a route
+whose request is no struct with a `route` (`BODIES`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+from declarations import Class, ClassName, Field, Function, Package
+from starlette.routing import Route
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+
+BODIES = {
+    "/generate": "GenerateReqInput",
+    "/v1/completions": "CompletionRequest",
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/tokenize": "TokenizeRequest",
+    "/detokenize": "DetokenizeRequest",
+}
+"""Request structs below `verl_server.server`; those of `io_struct` are found by their `route`."""
+UNDECLARED_BODIES = {"/post_process_weights"}
+"""Routes that read a body and use nothing of it."""
+INTERNAL_METHODS = {"send_update", "send_registration", "send_unregistration", "send_healing"}
+"""Public for other modules of `verl_server.engine` only."""
+COMMANDS = {
+    "verl-server rollout": ("verl_server.rollout.cli", "RolloutArgs"),
+    "verl-server env serve": ("verl_server.rollout.env_process", "EnvServerArgs"),
+    "verl-server demo": ("verl_server.train.demo", "DemoArgs"),
+    "python -m verl_server.train.grpo": ("verl_server.train.grpo", "TrainArgs"),
+}
+PAGES = {
+    "settings.md": "Every setting of a server, and the options of the other commands.",
+    "http.md": "Every route with its request and its answer, sampling parameters, errors.",
+    "engines.md": "`VerlEngine`, `HttpServerEngineAdapter` and `Engine`, with their options and results.",
+    "rollouts.md": "`AgentLoop`, its limits, trajectories, renderers and environments.",
+}
+SECTIONS = {
+    "verl_server.server.dialects.sglang.routes": "Generation, health and information",
+    "verl_server.server.dialects.sglang.admin_routes": "Control routes",
+    "verl_server.server.dialects.openai.routes": "OpenAI's routes",
+}
+"""Titles of the modules that mount routes."""
+
+
+class Page:
+    """One page under construction."""
+
+    def __init__(self, site: Site, name: str, title: str, introduction: str) -> None:
+        self._site, self.name = site, name
+        self.used: list[ClassName] = []
+        """Classes in the signatures of this page."""
+        self._parts = ["<!-- Written by `make docs`. Edit the docstrings instead. -->", f"# {title}", introduction]
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(part for part in self._parts if part) + "\n"
+
+    def add(self, *parts: str) -> None:
+        self._parts += parts
+
+    def add_class(self, cls: Class, *, level: str = "##", inherited: bool = False) -> None:
+        """A class: if it is data its fields and properties, else its public methods."""
+        self._site.homes[cls.name] = self.name
+        self.add(f"{level} {cls.name}", prose(cls.doc))
+        methods = [method for method in cls.methods(inherited=inherited) if method.name not in INTERNAL_METHODS]
+        if cls.is_data:
+            self.add_fields(cls.fields(), has_defaults=not cls.is_typed_dict)
+            methods = [method for method in methods if method.signature.startswith("@property")]
+        for method in methods:
+            self.add_function(
+                method, cls.name if method.name == "__init__" else f"{cls.name}.{method.name}", level + "#"
+            )
+
+    def add_function(self, function: Function, title: str, level: str = "##") -> None:
+        self.used += function.classes
+        signature = function.signature.replace("def __init__", title).removesuffix(" -> None")
+        self.add(f"{level} `{title}`", f"```python\n{signature}\n```", prose(function.doc), _see(function.classes))
+
+    def add_fields(self, fields: list[Field], *, has_defaults: bool = True) -> None:
+        if not fields:
+            return
+        if not any(f.type for f in fields):
+            members = [(f"`{f.name}`", default_of(f), cell(f.doc)) for f in fields]
+            self.add(table(("member", "value", "meaning"), members))
+        elif has_defaults:
+            rows = [(f"`{f.name}`", code(f.type), default_of(f), cell(f.doc)) for f in fields]
+            self.add(table(("field", "type", "default", "meaning"), rows))
+        else:
+            keys = [(f"`{f.name}`", code(f.type), cell(f.doc)) for f in fields]
+            self.add(table(("field", "type", "meaning"), keys))
+        self.add(_see(name for f in fields for name in f.classes))
+
+
+class Site:
+    """All pages, and where each class is described."""
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        self.homes: dict[str, str] = {}
+        self.pages: dict[str, Page] = {}
+
+    def page(self, name: str, title: str) -> Page:
+        self.pages[name] = Page(self, name, title, PAGES[name])
+        return self.pages[name]
+
+    def add_data(self, page: Page, classes: Iterable[ClassName]) -> None:
+        """Describe data classes, and those that their fields refer to, unless a page has them already."""
+        queue = list(classes)
+        while queue:
+            cls = self.package.class_of(queue[0].module, queue.pop(0).name)
+            if cls.name in self.homes or not cls.is_data:
+                continue
+            page.add_class(cls)
+            queue += [name for field in cls.fields() for name in field.classes]
+
+    def texts(self) -> dict[str, str]:
+        """Page name -> text with links."""
+        return {page.name: self._linked(page) for page in self.pages.values()}
+
+    def _linked(self, page: Page) -> str:
+        def anchor(name: str) -> str:
+            return f"{'' if self.homes[name] == page.name else self.homes[name]}#{name.lower()}"
+
+        def see(match: re.Match[str]) -> str:
+            links = [f"[{name}]({anchor(name)})" for name in match[1].split() if name in self.homes]
+            return f"\n\nSee {', '.join(links)}." if links else ""
+
+        def mention(match: re.Match[str]) -> str:
+            return f"[{match[0]}]({anchor(match[1])})" if match[1] in self.homes else match[0]
+
+        parts = re.split(r"(^```.*?^```$|^#.*$)", re.sub(r"\n*\0(.*?)\0", see, page.text), flags=re.M | re.S)
+        return "".join(p if i % 2 else re.sub(r"`([A-Z]\w+)(\.\w+)?`", mention, p) for i, p in enumerate(parts))
+
+
+def _see(classes: Iterable[ClassName]) -> str:
+    """A place for links to classes, which are known when all pages are."""
+    return f"\0{' '.join(dict.fromkeys(cls.name for cls in classes))}\0"
+
+
+# -- the pages ----------------------------------------------------------------------------------------------
+
+
+def settings_page(site: Site) -> None:
+    page = site.page("settings.md", "Settings")
+    settings = site.package.class_of("verl_server.server_args", "ServerArgs")
+    site.homes[settings.name] = page.name
+    page.add("## ServerArgs", settings.doc.partition("\n")[0])
+    page.add(
+        "Each is a keyword argument of the engines and of `ServerArgs`, and a flag of `verl-server serve`. A boolean "
+        "also has a `--no-` form."
+    )
+    page.add(table(("setting", "flag", "type", "default", "meaning"), [setting_row(f) for f in settings.fields()]))
+    for command, (module, name) in COMMANDS.items():
+        cls = site.package.class_of(module, name)
+        site.homes[name] = page.name
+        page.add(f"## {command}", prose(cls.doc), table(("option", "type", "default", "meaning"), options(site, cls)))
+
+
+def options(site: Site, cls: Class, prefix: str = "") -> list[tuple[str, ...]]:
+    """Rows of a command's options; those of nested classes follow with their prefix."""
+    rows: list[tuple[str, ...]] = []
+    for field in cls.fields():
+        name = field.name if field.option_name is None else field.option_name
+        flag = f"--{prefix}{name.replace('_', '-')}"
+        nested = [inner for c in field.classes if (inner := site.package.class_of(c.module, c.name)).is_data]
+        if nested and nested[0].name == "ServerArgs":
+            rows.append((f"`{flag}.SETTING`", "`ServerArgs`", "", cell(field.doc)))
+        elif nested:
+            rows += options(site, nested[0], f"{prefix}{name.replace('_', '-')}." if name else prefix)
+        elif field.type.startswith("Positional"):
+            rows.append((f"`{field.name.upper()}`", code(field.type[11:-1]), default_of(field), cell(field.doc)))
+        else:
+            rows.append((f"`{flag}`", code(field.type), default_of(field), cell(field.doc)))
+    return rows
+
+
+def setting_row(field: Field) -> tuple[str, ...]:
+    return (
+        f"`{field.name}`",
+        f"`--{field.name.replace('_', '-')}`",
+        code(field.type),
+        default_of(field),
+        cell(field.doc),
+    )
+
+
+def http_page(site: Site) -> None:
+    page = site.page("http.md", "HTTP")
+    page.add(
+        "Bodies are JSON objects. A field that is null has its default. An unknown field is ignored and counted in "
+        "`/metrics`; in `sampling_params` it is refused. Answers are JSON where nothing else is said."
+    )
+    requests = request_classes(site.package)
+    groups: dict[str, dict[Any, list[Route]]] = {}
+    for route in mounted_routes():
+        handlers = groups.setdefault(route.endpoint.__module__, {})
+        handlers.setdefault(getattr(route.endpoint, "__func__", route.path), []).append(route)
+    used: list[ClassName] = []
+    for module, handlers in groups.items():
+        page.add(f"## {SECTIONS[module]}", prose(site.package.module(module).doc.partition("\n\n")[0]))
+        for same in handlers.values():
+            used += add_route(page, same, requests)
+    page.add_class(site.package.class_of("verl_server.sampling_params", "SamplingParams"))
+    generate = importlib.import_module("verl_server.server.generate_request")
+    refused = [(f"`{name}`", cell(remedy)) for name, remedy in generate.UNSUPPORTED_FIELDS.items()]
+    page.add(
+        "## Refused fields",
+        "Fields of SGLang's that `/generate` and OpenAI's routes refuse when they are set (400).",
+        table(("field", "instead"), refused),
+    )
+    page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
+    page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
+    columns = site.package.module("verl_server.columns").doc
+    page.add(
+        "## Replies in columns",
+        "The field `columnar` replaces lists by arrays. The header `Accept: application/msgpack` makes the whole reply "
+        "msgpack. Event streams stay JSON; their frames may be columnar. Columns hold no text, so "
+        "`return_text_in_logprobs` with `columnar` is refused.",
+        prose(columns),
+    )
+    site.add_data(page, used)
+
+
+def add_route(page: Page, routes: list[Route], requests: dict[str, Class]) -> list[ClassName]:
+    """One handler under all of its paths. Returns the classes that its request refers to."""
+    route = routes[0]
+    methods = " or ".join(sorted((route.methods or set()) - {"HEAD"}))
+    page.add(f"### {methods} " + ", ".join(f"`{r.path}`" for r in routes))
+    page.add(prose(route.endpoint.__doc__ or ""))
+    if "POST" not in (route.methods or ()) or route.path in UNDECLARED_BODIES:
+        return []
+    if route.path not in requests:
+        raise LookupError(f"No request struct is known for {route.path}: add it to BODIES in docs/generate.py.")
+    request = requests[route.path]
+    fields = [f for f in request.fields() if f.name != "id"]
+    page.add(prose(request.doc))
+    page.add_fields(fields)
+    return [name for field in fields for name in field.classes]
+
+
+def request_classes(package: Package) -> dict[str, Class]:
+    """Path -> the struct of its body."""
+    requests = {path: package.find_class("verl_server.server", name) for path, name in BODIES.items()}
+    module = package.module("verl_server.io_struct")
+    for name, node in module.definitions.items():
+        if type(node).__name__ == "ClassDef" and (path := package.class_of(module.name, name).constant("route")):
+            requests[path] = package.class_of(module.name, name)
+    return requests
+
+
+def mounted_routes() -> list[Route]:
+    """The routes of the real application, made without a server behind it."""
+    app = importlib.import_module("verl_server.server.app")
+    arguments = importlib.import_module("verl_server.server_args")
+    layer: Any = app.create_app(MagicMock(), arguments.ServerArgs(model_path="model"))
+    while not hasattr(layer, "routes"):
+        layer = layer._app  # a middleware around the application
+    return [route for route in layer.routes if isinstance(route, Route)]
+
+
+def engines_page(site: Site) -> None:
+    page = site.page("engines.md", "Engines")
+    page.add(
+        "`Engine` runs in your process, `HttpServerEngineAdapter` launches a server or attaches to one: both have the "
+        "methods of `EngineBase`. Every rank of a trainer holds a `VerlEngine`."
+    )
+    for name in ("VerlEngine", "HttpServerEngineAdapter", "Engine", "EngineBase"):
+        page.add_class(site.package.class_of("verl_server", name), inherited=name == "EngineBase")
+    for name in ("launch_server", "launch_server_from_verl_engine"):
+        page.add_function(site.package.function("verl_server", name), name)
+    site.add_data(page, page.used)
+
+
+def rollouts_page(site: Site) -> None:
+    page = site.page("rollouts.md", "Rollouts")
+    home = "verl_server.rollout"
+    page.add_class(site.package.class_of(f"{home}.agent_loop", "AgentLoop"))
+    site.add_data(page, page.used)
+    for name in ("summarize", "append_jsonl", "read_jsonl"):
+        page.add_function(site.package.function(f"{home}.trajectory", name), name)
+    for name in ("TextRenderer", "ChatRenderer"):
+        page.add_class(site.package.class_of(f"{home}.renderer", name))
+    for name in ("Environment", "RemoteEnvironment"):
+        page.add_class(site.package.class_of(f"{home}.environment", name))
+    site.add_data(page, page.used)
+
+
+# -- Markdown -----------------------------------------------------------------------------------------------
+
+
+def prose(docstring: str) -> str:
+    """A docstring as Markdown: paragraphs are kept, an indented block becomes a code block."""
+    return re.sub(r"((?:^(?: {4}.*)?\n)+(?: {4}.*)$)", _block, docstring, flags=re.MULTILINE).strip()
+
+
+def _block(match: re.Match[str]) -> str:
+    lines = [line.removeprefix("    ") for line in match[1].strip("\n").split("\n")]
+    return "\n```\n" + "\n".join(lines) + "\n```"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def code(source: str) -> str:
+    """Source in a table's cell."""
+    return f"`{source.replace('|', chr(92) + '|')}`".replace("'", '"') if source else ""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def default_of(field: Field) -> str:
+    return "required" if field.default is None else code(field.default)
+
+
+def build() -> dict[str, str]:
+    """Path below docs/reference -> text, of all pages."""
+    site = Site(Package(ROOT))
+    writers: list[Callable[[Site], None]] = [settings_page, http_page, engines_page, rollouts_page]
+    for write in writers:
+        write(site)
+    index = ["<!-- Written by `make docs`. -->", "# Reference", "Generated from the code by `make docs`."]
+    index.append("\n".join(f"- [{name.removesuffix('.md')}]({name}): {what}" for name, what in PAGES.items()))
+    return site.texts() | {"README.md": "\n\n".join(index) + "\n"}
+
+
+def main() -> int:
+    pages = build()
+    if "--check" in sys.argv[1:]:
+        stale = [name for name, text in pages.items() if not _is_written(FOLDER / name, text)]
+        if stale:
+            print(
+                f"Stale in docs/reference: {', '.join(stale)}. Run `make docs` and commit the result.", file=sys.stderr
+            )
+        return 1 if stale else 0
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _is_written(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
