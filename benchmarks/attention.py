@@ -125,7 +125,7 @@ class Case:
             device=self.q.device,
             decode_config=decode_config,
             shared_config=shared_config,
-            most_shared=len(self.lens),
+            max_shared_entries=len(self.lens),
         )
 
     def decode_us(self, attention: PagedAttention, *, cascade: bool = False) -> float:
@@ -133,7 +133,7 @@ class Case:
         lens, own, shared = _device_ints(self.lens), self.lens, None
         if cascade:
             table, rows = self.table.long().cpu().numpy(), np.arange(len(self.lens))
-            keys = attention.shared_keys(find_runs(table, rows, self.lens, self.page_size, least=64))
+            keys = attention.shared_keys(find_runs(table, rows, self.lens, self.page_size, min_keys=64))
             own, shared = self.lens - keys.starts, SharedKeys(*(_device_ints(part) for part in keys))
         meta = torch.from_numpy(attention.host_metadata(own)).cuda()
 

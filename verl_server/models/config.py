@@ -1,4 +1,4 @@
-"""`ModelConfig`: what the decoder needs to know of a Hugging Face config, checked before any memory is taken.
+"""`ModelConfig`: the part of a Hugging Face config that the decoder needs, checked before any memory is allocated.
 
 `load_model_config` is called by every `ModelRunner`. It reads `config.json` as transformers does (defaults of each
 model type, old and new keys) without an import of transformers, which takes as long as that of torch. It raises
@@ -44,7 +44,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One dense decoder; the flags are all that tells the supported families apart."""
+    """One dense decoder. The supported families differ in the flags only."""
 
     architecture: str
     vocab_size: int
@@ -57,9 +57,9 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     rope: dict[str, Any]
-    """Keys as in transformers' `rope_parameters`: rope_theta, rope_type and the type's own."""
+    """Keys as in transformers' `rope_parameters`: rope_theta, rope_type and the keys of that rope_type."""
     dtype: torch.dtype
-    """The checkpoint's."""
+    """The dtype of the checkpoint."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
