@@ -35,7 +35,7 @@ def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | Non
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The `data` of every rank in rank order, on every rank of a CPU group. One collective if all are short, else two."""
+    """Every rank's `data`, in rank order, on every rank of a CPU group. One collective if all are short, else two."""
     import torch
     import torch.distributed as dist
 

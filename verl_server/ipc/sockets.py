@@ -12,7 +12,7 @@ BACKLOG = 4096
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 chooses a free port. Raises ServerLaunchError that names the address and the remedy."""
+    """A listening socket. Port 0 chooses a free port. Raises ServerLaunchError with the address and the remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

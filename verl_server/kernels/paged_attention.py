@@ -26,7 +26,7 @@ from verl_server.kernels.shared_keys import ITEM, LEVELS, Runs, plan_items
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Launch parameters of the decode kernel, chosen by measurement (`benchmarks/attention.py`)."""
+    """Launch parameters for decode, chosen by measurement (`benchmarks/attention.py`)."""
 
     block: int
     """Keys per unit of work."""
@@ -46,7 +46,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ExtendConfig:
-    """Launch parameters of the prefill kernel: a tile has `rows` of (token, query head), a block has `keys` keys."""
+    """Launch parameters for prefill: a tile has `rows` of (token, query head), a block has `keys` keys."""
 
     rows: int
     keys: int
@@ -73,7 +73,7 @@ class ExtendConfig:
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Launch parameters of the kernel for shared keys: a tile has `rows` of (entry, query head), a block `keys` keys."""
+    """Launch parameters for shared keys: a tile has `rows` of (entry, query head), a block has `keys` keys."""
 
     rows: int
     keys: int

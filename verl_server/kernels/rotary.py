@@ -86,7 +86,7 @@ def _norm_rotate_store(
     AT_ONCE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ) -> None:
-    """Program (token, group): the groups of q come first, then those of k, then those of v. EPS is None without norms."""
+    """Program (token, group). The groups of q come first, then those of k and those of v. EPS is None without norms."""
     q_groups: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
     kv_groups: tl.constexpr = (KV_HEADS + AT_ONCE - 1) // AT_ONCE
     half: tl.constexpr = HEAD_DIM // 2

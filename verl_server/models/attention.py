@@ -263,7 +263,7 @@ def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:
 
 
 def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> AttentionGroup:
-    """A group of `members`. Its tokens are a slice if the entries are adjacent and equally long, else padded indices."""
+    """A group of `members`. Its tokens are a slice if these are adjacent and equally long, else padded indices."""
     queries = int(extend[members].max())
     first = starts[members]
     if (extend[members] == queries).all() and (np.diff(first) == queries).all():
