@@ -68,7 +68,7 @@ class TpGroup:
         )
         vote_timeout = max(startup_timeout, control_timeout)
         votes = dist.new_group(backend="gloo", timeout=seconds(vote_timeout))
-        channel = RankSockets.connect(votes, vote_timeout, hear_timeout=None) or GlooChannel(
+        channel = RankSockets.connect(votes, vote_timeout, broadcast_timeout=None) or GlooChannel(
             votes, dist.new_group(backend="gloo", timeout=_FOREVER), first=0
         )
         # A rank may have finished its part while another rank still reads from a slow disk, or waits for a trainer.
@@ -97,8 +97,8 @@ class TpGroup:
         if self.channel is None:
             return data or b""
         if data is None:
-            return self.channel.hear()
-        self.channel.tell(data)
+            return self.channel.receive_broadcast()
+        self.channel.broadcast(data)
         return data
 
     def gather(self, data: bytes) -> list[bytes]:
