@@ -42,7 +42,7 @@ class Waits:
     sigma: float = 1.5
     cap: float = 20.0
     scale: float = 1.0
-    """Multiplies every wait, after the cap."""
+    """Factor for every wait, applied after the cap."""
 
     def draw(self, rng: random.Random) -> float:
         return self.scale * min(self.cap, rng.lognormvariate(math.log(self.median), self.sigma))

@@ -37,10 +37,10 @@ _MIN_BYTES = 400 * 2**20
 
 @dataclasses.dataclass
 class Args:
-    """Speed of paged attention on one GPU."""
+    """Measure the speed of paged attention on one GPU."""
 
     shape: tuple[Literal["0.6b", "8b"], ...] = ("0.6b", "8b")
-    """Head layouts to measure."""
+    """Model shapes whose head layouts are measured."""
     page_size: int = 16
     """Tokens in a KV page."""
     tp: int = 1

@@ -108,7 +108,7 @@ class Cycle:
         """Move the model between GPU and host, as a trainer does to free GPU memory, and check that it is free."""
         before, size = self.resident_bytes(), sum(p.nbytes for p in self._model.parameters())
         with self._timed("offload" if to == "cpu" else "onload"):
-            self._engine.unregister_weights()  # freeing memory that the server still maps is undefined
+            self._engine.unregister_weights()  # freeing memory while the server maps it is undefined behaviour
             self._model.to(to)
         freed = before - self.resident_bytes()
         if to == "cpu" and freed < _FREED * size:

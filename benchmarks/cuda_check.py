@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
 
 @dataclasses.dataclass
 class Args:
-    """CUDA parity and weight updates."""
+    """Check parity and weight updates on CUDA."""
 
     arch: tuple[Literal["llama", "qwen2", "qwen3", "mistral"], ...] = ("llama", "qwen2", "qwen3")
     """Architectures to check."""

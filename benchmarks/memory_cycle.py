@@ -30,7 +30,7 @@ _LEAK_BYTES = 64 * 2**20
 
 @dataclasses.dataclass
 class Args:
-    """Release and resume of one arena."""
+    """Measure release and resume of one memory arena."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     """Device of the arena."""

@@ -81,7 +81,7 @@ class Memory:
         self._device = device
         self._outside = 0
         self.at_start = 0
-        """The server's bytes when it was ready."""
+        """Bytes that the server held when it became ready."""
         if device.type == "cuda":
             self._outside = device_used_bytes(device) - torch.cuda.memory_reserved(device)
 

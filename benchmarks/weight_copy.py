@@ -74,7 +74,7 @@ def parameters(shape: dict[str, Any]) -> list[tuple[tuple[int, ...], Cut]]:
 
 
 def make_pairs(tensors: list[tuple[tuple[int, ...], Cut]], source: Tensor, target: Tensor, ranks: int) -> list[Pair]:
-    """(destination, source) views, consecutive in flat memory. For `ranks` = 2 they are the half of rank 0."""
+    """(destination, source) views, consecutive in flat memory. For `ranks` = 2 they cover the half of rank 0 only."""
     pairs = []
     taken, given = 0, 0
     for shape, cut in tensors:

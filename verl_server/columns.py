@@ -36,7 +36,7 @@ Column = bytes | str
 
 def ids(values: Sequence[int]) -> bytes:
     """Pack token ids as int32."""
-    return struct.pack(f"<{len(values)}i", *values)  # several times faster than numpy with a list
+    return struct.pack(f"<{len(values)}i", *values)  # several times faster than NumPy's conversion of a list
 
 
 def logprobs(values: Sequence[float]) -> bytes:

@@ -32,7 +32,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
             AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa"
         )
     temperature = make_workload(args.shape).temperature  # the same for all requests
-    config = GenerationConfig(do_sample=True, temperature=temperature, eos_token_id=-1)  # -1: end at no token
+    config = GenerationConfig(do_sample=True, temperature=temperature, eos_token_id=-1)  # -1: no token ends a request
     batching = ContinuousBatchingConfig(
         return_logprobs=args.logprobs,
         allow_block_sharing=args.prefix_cache,

@@ -1,9 +1,9 @@
 """Child processes that report when they are ready or why they failed, and that end with their parent.
 
-`ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. The launch of schedulers (`server/launch.py`)
-and of whole servers (`engine.HttpServerEngineAdapter`) own one each. The child is a new interpreter instead of a
-`multiprocessing` child, so the user's `__main__` is not imported again and needs no `if __name__ == "__main__"` guard,
-and neither CUDA state nor locks are inherited.
+`ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. `server/launch.py` starts schedulers with it,
+and `engine.HttpServerEngineAdapter` starts whole servers. The child is a new interpreter instead of a `multiprocessing`
+child. So the user's `__main__` is not imported again and needs no `if __name__ == "__main__"` guard, and neither CUDA
+state nor locks are inherited.
 
 In the child, `child_main` runs the target, reports `ready(info)` or why it failed on a pipe, and watches its
 parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
@@ -68,7 +68,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(status_w, alive_r, *pass_fds),
                 env=_child_env(env),
-                start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in order
+                start_new_session=True,  # Ctrl-C interrupts only the parent, which then ends its children in order
             )
         except BaseException:
             self._close_pipes()
@@ -116,7 +116,7 @@ class ChildProcess:
                     f"{self.name} exited with {describe_exit(code)} while starting.{self.log_tail()}"
                 )
             if not chunk and code is None:
-                time.sleep(0.01 if poller.poll(0) else 0)  # end-of-file, and the process is about to be reaped
+                time.sleep(0.01 if poller.poll(0) else 0)  # the pipe is at its end: the child is about to exit
         status = json.loads(data)
         if "error" in status:
             message = str(status["error"])
@@ -242,7 +242,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
         if not report(_describe(error)) and is_failure:
             traceback.print_exc()
             first, *more = str(error).splitlines() or [""]
-            if more:  # a long message (a child's log) may push its own beginning out of the tail that the parent keeps
+            if more:  # repeated, because the lines of a long message (a child's log) may displace its first line
                 print(f"{type(error).__name__}: {first}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -3,8 +3,8 @@
 The TokenizerManager holds one end of a socket pair, and the scheduler of rank 0 the other. A message is its length (8
 bytes, little-endian) and its bytes. Each end belongs to one event loop, which watches its `fileno`: the loop calls
 `receive` when the socket is readable, and `flush` when it is writable and `unsent` is true. Bytes that do not fit into
-the socket stay in this object, in order. So a slow reader does not block the writer, and two ends that send much do not
-wait for each other.
+the socket stay in this object, in order. So a slow reader does not block the writer, and two ends that both send much
+cannot block each other.
 """
 
 from __future__ import annotations

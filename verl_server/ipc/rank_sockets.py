@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _HEAD = struct.Struct("<BQ")
-"""Kind and length of a message."""
+"""Header of a message: its kind and its length in bytes."""
 _ENTRY, _ENTRIES, _BROADCAST, _BROADCAST_TO_CONFIRM, _CONFIRMED, _MISSING = range(6)
 """Kinds: a rank's data for a gather, the data of all ranks, a broadcast without and with confirmation, the
 confirmation, and the error of a gather in which ranks are missing."""
@@ -205,7 +205,7 @@ def _connected(address: bytes, rank: int) -> socket.socket | None:
     try:
         peer.connect(address)
         peer.sendall(_RANK.pack(rank))
-    except OSError:  # another host
+    except OSError:  # the first rank is on another host
         peer.close()
         return None
     return peer

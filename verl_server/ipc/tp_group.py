@@ -20,7 +20,7 @@ import torch.distributed as dist
 from verl_server.ipc.peer_memory import PeerMemory
 from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _FOREVER = datetime.timedelta(days=3650)
 
 
@@ -93,7 +93,7 @@ class TpGroup:
         return self if group is None else dataclasses.replace(self, channel=GlooChannel(group, group, first=0))
 
     def broadcast_command(self, data: bytes | None) -> bytes:
-        """The bytes that rank 0 passes, on every rank. The other ranks pass None and wait for them without a bound."""
+        """Send `data` from rank 0 to all ranks, and return it. Other ranks pass None and wait without a bound."""
         if self.channel is None:
             return data or b""
         if data is None:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tensor:
-    """The program that processes `unit`: the first `larger` programs have share + 1 units, the others share units."""
+    """The program that processes `unit`. The first `larger` programs have `share` + 1 units, the others `share`."""
     shared_out = larger * (share + 1)
     return tl.where(unit < shared_out, unit // (share + 1), larger + (unit - shared_out) // tl.maximum(share, 1))
 
@@ -74,7 +74,7 @@ def _merge_if_last(
     first = _program_of(start, share, larger)
     last = _program_of(start + blocks - 1, share, larger)
     if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
-        tl.store(arrivals + first, 0)  # for the next layer
+        tl.store(arrivals + first, 0)  # the counter starts at 0 for the next layer
         opening = tl.num_programs(0) + first
         row, dim = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
         real = row < ROWS
@@ -192,8 +192,8 @@ def decode_kernel(
                 done = (whole / total_whole[:, None]).to(out.dtype.element_ty)
                 tl.store(out + (of_head * GROUP + row)[:, None] * D + dim[None, :], done, mask=q_inside)
             else:
-                # A program continues at most one head of another program, its first one, and leaves at most one head
-                # that it began to other programs.
+                # The head is divided between programs. This can be so only for the first head of a program, which an
+                # earlier program began, and for the last head, which a later program continues.
                 slot = tl.where(i < block, program, programs + program) * GROUP + row
                 tl.store(part_max + slot, m, mask=row < GROUP)
                 tl.store(part_sum + slot, total, mask=row < GROUP)

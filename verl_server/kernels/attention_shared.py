@@ -72,7 +72,7 @@ def shared_kernel(
             tl.debug_barrier()  # all threads of this program have stored before one of them counts the part as done
             arrival = arrivals + slot * KV_HEADS + head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == chunks - 1:
-                tl.store(arrival, 0)  # for the next layer
+                tl.store(arrival, 0)  # the counter starts at 0 for the next layer
                 m = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 sums = tl.zeros([BLOCK_M], tl.float32)
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

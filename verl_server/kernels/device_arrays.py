@@ -21,7 +21,7 @@ _ALIGNMENT = 4
 
 
 class PackedInts:
-    """int32 arrays of fixed capacities in one device buffer that never moves."""
+    """Several int32 arrays, each with a fixed capacity, in one device buffer that never moves."""
 
     def __init__(self, capacities: Sequence[int], device: torch.device) -> None:
         self._starts, total = _layout(capacities)

@@ -103,7 +103,7 @@ def _draw_row(
 
     noisy = (largest + tl.log(total)).to(tl.float64) + _gumbel(key, -1 - block)
     score = tl.where(takes_largest, largest.to(tl.float64), noisy)
-    chosen = tl.minimum(tl.argmax(score, 0), BLOCKS - 1)  # among NaN an argmax may be anything
+    chosen = tl.minimum(tl.argmax(score, 0), BLOCKS - 1)  # with NaN scores, argmax may return any number
     token = chosen * _BLOCK + tl.arange(0, _BLOCK)
     value = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32) * scale
     score = value.to(tl.float64) + tl.where(takes_largest, 0.0, _gumbel(key, token + 1))

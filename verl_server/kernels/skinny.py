@@ -99,7 +99,7 @@ def _skinny(
         tl.store(part_at + program * (BLOCK_N * BLOCK_M), acc)
         tl.debug_barrier()  # all threads of this program have stored before one of them counts the part as done
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == split - 1:
-            tl.store(arrivals + tile, 0)  # for the next product
+            tl.store(arrivals + tile, 0)  # the counter starts at 0 for the next product
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for i in tl.range(0, split):
                 total += tl.load(part_at + (tile * split + i) * (BLOCK_N * BLOCK_M))

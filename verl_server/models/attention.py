@@ -87,7 +87,7 @@ class Gather:
     """Entries of a group whose keys and values are read from the pool in one operation."""
 
     slices: Tensor
-    """[entries * 2 (k, v) * kv_heads * pages per entry] indices of slices of the pool, in this order."""
+    """int64 indices of slices of the pool, flattened from [entries, 2 (k, v), kv_heads, pages per entry]."""
     mask: Tensor
     """[entries, 1, queries, keys] values added to the scores: 0, or -inf for hidden keys. If the group is `folded`, the
     third dimension is queries * (query heads per KV head)."""
@@ -147,7 +147,7 @@ def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tens
         normed = unit_rms(qk, heads.q_norm.eps)
         normed[:, : heads.num_heads].mul_(heads.q_norm.weight)
         normed[:, heads.num_heads :].mul_(heads.k_norm.weight)
-    qk.copy_(rotate(normed, cos, sin))  # back beside v: keys and values go to the pool in one copy
+    qk.copy_(rotate(normed, cos, sin))  # back to `qkv`, so that keys and values are adjacent, and stored in one copy
     return states
 
 
@@ -280,9 +280,9 @@ def _gathers(cached: Ints, extend: Ints, table: Ints, rows_per_query: int, kv_la
     _, page_size, _, kv_heads, _ = kv_layer.shape
     n, queries, device = len(cached), int(extend.max()), kv_layer.device
     pages = table[:, : -(-int((cached + extend).max()) // page_size)]
-    # In memory a page is 2 * kv_heads slices.
+    # In memory a page consists of 2 * kv_heads slices.
     slices = to_device((pages[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)[:, None]).reshape(-1), device)
-    # Query i of an entry sees cached + i + 1 keys.
+    # Query i of an entry attends to its first cached + i + 1 keys.
     seen = to_device(cached + 1, device).view(n, 1, 1, 1, 1) + torch.arange(queries, device=device).view(-1, 1, 1)
     hidden = torch.arange(pages.shape[1] * page_size, device=device) >= seen
     mask = torch.zeros(hidden.shape, dtype=kv_layer.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding:
     """Tables of cos and sin for every position, in fp32.
 
-    The first half of `sin` is negated, as `rotate_half` negates, so a rotation only swaps the halves of a head.
+    The first half of `sin` is negated. So a rotation is x * cos + (x with its halves swapped) * sin.
     """
 
     def __init__(self, head_dim: int, max_positions: int, rope: dict[str, Any], device: torch.device) -> None:

@@ -26,11 +26,12 @@ _MOST_ROWS = 64
 @dataclass(frozen=True)
 class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """(x [..., size], weight [size], eps): statistics in fp32, rounded to x's dtype before the weight is applied."""
+    """(x [..., size], weight [size], eps) -> RMS norm of x times weight, in x's dtype. Statistics are computed in fp32,
+    and the norm is rounded to x's dtype before the product with the weight."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    """(x, residual, weight, eps): adds x to residual in place, in their dtype, and norms the sum."""
+    """(x, residual, weight, eps) -> RMS norm of residual + x, which is stored in residual, times weight."""
     silu_mul: Callable[[Tensor], Tensor]
-    """(gate_up [tokens, 2 * size]): silu(gate) * up [tokens, size]."""
+    """(gate_up [tokens, 2 * size]) -> silu(gate) * up [tokens, size]."""
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x [tokens, in], weight [out, in], bias [out] or None): x @ weight.T + bias."""
 

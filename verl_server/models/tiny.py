@@ -1,8 +1,8 @@
 """Generated model folders: random weights and a byte-level tokenizer, without a download.
 
-Tests, benchmarks and the demo use them; they also serve to try a setup before the real checkpoint has arrived. The
-folder has the files of a hub snapshot (config.json, model.safetensors, tokenizer.json, ...), so the server loads it
-through the same code.
+Tests, benchmarks and the demo use them. With such a folder, a setup can also be tried before the real checkpoint is
+available. It has the files of a hub snapshot (config.json, model.safetensors, tokenizer.json, ...), so the server loads
+it through the same code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    build: Any = PreTrainedTokenizerFast  # transformers is only partly typed
+    build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
     fast: PreTrainedTokenizerFast = build(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

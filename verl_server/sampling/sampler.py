@@ -123,7 +123,7 @@ class Sampler:
         sequences, prompt included. The logits may be overwritten.
         """
         batch = self._batch
-        if batch is None or specs != batch.specs:  # compared by identity
+        if batch is None or specs != batch.specs:  # specs are compared by identity
             batch = self._batch = self._prepare(list(specs))
         special = batch.special
         keys = to_device(draw.row_keys(batch.mixed_seeds, positions), self._device)
@@ -150,7 +150,7 @@ class Sampler:
         return sampled
 
     def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> tuple[Tensor, Tensor]:
-        """fp32 logits of the special rows with penalties, bias and temperature, and their logsumexp [n, 1]."""
+        """(fp32 logits of the special rows after penalties, bias and temperature, their logsumexp [n, 1])."""
         logits = logits.float().contiguous()
         self._penalties.apply(logits, positions)
         logits.mul_(special.scales.unsqueeze(1))
@@ -168,7 +168,7 @@ class Sampler:
 
     def _prepare(self, specs: list[SampleSpec]) -> _Batch:
         params = [s.params for s in specs]
-        # Greedy by top_k=1 keeps its temperature for the log-probabilities; temperature 0 counts as 1.
+        # A row that is greedy by top_k=1 has log-probabilities with its temperature; temperature 0 counts as 1.
         scales = 1.0 / np.array([p.temperature or 1.0 for p in params], dtype=np.float32)
         greedy = np.array([p.is_greedy for p in params], dtype=bool)
         rows = [i for i, s in enumerate(specs) if s.special]

@@ -20,7 +20,8 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    """int64: `params.sampling_seed`, or the scheduler's choice. A draw depends on (seed, position, distribution)."""
+    """int64: `params.sampling_seed`, or a number that the scheduler chose. A draw is a function of (seed, position,
+    distribution)."""
     prompt_ids: list[int]
     output_ids: list[int]
     """Output tokens so far, which the scheduler appends. Penalties read them."""

@@ -156,7 +156,7 @@ class PolicyTrainer:
         """
         config = self.config
         packed = pack(minibatch, config.micro_batch_tokens)
-        # Ranks must do the same number of passes; those with fewer micro-batches add empty ones.
+        # All ranks must run the same number of passes, so ranks with fewer micro-batches add empty ones.
         passes = int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX))
         packed += [[]] * (passes - len(packed))
         lengths = [len(sample.trajectory.tokens) for sample in minibatch]
@@ -350,7 +350,7 @@ def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Itera
 def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
-        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # for models with dropout
+        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
         step = run.step()
         if dist.get_rank() == 0:
             folder.record(step.metrics, step.rollout.trajectories, step.failures)

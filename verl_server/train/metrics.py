@@ -87,7 +87,7 @@ def report_rollout(
     env_url: str,
     server_url: str,
 ) -> RolloutReport:
-    """The figures of this rank's episodes."""
+    """The report of this rank's episodes. `kept` is the number of episodes that the step learns from."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     failures = [
         Failure(
@@ -121,7 +121,7 @@ def report_rollout(
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """The totals over the ranks."""
+    """The sums of the reports over the ranks."""
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(report.stop_reasons)
@@ -146,7 +146,7 @@ class Learned:
     """Losses and token counts of the optimizer steps of one training step, over all ranks."""
 
     losses: dict[str, float]
-    """Means over the sampled tokens of each optimizer step, then over the optimizer steps."""
+    """Name -> mean over the optimizer steps of the mean over the sampled tokens."""
     tokens: int
     """Tokens of the trajectories, counted once for each epoch."""
     padded_tokens: int

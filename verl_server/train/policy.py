@@ -66,7 +66,7 @@ def load_policy(
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     language_model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     if gradient_checkpointing:
-        # transformers renames the method: the new name is not in the oldest release that we support.
+        # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)
         (enable or language_model.gradient_checkpointing_enable)()
     policy = Policy(language_model.to(device), logprob_chunk)
