@@ -28,14 +28,15 @@ class Limit(TypedDict):
     all_ms: float
     """Milliseconds of all copies at once. No push can be faster."""
     links: dict[str, float]
-    """"owner->reader" -> GB/s that this copy alone reads, for pairs of different GPUs."""
+    """For each pair of different GPUs, the name "owner->reader" -> GB/s of its copy without the other copies."""
 
 
 def measure(device: str, traffic: Traffic, source: torch.dtype, target: torch.dtype) -> Limit:
     """Medians over several runs of plain copies.
 
-    On GPUs there is one flat copy for each pair, all at once. On the CPU the fastest one counts of torch's copy and
-    memmove with one thread and with all cores. If the dtypes differ, torch converts.
+    On GPUs there is one flat copy for each pair, and all copies run at once. On the CPU there are torch's copy, memmove
+    with one thread and memmove with all cores, and the result is that of the fastest. If the dtypes differ, only torch's
+    copy runs, which converts.
     """
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[Limit] = context.SimpleQueue()

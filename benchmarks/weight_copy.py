@@ -211,7 +211,8 @@ def graph_of_copies(pairs: list[Pair]) -> Run:
 
 
 def memcpy_batch(pairs: list[Pair]) -> Run:
-    """The batch copy of the CUDA 13 runtime by the copy engines, on a separate stream: it rejects the legacy stream."""
+    """The batch copy of the CUDA 13 runtime, by the copy engines. The function rejects the legacy stream, so the copy
+    runs on a separate stream."""
 
     class Attributes(ctypes.Structure):
         _fields_ = (("source_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))

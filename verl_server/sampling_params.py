@@ -1,8 +1,8 @@
 """`SamplingParams`: the sampling settings of one request, with SGLang's names, defaults and limits.
 
 `SamplingParams.parse` decodes a dict or JSON object strictly. An unknown key, a wrong type or a value out of range
-raises a `BadRequestError` that names the key, and so does a set key of SGLang's that we do not implement. The scheduler
-receives the settings inside `TokenizedGenerateReq`.
+raises a `BadRequestError` that names the key. A key of SGLang that we do not implement also raises if it is set. The
+scheduler receives the settings inside `TokenizedGenerateReq`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ChildProcess:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """`pass_fds` are open in the child under the same numbers, which `argument` contains."""
+        """The child inherits the file descriptors `pass_fds` under the same numbers. `argument` must name them."""
         self.name = name
         self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)

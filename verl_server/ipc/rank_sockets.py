@@ -166,8 +166,8 @@ class RankSockets:
     def _receive_from_all(self, kind: int, timeout: float | None) -> list[bytes]:
         """One message of `kind` from each peer, in their order.
 
-        Raises if a peer ends while other messages are awaited, even if its own message has arrived, except for
-        `_CONFIRMED`: a peer may end after its confirmation.
+        Raises RuntimeError if messages are missing at the timeout, or if a peer ends before all messages have arrived.
+        Only a peer that has sent its confirmation (`_CONFIRMED`) may end.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         poller, received = select.poll(), dict[int, bytes]()

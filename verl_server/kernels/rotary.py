@@ -97,7 +97,8 @@ def _norm_rotate_store(
     first_head = tl.where(kind == 0, 0, HEADS + (kind - 1) * KV_HEADS)
     column = tl.arange(0, HALF_BLOCK)
     inside = (head < tl.where(kind == 0, HEADS, KV_HEADS))[:, None] & (column < half)[None, :]
-    # Offsets of values that are the same for all heads: every thread loads its own copy, so threads exchange nothing.
+    # Weights, cos and sin are the same for all heads. With these offsets every thread loads its own copy, so that
+    # threads need not exchange values.
     every = column[None, :] + tl.zeros_like(head)[:, None]
     source = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + (first_head + head)[:, None] * HEAD_DIM
     low = tl.load(source + column[None, :], mask=inside, other=0.0)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 LEVELS = 2
-"""Most runs in one entry, for example a system prompt, and a task prompt that a group of samples shares."""
+"""Largest number of runs in one entry: for example a system prompt, then a task prompt that a group of samples shares.
+"""
 
 _MAX_DEPTH = 4
 """Levels of the tree of shared prefixes that are searched for these runs. Every entry reads by itself what is shared
@@ -102,7 +103,10 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
 
 
 def _tree(depth: Ints, min_keys: int) -> list[_Node]:
-    """The roots of the tree of shared prefixes. Entries i and i + 1 share `depth[i]` keys; a node has `min_keys`."""
+    """The roots of the tree of shared prefixes, whose nodes have at least `min_keys` keys each.
+
+    Entries i and i + 1 of the sorted order share `depth[i]` keys.
+    """
     roots: list[_Node] = []
     above: list[_Node] = []
     covered = np.zeros_like(depth)  # keys in nodes of the levels above
