@@ -35,8 +35,8 @@ def measure(device: str, traffic: Traffic, source: torch.dtype, target: torch.dt
     """Medians over several runs of plain copies.
 
     On GPUs there is one flat copy for each pair, and all copies run at once. On the CPU there are torch's copy, memmove
-    with one thread and memmove with all cores, and the result is that of the fastest. If the dtypes differ, only torch's
-    copy runs, which converts.
+    with one thread and memmove with all cores, and the result is that of the fastest. If the dtypes differ, only
+    torch's copy runs, which converts.
     """
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[Limit] = context.SimpleQueue()

@@ -171,8 +171,8 @@ class PagedAttention:
 
     def max_items_length(self, entries: int) -> int:
         """A length of `SharedKeys.items` that suffices for any step with up to `entries` decodes."""
-        # Every tile but the last of a run has at least two entries, so a level has fewer tiles than entries; further
-        # chunks of tiles are limited by the slots.
+        # A level has fewer tiles than entries, because every tile except the last of a run has at least two entries.
+        # Tiles that have several chunks need one item more for each slot, at most.
         return 2 + ITEM * (LEVELS * entries + self._slots)
 
     def shared_keys(self, runs: Runs) -> SharedKeys:

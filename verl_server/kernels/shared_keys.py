@@ -16,8 +16,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 LEVELS = 2
-"""Largest number of runs in one entry: for example a system prompt, then a task prompt that a group of samples shares.
-"""
+"""Largest number of runs in one entry: for example a system prompt, then a task prompt that samples share."""
 
 _MAX_DEPTH = 4
 """Levels of the tree of shared prefixes that are searched for these runs. Every entry reads by itself what is shared

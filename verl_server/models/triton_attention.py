@@ -85,7 +85,7 @@ class _SharedSearch:
     entry appends are never shared."""
 
     rows: Ints
-    """[n] rows of the page table of the entries."""
+    """[n] row of each entry in the page table."""
     kv_lens: Ints
     """[n] lengths of the entries in the last step that used this result."""
     pages: Ints
@@ -142,7 +142,7 @@ class PagedBackend:
     def plan_decodes(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
         """The work of the entries that decode, of which there may be none. `work` always has the same length.
 
-        With `cascade`, shared keys are read once if enough of them are saved; see `_MIN_SAVED_BYTES`.
+        With `cascade`, keys that entries share are read once if this saves at least `_MIN_SAVED_BYTES`.
         """
         if not len(rows):
             return self.empty_work()

@@ -1,7 +1,7 @@
 """`Penalties`: changes of the logits before temperature, for those rows of a batch that request them.
 
-The `Sampler` owns it. Repetition, frequency and presence penalties read token counts on the device, to which each step
-adds the output tokens since the step before. So these must be known on the host (`SampleSpec.reads_outputs`).
+The `Sampler` owns it. Repetition, frequency and presence penalties read token counts on the device. Each step adds the
+new output tokens to the counts, so it must know all earlier tokens on the host (`SampleSpec.reads_outputs`).
 `logit_bias` and `min_new_tokens` change few logits, and do not depend on output tokens.
 """
 
