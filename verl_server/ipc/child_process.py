@@ -5,9 +5,9 @@ and `engine.HttpServerEngineAdapter` starts whole servers. The child is a new in
 child. So the user's `__main__` is not imported again and needs no `if __name__ == "__main__"` guard, and neither CUDA
 state nor locks are inherited.
 
-In the child, `child_main` runs the target, reports `ready(info)` or why it failed on a pipe, and watches its
-parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
-stuck in native code with the interpreter lock held notices only when it comes back.)
+In the child, `child_main` runs the target, reports `ready(info)` or the error on a pipe, and watches its parent:
+end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is in native code and
+holds the interpreter lock notices this only after it has released the lock.)
 """
 
 from __future__ import annotations
@@ -88,10 +88,11 @@ class ChildProcess:
         return self.popen.pid
 
     def wait_ready(self, timeout: float, also: Callable[[], None] | None = None) -> dict[str, Any]:
-        """The child's `ready(info)`. Raises ServerLaunchError with the child's error, or on timeout.
+        """Wait for the child's `ready(info)` and return the info. Raises ServerLaunchError on failure or timeout.
 
-        The message of a `VerlServerError` explains itself; to any other error its traceback and the end of the child's
-        log are added. `also` is called several times a second and may raise, e.g. because a sibling died.
+        The error has the message of the child's error. Unless that is a `VerlServerError`, the traceback and the end of
+        the child's log are added. `also` is called several times a second, and may raise, for example because a sibling
+        has died.
         """
         deadline = time.monotonic() + timeout
         poller = select.poll()
@@ -122,7 +123,7 @@ class ChildProcess:
             message = str(status["error"])
             if status["traceback"]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.popen.wait(timeout=2)  # it ends now, and then its log is complete
+                    self.popen.wait(timeout=2)  # the child is ending; its log is complete after that
                 message = f"{self.name} failed while starting: {message}\n\n"
                 message += f"Traceback in {self.name}:\n{status['traceback']}{self.log_tail()}"
             raise ServerLaunchError(message)
@@ -200,12 +201,11 @@ def describe_exit(code: int | None) -> str:
 
 
 def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
-    """Entry of a child module: `target(argument, ready)` runs until the child should exit.
+    """Entry of a child module: runs `target(argument, ready)`, then exits.
 
-    `ready(info)` may be called once. Whatever ends the target is reported to the parent, which raises it, if it comes
-    before `ready`, and logged otherwise; threads that libraries left behind do not keep the process alive.
-    `argument["leftovers"]` are folders of the parent that the child removes if the parent is killed and cannot do so
-    itself.
+    The target calls `ready(info)` once. An error before that call is reported to the parent, whose `wait_ready` raises
+    it; a later error is logged. Threads of libraries do not keep the process alive. `argument["leftovers"]` are folders
+    of the parent: the child removes them if the parent is killed and cannot remove them.
     """
     status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
     for fd in (status_w, alive_r):
@@ -215,7 +215,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
     threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
 
     def report(message: dict[str, Any]) -> bool:
-        """Whether the parent gets it: once, and if the parent still listens."""
+        """Send `message` to the parent. Returns False if a message was sent already, or if the parent has closed."""
         nonlocal status_w
         fd, status_w = status_w, -1
         if fd < 0:
@@ -251,7 +251,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
 
 
 def _describe(error: BaseException) -> dict[str, str]:
-    """What `wait_ready` reads: a message that explains itself has no traceback, which would only hide the message."""
+    """The message that `wait_ready` reads. A `VerlServerError` has no traceback, because its message is sufficient."""
     if isinstance(error, VerlServerError):
         return {"error": str(error), "traceback": ""}
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `child_main` itself
