@@ -1,11 +1,12 @@
-"""What each optimization is worth: the offline workload with one switch off at a time.
+"""The gain of each optimization: the offline workload with one optimization switched off at a time.
 
     python -m benchmarks.ablation --device cuda --shape 0.6b
     python -m benchmarks.ablation --device cuda --shape 8b --only disable_cuda_graph fused_kernels
 
-One line per engine: `value` in tokens/s and `ratio` to the engine with everything on, prefix cache off and no
-log-probabilities. That is the first line, and the last again, which shows how much the measurement varies. `logprobs`
-and `prefix_cache`, on, show what the features of RL cost. Switches that turn nothing off there are left out.
+Prints one line per engine: `value` in tokens/s, and `ratio` to the reference engine, which has every optimization on,
+the prefix cache off and no log-probabilities. The first line is the reference engine; the last line is the same engine
+again, which shows how much the measurement varies. The lines `logprobs` and `prefix_cache` show the cost of these two
+features, which RL needs. Switches without an effect on the device are left out.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _ON_CPU = ("fused_kernels", "attention_backend")
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Name of a line -> what is different there from everything on."""
+    """Name of a line -> settings of that engine that differ from the reference engine."""
     return {name: {name: value} for name, value in (switches() | _FEATURES).items()}
 
 
 def usual(args: argparse.Namespace) -> list[str]:
-    """Those variants that differ on this device, and with so many ranks."""
+    """The variants that have an effect on this device and with this number of ranks."""
     if args.device == "cpu":
         return [name for name in variants() if name in _FEATURES or name in _ON_CPU]
     return [name for name in variants() if args.tp > 1 or name != "disable_custom_all_reduce"]
 
 
 def measure(args: argparse.Namespace, folder: Path, work: Workload, different: dict[str, Any]) -> float:
-    """Tokens per second of the last of `--runs` runs of one engine."""
+    """Output tokens per second in the last of `--runs` runs of one engine."""
     settings = engine_settings(args, folder, disable_radix_cache=not different.get("prefix_cache"))
     settings |= {name: value for name, value in different.items() if name not in _FEATURES}
     with Engine(**settings) as engine:
@@ -64,9 +65,9 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.ablation", __doc__)
-    parser.add_argument("--only", nargs="+", choices=list(variants()), help="these instead of all, in this order")
-    parser.add_argument("--runs", type=int, default=2, help="runs of each engine; the last is the figure (2)")
-    parser.add_argument("--requests", type=int, help="only so many of the workload's requests (all)")
+    parser.add_argument("--only", nargs="+", choices=list(variants()), help="the variants to run, in this order (all)")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each engine; the last run is reported (2)")
+    parser.add_argument("--requests", type=int, help="number of requests, repeating the workload if needed (its own)")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
-"""Agents for `benchmarks/multi_turn.py`: scripted episodes over token ids, and two ways to play them.
+"""Agents for `benchmarks/multi_turn.py`: scripted episodes of token ids, and two schedules that play them.
 
-An episode's lengths, waits and observations are drawn from a seed before anything runs, so both ways do the same work;
-only the sampled tokens come from the engine. Each turn sends the whole history and appends what was sampled and what
-the environment then says.
+The lengths, waits and observations of an episode are drawn from a seed before anything runs, so both schedules do the
+same work; only the sampled tokens come from the engine. Each turn sends the whole history, and appends the sampled
+tokens and the observation of the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, each as (fewest, most)."""
+    """Ranges of lengths in tokens, each as (minimum, maximum)."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -36,13 +36,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that an environment takes for a step: lognormal with a heavy tail, capped."""
+    """Distribution of the seconds that an environment takes for a step: lognormal with a cap."""
 
     median: float = 0.5
     sigma: float = 1.5
     cap: float = 20.0
     scale: float = 1.0
-    """Multiplies every wait, after the cap."""
+    """Factor for every wait, applied after the cap."""
 
     def draw(self, rng: random.Random) -> float:
         return self.scale * min(self.cap, rng.lognormvariate(math.log(self.median), self.sigma))
@@ -69,7 +69,7 @@ class Episode:
         return sum(turn.wait for turn in self.turns)
 
     def reusable_tokens(self) -> int:
-        """Prompt tokens that an earlier turn sent or sampled: what a perfect prefix cache would not compute again."""
+        """Number of prompt tokens that an earlier turn sent or sampled, which a perfect prefix cache contains."""
         history, reusable = len(self.prompt), 0
         for turn in self.turns[:-1]:
             history += turn.output_len
@@ -81,7 +81,7 @@ class Episode:
 def make_episodes(
     agents: int, turns: int, group: int, lengths: Lengths, waits: Waits, vocab_size: int, seed: int
 ) -> list[Episode]:
-    """`group` agents in a row start from one prompt, as the samples of a group do."""
+    """Draw the episodes of `agents` agents. Each `group` consecutive agents have the same prompt, as in GRPO."""
     rng = random.Random(seed)
 
     def ids(length: tuple[int, int]) -> list[int]:
@@ -98,14 +98,14 @@ def make_episodes(
 
 
 def reusable_tokens(episodes: list[Episode], group: int) -> int:
-    """What all of them could reuse, the prompt of a group included."""
+    """Number of prompt tokens that all episodes could reuse, including the shared prompt of each group."""
     shared = sum(len(e.prompt) for i, e in enumerate(episodes) if i % group)
     return shared + sum(episode.reusable_tokens() for episode in episodes)
 
 
 @dataclass
 class Played:
-    """What a run took, and how many of its prompt tokens came from the prefix cache."""
+    """The time and the token counts of a run."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -124,7 +124,7 @@ class Played:
 
 
 async def play_at_own_pace(engine: Generator, episodes: list[Episode], *, waiting: bool = True) -> Played:
-    """Every agent sends its next turn as soon as its own environment has answered."""
+    """Play the episodes so that every agent sends its next turn as soon as its own environment has answered."""
     played = Played()
 
     async def play(episode: Episode) -> None:
@@ -145,8 +145,10 @@ async def play_at_own_pace(engine: Generator, episodes: list[Episode], *, waitin
 
 
 async def play_in_lock_step(engine: Generator, episodes: list[Episode]) -> Played:
-    """One batch for a turn of all agents, then the slowest environment. The engine has nothing to do in those waits,
-    whose length is known, so they are added to `seconds` and not slept."""
+    """Play each turn of all agents as one batch, then wait for the slowest environment.
+
+    The engine is idle during these waits, whose length is known, so they are added to `seconds` instead of slept.
+    """
     played = Played()
     histories = [list(episode.prompt) for episode in episodes]
     start = time.perf_counter()

@@ -1,11 +1,12 @@
-"""How near the attention kernels come to the GPU's limits: share of memory bandwidth for decode, TFLOP/s for prefill.
+"""The attention kernels against the GPU's limits: memory bandwidth for decode, TFLOP/s for prefill.
 
     python -m benchmarks.attention [--shape 0.6b 8b] [--tp 2] [--only groups]
 
-Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed as it runs, in replays of a CUDA graph
-over several layers whose keys exceed the L2 cache; its limit is a kernel that only reads as many bytes. Groups share
-the pages of a prompt, whose limit reads these once; `alone` is the time of entries that read them each by itself.
-Prefill's peer is torch's own attention, which needs equal lengths and contiguous keys.
+Prints one JSON line per figure (`name, value, unit, limit`). Decode is timed in replays of a CUDA graph over several
+layers, whose keys exceed the L2 cache. Its limit is the time of a kernel that only reads the same number of bytes. In
+the `groups` cases, samples share the pages of a prompt; their limit reads these pages once, and `alone` is the time
+without cascade attention, where each sample reads them. Prefill is compared with torch's own attention, which needs
+equal lengths and contiguous keys.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from verl_server.kernels.shared_keys import find_runs
 
 _REPEATS = 20
 _MIN_BYTES = 400 * 2**20
-"""Keys and values of all layers together, several times the L2 cache."""
+"""Minimum size of the keys and values of all layers together, which is several times the L2 cache."""
 
 
 @dataclasses.dataclass
 class Args:
-    """Speed of paged attention on one GPU."""
+    """Measure the speed of paged attention on one GPU."""
 
     shape: tuple[Literal["0.6b", "8b"], ...] = ("0.6b", "8b")
-    """Head layouts to measure."""
+    """Model shapes whose head layouts are measured."""
     page_size: int = 16
     """Tokens in a KV page."""
     tp: int = 1
-    """Tensor-parallel ranks, of which this is one: it has so many times fewer heads."""
+    """Number of tensor-parallel ranks. One rank is measured, with the heads of the model divided by this number."""
     only: tuple[Literal["decode", "groups", "extend"], ...] = ("decode", "groups", "extend")
-    """What to measure."""
+    """Cases to measure."""
 
 
 DECODE: dict[str, list[int]] = {
@@ -58,7 +59,7 @@ DECODE: dict[str, list[int]] = {
     "1_of_32768": [32768],
     "straggler": [*np.random.default_rng(2).integers(100, 600, 255).tolist(), 30000],
 }
-"""Lengths of the sequences of a step."""
+"""Case -> lengths of the sequences of a decode step."""
 
 GROUPS: dict[str, tuple[int, int, int, int]] = {
     "16_of_16_1024_and_512": (16, 16, 1024, 512),
@@ -70,7 +71,7 @@ GROUPS: dict[str, tuple[int, int, int, int]] = {
     "1_of_16_1024_and_512": (1, 16, 1024, 512),
     "1_of_8_1024_and_512": (1, 8, 1024, 512),
 }
-"""Samples of one prompt: groups, samples in each, tokens of the prompt, tokens of a sample's own."""
+"""Case -> (groups, samples of each group, tokens of the shared prompt, further tokens of each sample)."""
 
 EXTEND: dict[str, tuple[list[int], list[int]]] = {
     "16_of_512": ([0] * 16, [512] * 16),
@@ -79,11 +80,11 @@ EXTEND: dict[str, tuple[list[int], list[int]]] = {
     "chunk_2048_after_8192": ([8192], [2048]),
     "64_turns_of_64_after_1024": ([1024] * 64, [64] * 64),
 }
-"""(cached, new) tokens of the entries of a step."""
+"""Case -> (cached tokens of each entry, new tokens of each entry) of a prefill step."""
 
 
 class Case:
-    """Random queries and layers of KV for entries of these lengths, pages in random order."""
+    """Random queries, and several KV layers for entries of the given lengths, with pages in random order."""
 
     def __init__(self, heads: dict[str, Any], cached: list[int], extend: list[int], page_size: int) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
@@ -108,7 +109,7 @@ class Case:
         self.q = torch.randn(tokens, self.heads, self.head_dim, device=device, dtype=dtype)
 
     def share(self, entries: int, tokens: int) -> None:
-        """Let so many entries after each other have the pages of their first `tokens` in common."""
+        """Assign the same pages to the first `tokens` tokens of each `entries` consecutive entries."""
         pages = tokens // self.page_size
         for first in range(0, len(self.lens), entries):
             self.table[first : first + entries, :pages] = self.table[first, :pages]
@@ -125,15 +126,15 @@ class Case:
             device=self.q.device,
             decode_config=decode_config,
             shared_config=shared_config,
-            most_shared=len(self.lens),
+            max_shared_entries=len(self.lens),
         )
 
     def decode_us(self, attention: PagedAttention, *, cascade: bool = False) -> float:
-        """Microseconds of one layer; with `cascade`, keys that entries share are read for all of them together."""
+        """Microseconds of decode attention in one layer. With `cascade`, shared keys are read once for all entries."""
         lens, own, shared = _device_ints(self.lens), self.lens, None
         if cascade:
             table, rows = self.table.long().cpu().numpy(), np.arange(len(self.lens))
-            keys = attention.shared_keys(find_runs(table, rows, self.lens, self.page_size, least=64))
+            keys = attention.shared_keys(find_runs(table, rows, self.lens, self.page_size, min_keys=64))
             own, shared = self.lens - keys.starts, SharedKeys(*(_device_ints(part) for part in keys))
         meta = torch.from_numpy(attention.host_metadata(own)).cuda()
 
@@ -156,7 +157,7 @@ class Case:
 
     @property
     def decode_bytes(self) -> int:
-        """Keys and values that one layer reads."""
+        """Bytes of keys and values that one layer reads."""
         return int(self.lens.sum()) * self.token_bytes
 
     @property
@@ -170,7 +171,7 @@ def _device_ints(values: Any) -> Tensor:
 
 
 def graph_us(run: Callable[[], object]) -> float:
-    """Median of replays of `run`, captured, in microseconds."""
+    """Capture `run` in a CUDA graph. Returns the median of the replays in microseconds."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -198,7 +199,7 @@ def _read_kernel(source: tl.tensor, out: tl.tensor, steps: tl.tensor, BLOCK: tl.
 
 
 def read_limit() -> float:
-    """Bytes per second of a kernel that reads 2 GiB and computes next to nothing."""
+    """Bytes per second of a kernel that reads 2 GiB and computes almost nothing."""
     words = torch.randint(-(2**31), 2**31, (2**29,), device="cuda", dtype=torch.int64).int()
     out = torch.empty(2**16, device="cuda", dtype=torch.int32)
 
@@ -243,7 +244,7 @@ def measure_extend(label: str, heads: dict[str, Any], page_size: int) -> None:
 
 
 def torch_prefill_us(case: Case, entries: int, length: int) -> float:
-    """torch's attention over contiguous fresh prompts of equal lengths."""
+    """Microseconds of torch's attention over contiguous prompts of equal lengths without a cached prefix."""
     q = case.q.view(entries, length, case.heads, case.head_dim).transpose(1, 2)
     k, v = (q[:, :: case.heads // case.kv_heads].contiguous() for _ in range(2))
     return graph_us(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))

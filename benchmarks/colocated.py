@@ -1,14 +1,14 @@
-"""Trainer and server take turns on one device: release everything, train, push, generate, again and again.
+"""Trainer and server alternate on one device: release the server's memory, train, push, generate, many times.
 
     python -m benchmarks.colocated --device cpu --shape tiny --cycles 100
     python -m benchmarks.colocated --device cuda --shape 8b
 
-One cycle: release weights and KV cache, take a training step, resume the weights, push, resume the KV cache,
-generate; with `--offload` the trainer's weights wait in host memory while the server generates. In each cycle the
-released memory must really be free (the server's resident bytes on CPU, the device's used bytes on CUDA), the
-checksum of every parameter must be the trainer's, generation between resuming and pushing must be refused with
-503, and on CPU (float32) greedy tokens must be what the trainer's own model says. Anything else ends the run with
-an error. Prints one JSON line per figure, progress on stderr.
+One cycle: release weights and KV cache, take a training step, resume the weights, push, resume the KV cache, generate.
+With `--offload`, the trainer's weights are in host memory while the server generates. Each cycle checks four
+conditions: the released memory is free (by the server's resident bytes on the CPU, by the used bytes of the device on
+CUDA), the checksum of every served parameter equals the trainer's, the server refuses to generate with 503 between
+resuming and pushing, and on the CPU (float32) the greedy tokens are those of the trainer's own model. Any other result
+ends the run with an error. Prints one JSON line per figure; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from verl_server.models.tiny import random_model
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
 _FREED = 0.95
-"""The share of what the server says it holds that must come back."""
+"""Share of the bytes that the server reports to hold which must be free after a release."""
 
 
 class Cycle:
-    """A trainer, its server, and what was measured."""
+    """A trainer, its server, and the measurements so far. `run` executes one cycle."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Cycle:
         self.released_bytes.append(released)
         if serving - released < _FREED * held:
             raise AssertionError(
-                f"Released memory is not free: the server said that it holds {held:,} bytes, "
-                f"but only {serving - released:,} of {serving:,} came back."
+                f"Released memory is not free: the server reported that it held {held:,} bytes, "
+                f"but only {serving - released:,} of {serving:,} bytes were freed."
             )
         with self._timed("train"):
             self._train()
@@ -98,24 +98,28 @@ class Cycle:
             self._move_model(self._device)
 
     def resident_bytes(self) -> int:
-        """On CPU the server's own memory, on CUDA the device's, with the trainer's caches given back."""
+        """On the CPU private resident bytes of the server; on CUDA used bytes of the device, without torch's cache."""
         if self._device.type == "cuda":
             return device_used_bytes(self._device)
         assert isinstance(self._engine.engine, HttpServerEngineAdapter) and self._engine.engine.pid is not None
         return footprint(process_tree(self._engine.engine.pid))["private_bytes"]
 
     def _move_model(self, to: torch.device | str) -> None:
-        """Between GPU and host, as a trainer does to make room. What it leaves must be free, pushed or not."""
+        """Move the model between GPU and host, as a trainer does to free GPU memory, and check that it is free."""
         before, size = self.resident_bytes(), sum(p.nbytes for p in self._model.parameters())
         with self._timed("offload" if to == "cpu" else "onload"):
-            self._engine.unregister_weights()  # freeing memory that the server still maps is undefined
+            self._engine.unregister_weights()  # freeing memory while the server maps it is undefined behaviour
             self._model.to(to)
         freed = before - self.resident_bytes()
         if to == "cpu" and freed < _FREED * size:
-            raise AssertionError(f"The trainer offloaded {size:,} bytes, but only {freed:,} came back: who holds them?")
+            raise AssertionError(
+                f"The trainer offloaded {size:,} bytes, but only {freed:,} bytes of the GPU were freed: the server may "
+                "still map the rest."
+            )
 
     def _held_bytes(self) -> int:
-        """Weights and KV cache as the server counts them. On CPU an unused KV page is no memory yet: not counted."""
+        """Bytes of weights and KV cache that the server reports. On the CPU only the weights count, because unused KV
+        pages have no memory yet."""
         memory = self._engine.get_server_info()["internal_states"][0]["memory"]
         return int(memory["weight_bytes"] + (memory["kv_cache_bytes"] if self._device.type == "cuda" else 0))
 
@@ -138,7 +142,7 @@ class Cycle:
             self._generate()
         except ServerUnavailableError:
             return
-        raise AssertionError("The server generated with weights that were resumed, but not loaded.")
+        raise AssertionError("The server generated with weights that were resumed, but not pushed.")
 
     def _expect_parity(self, tokens: list[int]) -> None:
         parameters = [(name, parameter.detach()) for name, parameter in self._model.named_parameters()]
@@ -151,7 +155,9 @@ class Cycle:
             with torch.no_grad():
                 logits = self._model(torch.tensor([_PROMPT + tokens])).logits[0, len(_PROMPT) - 1 : -1]
             if logits.argmax(-1).tolist() != tokens:
-                raise AssertionError(f"The server says {tokens}, the trainer's model {logits.argmax(-1).tolist()}.")
+                raise AssertionError(
+                    f"The server generated {tokens}, but the trainer's model predicts {logits.argmax(-1).tolist()}."
+                )
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -164,7 +170,8 @@ def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-    # Large enough weights that greedy tokens are not decided by rounding; the largest shape is made on the device.
+    # On the CPU the weights are large enough that rounding does not decide greedy tokens. On a GPU the model is created
+    # on the device, which is faster for the largest shape.
     config = AutoConfig.from_pretrained(folder)
     with device:
         model = random_model(config, dtype=dtype) if device.type == "cpu" else _fast_random_model(config, dtype)
@@ -217,26 +224,29 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.colocated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server (cpu)")
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="of the model (tiny)")
-    parser.add_argument("--cycles", type=int, default=100, help="cycles (100)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server (cpu)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="shape of the model (tiny)")
+    parser.add_argument("--cycles", type=int, default=100, help="number of cycles (100)")
     parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.5, help="GPU memory for served weights and KV cache (0.5)"
+        "--mem-fraction-static",
+        type=float,
+        default=0.5,
+        help="share of GPU memory for served weights and KV cache (0.5)",
     )
     parser.add_argument(
         "--offload", action="store_true", help="move the trainer's weights to the host while the server generates"
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
     parser.add_argument(
-        "--keep-graphs", action="store_true", help="release weights and KV cache, but no captured CUDA graphs"
+        "--keep-graphs", action="store_true", help="release weights and KV cache, but keep captured CUDA graphs"
     )
     args = parser.parse_args(argv)
     if args.device == "cpu" and args.offload:
-        parser.error("--offload moves weights off a GPU: it needs --device cuda.")
+        parser.error("--offload moves weights from a GPU to the host: it needs --device cuda.")
     if args.device == "cpu" and args.shape == "8b":
-        parser.error("--shape 8b needs a GPU: on CPU it is 33 GB for the trainer and as much for the server. Use 0.6b.")
+        parser.error("--shape 8b needs a GPU: on the CPU, trainer and server would need 33 GB each. Use --shape 0.6b.")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no GPU.")
+        parser.error("--device cuda needs an NVIDIA GPU, but torch sees none.")
     return args
 
 

@@ -1,7 +1,7 @@
-"""The limit of a weight push: the same bytes through plain copies, over the same links, with nothing else to do.
+"""The limit of a weight push: plain copies of the same bytes over the same links, without any other work.
 
-`measure` runs in a process of its own, while neither trainer nor server runs, so that the memory and the CUDA
-contexts it takes are gone when theirs are measured.
+`measure` runs in a process of its own, while neither trainer nor server runs. So its memory and its CUDA contexts are
+freed before theirs are measured.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ import torch
 from torch import Tensor, multiprocessing
 
 Traffic = dict[tuple[int, int], int]
-"""(reading GPU, owning GPU) -> elements; on CPU {(0, 0): elements}."""
+"""(reading GPU, owning GPU) -> number of elements; on the CPU {(0, 0): number of elements}."""
 _REPEATS = 11
 
 
 class Limit(TypedDict):
     all_ms: float
-    """All copies at once: what a push cannot beat."""
+    """Milliseconds of all copies at once. No push can be faster."""
     links: dict[str, float]
-    """"owner->reader" -> GB/s of source of that copy alone, for pairs of different GPUs."""
+    """For each pair of different GPUs, the name "owner->reader" -> GB/s of its copy without the other copies."""
 
 
 def measure(device: str, traffic: Traffic, source: torch.dtype, target: torch.dtype) -> Limit:
-    """Medians of some runs. On GPUs one flat copy for each pair, all at once; on CPU the fastest of torch's copy and
-    of memmove with one thread or all cores. If the dtypes differ, torch converts.
+    """Medians over several runs of plain copies.
+
+    On GPUs there is one flat copy for each pair, and all copies run at once. On the CPU there are torch's copy, memmove
+    with one thread and memmove with all cores, and the result is that of the fastest. If the dtypes differ, only
+    torch's copy runs, which converts.
     """
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[Limit] = context.SimpleQueue()
@@ -47,14 +50,14 @@ def measure(device: str, traffic: Traffic, source: torch.dtype, target: torch.dt
 
 
 def better(one: Limit, other: Limit) -> Limit:
-    """Of two measurements, before and after: machines have better and worse moments."""
+    """The better of two measurements in each figure, because the speed of a machine varies over time."""
     links = {link: max(rate, other["links"][link]) for link, rate in one["links"].items()}
     return Limit(all_ms=min(one["all_ms"], other["all_ms"]), links=links)
 
 
 def _measure_host(results: SimpleQueue[Limit], traffic: Traffic, source: torch.dtype, target: torch.dtype) -> None:
     elements = sum(traffic.values())
-    origin = torch.ones(elements, dtype=source)  # of zeros, all pages may be one
+    origin = torch.ones(elements, dtype=source)  # not zeros, whose pages may all be the same physical page
     copy = torch.zeros(elements, dtype=target)
     medians = [_median_ms(lambda: copy.copy_(origin))]
     cores = len(os.sched_getaffinity(0))
@@ -82,7 +85,7 @@ def _measure_gpus(results: SimpleQueue[Limit], traffic: Traffic, source: torch.d
 
 
 class _FlatCopy:
-    """`elements` of one dtype from one GPU's memory to another's (or the same), on streams of its own."""
+    """A copy of `elements` elements from the memory of one GPU to that of another (or the same), on its own streams."""
 
     def __init__(self, pair: tuple[int, int], elements: int, source: torch.dtype, target: torch.dtype) -> None:
         reader, owner = (torch.device("cuda", gpu) for gpu in pair)

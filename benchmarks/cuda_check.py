@@ -1,12 +1,12 @@
-"""What CI cannot run: parity in bf16 and weight updates through CUDA IPC, on NVIDIA GPUs.
+"""Checks that CI cannot run: parity in bf16, and weight updates through CUDA IPC, on NVIDIA GPUs.
 
     python -m benchmarks.cuda_check [--arch qwen3 llama ...] [--tp-size 2]
 
-Prints one JSON line per figure (`name, value, unit, limit, ok`). For each architecture: mean absolute error of
-bf16 log-probabilities against fp32, ours and transformers', over the same sequences, with the server's
-sequences computed alone, in a mixed batch, in chunks, and from the prefix cache. Then updates from this process
-into a separate server process: handles by CUDA IPC, verified by checksum and by log-probabilities. Before them
-the memory that sleeps and wakes (`benchmarks.memory_cycle`).
+Prints one JSON line per figure (`name, value, unit, limit, ok`). First the release and resume of device memory is
+checked (`benchmarks.memory_cycle`). Then, for each architecture, the mean absolute error of bf16 log-probabilities
+against fp32, of this server and of transformers over the same sequences. The server computes them one by one, in a
+mixed batch, in chunks, and from the prefix cache. Last, this process pushes weights into the server process through
+CUDA IPC handles; served parameters and log-probabilities are compared with those of the pushed model.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SHAPE: dict[str, Any] = {
 
 @dataclasses.dataclass
 class Args:
-    """CUDA parity and weight updates."""
+    """Check parity and weight updates on CUDA."""
 
     arch: tuple[Literal["llama", "qwen2", "qwen3", "mistral"], ...] = ("llama", "qwen2", "qwen3")
     """Architectures to check."""
     pushes: int = 50
-    """Timed weight updates."""
+    """Number of timed weight updates."""
     tp_size: int = 1
-    """Tensor-parallel ranks, each on its own GPU; this process pushes from the first."""
+    """Tensor-parallel ranks, each on its own GPU. This process pushes from the first GPU."""
 
 
 def report(name: str, value: float, unit: str, limit: float | None = None) -> bool:
@@ -74,7 +74,7 @@ def reference_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def server_logprobs(engine: HttpServerEngineAdapter, sequences: list[list[int]], together: bool) -> list[torch.Tensor]:
-    """The server's log-probabilities of the same tokens, as prompts: one request each, or one batch."""
+    """The server's log-probabilities of `sequences`, which are sent as prompts, one by one or as one batch."""
     settings: dict[str, Any] = {
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
@@ -105,7 +105,7 @@ def check_parity(engine: HttpServerEngineAdapter, folder: Path, arch: str, label
     errors["alone"] = mean_error(server_logprobs(engine, sequences, together=False), expected)
     errors["mixed_batch_chunked"] = mean_error(server_logprobs(engine, sequences, together=True), expected)
     errors["decode"] = decode_error(engine, folder, sequences)
-    # Enough of one group that each rank's share of the keys, read once for all, is worth a kernel of its own.
+    # A group so large that each rank uses cascade attention for its share of the keys.
     groups = [sequences[3]] * 62 * tp_size + [sequences[2]] * 3
     errors["decode_of_groups"] = decode_error(engine, folder, groups)
     limit = 1.5 * errors["transformers"]
@@ -116,7 +116,7 @@ def check_parity(engine: HttpServerEngineAdapter, folder: Path, arch: str, label
 
 
 def decode_error(engine: HttpServerEngineAdapter, folder: Path, sequences: list[list[int]]) -> float:
-    """Error of sampled tokens' log-probabilities, prompts partly from the prefix cache, against fp32."""
+    """Mean error of the log-probabilities of sampled tokens against fp32. Some prompts are in the prefix cache."""
     results = engine.generate(
         input_ids=sequences,
         sampling_params={"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True},
@@ -132,7 +132,7 @@ def decode_error(engine: HttpServerEngineAdapter, folder: Path, sequences: list[
 
 
 def check_updates(engine: HttpServerEngineAdapter, folder: Path, arch: str, args: Args) -> bool:
-    """New weights of this process into the server, `args.pushes` times; the last set is checked for parity."""
+    """Push new weights into the server `args.pushes` times, and check the parity of the last ones."""
     config = AutoConfig.from_pretrained(folder)
     models = [random_model(config, seed=s, dtype=torch.bfloat16, init_std=0.5).cuda() for s in (11, 12)]
     seconds = []
@@ -174,7 +174,7 @@ def main() -> None:
     args = tyro.cli(Args)
     print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, "argv": sys.argv}))
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.cuda_check needs an NVIDIA GPU; everything else is covered by `make test` on the CPU.")
+        sys.exit("benchmarks.cuda_check needs an NVIDIA GPU. `make test` checks everything else on the CPU.")
     ok = check_memory_cycle(torch.device("cuda", 0))
     for arch in args.arch:
         with tempfile.TemporaryDirectory() as path:

@@ -1,15 +1,15 @@
-"""Everything that says how fast the engine is, in one call: each benchmark bounded, resumable, judged at the end.
+"""All benchmarks of the engine's speed in one command: each one bounded, resumable, and compared with limits.
 
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl --seconds 560
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl --only serving_0.6b multi_turn_0.6b
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl --judge
 
-Each part is a benchmark's command line, run as a process of its own and killed at its bound. Its lines go to `--out`,
-with `part` added, as they come, then one with `name` "part_end". A part that ended well in the file is not run again
-unless it is named with `--only`; with `--seconds`, no part is begun that could not end in time. At the end (or with
-`--judge`, at once) come the gates: figures of the file against the limits that we hold ourselves to, `ok` null where
-the file lacks one. The exit code is 1 if a part failed or a gate is missed.
+Each part is the command line of a benchmark. It runs as a process of its own and is killed at its bound. Its output
+lines are appended to `--out`, with `part` added, followed by a line with `name` "part_end". A part that succeeded
+according to the file is not run again unless `--only` names it. With `--seconds`, a part is started only if its bound
+ends in time. At the end (with `--judge`, at once) the gates are printed: figures of the file compared with the limits
+that we require, with `ok` null if the file lacks a figure. The exit code is 1 if a part failed or a gate is missed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[tuple[str, str], dict[str, Any]]
-"""(part, figure) -> its last line."""
+"""(part, name of the figure) -> last line of this figure in the file."""
 
 
 @dataclass(frozen=True)
 class Part:
     name: str
     command: str
-    """Of `python -m benchmarks.`; the device is added."""
+    """Command line behind `python -m benchmarks.`, without the device."""
     bound: float
-    """Seconds after which it is killed."""
+    """Seconds after which the process is killed."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """`value` of the figures must be at least `least` or at most `most`; it raises KeyError while one is missing."""
+    """A limit: `value(figures)` must be from `least` to `most`. `value` raises KeyError if a figure is missing."""
 
     name: str
     value: Callable[[Figures], float]
@@ -117,14 +117,15 @@ GATES: dict[str, list[Gate]] = {
     "cuda_tp2": [Gate("8B on two GPUs, tokens/s", _figure("offline_8b_tp2", "output_tokens_per_s"), least=1)],
     "cpu": [
         Gate("4M parameters, tokens/s", _figure("offline_tiny", "output_tokens_per_s"), least=7_620),
-        # vLLM CPU 0.32.0 on both of the cores that docs/performance.md speaks of; run it beside, timings swing.
+        # vLLM CPU 0.32.0 on both cores of the machine in docs/performance.md. Measure it again beside this figure,
+        # because timings on that machine vary.
         Gate("0.6B, 16 x (64 + 64), tokens/s", _figure("offline_0.6b", "output_tokens_per_s"), least=56.4),
     ],
 }
 
 
 def run_part(part: Part, device: str, out: Path) -> bool:
-    """Run it and write its lines down; whether it ended well."""
+    """Run the part and append its lines to `out`. Returns True if its exit code is 0."""
     start = time.monotonic()
     command = [sys.executable, "-m", *f"benchmarks.{part.command} --device {device}".split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -142,7 +143,7 @@ def run_part(part: Part, device: str, out: Path) -> bool:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """A benchmark's line. What else is printed, by a library, is kept and means nothing."""
+    """A line of a benchmark as an object. A line that is not JSON, as a library may print it, becomes a note."""
     try:
         found: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:
@@ -163,7 +164,7 @@ def read_figures(out: Path) -> Figures:
 
 
 def parts_to_run(parts: list[Part], only: list[str] | None, figures: Figures) -> list[Part]:
-    """Those named, or those that did not end well yet."""
+    """The parts that `only` names; without `only`, the parts that have not succeeded yet."""
     if only is not None:
         return [part for part in parts if part.name in only]
     return [part for part in parts if figures.get((part.name, "part_end"), {}).get("code") != 0]
@@ -175,12 +176,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=list(PARTS), default="cpu", help="which parts; cuda_tp2 needs 2 GPUs (cpu)")
-    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines, added to")
+    parser.add_argument(
+        "--device", choices=list(PARTS), default="cpu", help="set of parts; cuda_tp2 needs 2 GPUs (cpu)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines, to which lines are appended")
     names = sorted({part.name for parts in PARTS.values() for part in parts})
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"these parts: {', '.join(names)}")
-    parser.add_argument("--seconds", type=float, help="begin no part whose bound is beyond so many seconds from now")
-    parser.add_argument("--judge", action="store_true", help="run nothing, judge what is in the file")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"parts to run: {', '.join(names)}")
+    parser.add_argument("--seconds", type=float, help="start only parts whose bound ends within this many seconds")
+    parser.add_argument("--judge", action="store_true", help="run nothing, only compare the file with the gates")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,8 @@
-"""The program that `benchmarks/startup.py` times: one engine, its first tokens.
+"""The program that `benchmarks/startup.py` times: it starts one engine and generates the first tokens.
 
-Reads the engine's settings as JSON from stdin and prints one line: the moment at which each phase ended, on the clock
-that all processes of a host share. Those named `scheduler_...` are of rank 0's process.
+It reads the engine's settings as JSON from stdin, and prints one line: the time at which each phase ended, in seconds
+of `time.monotonic`, which is the same clock in all processes of a host. Keys that begin with `scheduler_` are phases of
+rank 0's scheduler process.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What processes hold, read from /proc and the driver: for finding leaks, and for seeing memory come and go."""
+"""Resources of processes, read from /proc and the GPU driver, to find leaks and to check that memory is freed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 
 def process_tree(root: int) -> list[int]:
-    """`root` and all its living descendants."""
+    """Process ids of `root` and of all its running descendants."""
     tree = [root]
-    for pid in tree:  # grows while it is walked
+    for pid in tree:  # the list grows during the iteration
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 tree += [int(child) for child in children.read_text().split()]
-            except OSError:  # gone meanwhile
+            except OSError:  # the process has ended
                 continue
     return tree
 
 
 def footprint(pids: Iterable[int]) -> dict[str, int]:
-    """Sums over processes.
+    """Resources of processes, summed.
 
-    file_descriptors, mappings, threads; private_bytes and shared_bytes resident; memfd_bytes, of distinct memfds and
-    files in /dev/shm that they have open.
+    Counts: file_descriptors, mappings, threads. Resident bytes: private_bytes, shared_bytes. memfd_bytes is the size of
+    all open memfds and files in /dev/shm, each counted once.
     """
     totals = dict.fromkeys(
         ("file_descriptors", "mappings", "threads", "private_bytes", "shared_bytes", "memfd_bytes"), 0
@@ -38,7 +38,7 @@ def footprint(pids: Iterable[int]) -> dict[str, int]:
                 if os.readlink(path).startswith(("/memfd:", "/dev/shm/")):
                     status = os.stat(path)
                     shared[status.st_dev, status.st_ino] = 512 * status.st_blocks
-            except OSError:  # closed meanwhile, as the descriptor that lists the folder
+            except OSError:  # closed since, as the descriptor of the listing itself
                 continue
             totals["file_descriptors"] += 1
         totals["mappings"] += len(Path(f"/proc/{pid}/maps").read_text().splitlines())
@@ -52,7 +52,7 @@ def footprint(pids: Iterable[int]) -> dict[str, int]:
 
 
 def device_used_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU, by whatever process, after this one gave back what it only caches; 0 on CPU."""
+    """Bytes in use on a GPU by all processes, after this process has emptied its allocator's cache; 0 on the CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

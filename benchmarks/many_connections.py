@@ -1,11 +1,11 @@
-"""Thousands of `/generate` at a time against a server that was started with few file descriptors.
+"""Thousands of concurrent `/generate` requests to a server that was started with few file descriptors.
 
     python -m benchmarks.many_connections --requests 4000 --soft-limit 256
 
-Starts `verl-server serve` on the CPU with random weights of a tiny shape, and an adapter in a process of its own, both
-under the soft limit of open files. Prints one JSON line: how many requests were answered, and the errors of others.
-Ends with status 1 unless all were answered. `--hard-limit` lowers the server's hard limit as well: then connections
-wait for others to end.
+Starts `verl-server serve` on the CPU with random weights of a tiny shape. This process is the client, through an
+adapter. Both have the soft limit of open files. Prints one JSON line with the number of answered requests and the
+errors of the others. The exit status is 1 unless all requests were answered. `--hard-limit` lowers the server's hard
+limit as well; connections beyond it wait until others end.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from verl_server.models.tiny import make_model_folder
 
 @dataclass(frozen=True)
 class Options:
-    """Thousands of requests at a time under a low soft limit of open files."""
+    """Send thousands of concurrent requests under a low soft limit of open files."""
 
     requests: int = 4000
-    """Requests in flight at a time."""
+    """Number of concurrent requests."""
     soft_limit: int = 256
     """Soft limit of open files of the server and of the client."""
     hard_limit: int | None = None
-    """Hard limit of open files of the server. Default: the one of this shell."""
+    """Hard limit of open files of the server. The default is the limit of this process."""
     new_tokens: int = 8
     """Tokens of each answer."""
 

@@ -1,9 +1,9 @@
-"""What sleep and wake of device memory cost: `MemoryArena` on an NVIDIA GPU, or on the CPU.
+"""Time of release and resume of device memory: `MemoryArena` on an NVIDIA GPU, or on the CPU.
 
     python -m benchmarks.memory_cycle --device cuda --gib 16
 
-Prints one JSON line per figure (`name, value, unit, limit, ok`): milliseconds of release and resume, with and
-without a backup in host memory, what `--cycles` of them leak, and on CUDA whether a graph that was captured
+Prints one JSON line per figure (`name, value, unit, limit, ok`): milliseconds of release and resume, with and without a
+backup in host memory, and the bytes that `--cycles` of them leak. On CUDA it also checks that a graph that was captured
 before a release computes the right numbers after the resume.
 """
 
@@ -25,19 +25,19 @@ import tyro
 from verl_server.worker.memory_arena import MemoryArena
 
 _LEAK_BYTES = 64 * 2**20
-"""What an allocator or the driver may take once, whatever the number of cycles."""
+"""Bytes that an allocator or the driver may take once, independent of the number of cycles."""
 
 
 @dataclasses.dataclass
 class Args:
-    """Release and resume of one arena."""
+    """Measure release and resume of one memory arena."""
 
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where the arena lives."""
+    """Device of the arena."""
     gib: float = 4.0
-    """Its size; with a backup as much host memory is needed."""
+    """Size of the arena in GiB. The backup needs the same size in host memory."""
     cycles: int = 50
-    """Releases and resumes."""
+    """Number of releases and resumes."""
 
 
 def report(name: str, value: float, unit: str, limit: float | None = None) -> bool:
@@ -47,7 +47,7 @@ def report(name: str, value: float, unit: str, limit: float | None = None) -> bo
 
 
 def check_memory_cycle(device: torch.device, gib: float = 4.0, cycles: int = 50) -> bool:
-    """Measure and check one arena; False if memory does not come back, leaks, moves, or reads wrong."""
+    """Measure and check one arena. Returns False if memory is not freed, leaks, moves, or holds wrong values."""
     start = time.perf_counter()
     arena = MemoryArena(int(gib * 2**30), device)
     arena.contents.fill_(1)
@@ -75,7 +75,7 @@ def check_memory_cycle(device: torch.device, gib: float = 4.0, cycles: int = 50)
 
 
 def check_backup(device: torch.device, arena: MemoryArena) -> bool:
-    """Contents through host memory and back; the first release also takes and pins that memory."""
+    """Copy the contents to host memory and back. The first release also allocates and pins that memory."""
     numbers = arena.view(0, (arena.nbytes // 8,), torch.int64)
     torch.arange(numbers.numel(), out=numbers)
     first, release, resume = 0.0, [], []
@@ -92,12 +92,12 @@ def check_backup(device: torch.device, arena: MemoryArena) -> bool:
 
 
 def check_graph(device: torch.device, arena: MemoryArena) -> bool:
-    """A product with a matrix in the arena, captured once, replayed after the matrix left and came back."""
+    """Capture a product with a matrix in the arena, and replay it after a release and a resume of the arena."""
     matrix = arena.view(512, (1024, 1024), torch.float32)
     matrix.fill_(1.0)
     x, out = torch.ones(1024, device=device), torch.zeros(1024, device=device)
     graph = torch.cuda.CUDAGraph()
-    out.copy_(matrix @ x)  # what the first call sets up does not belong into the graph
+    out.copy_(matrix @ x)  # the first call initializes libraries, which must not happen during the capture
     with torch.cuda.graph(graph):
         out.copy_(matrix @ x)
     wrong = 0
@@ -111,7 +111,7 @@ def check_graph(device: torch.device, arena: MemoryArena) -> bool:
 
 
 def seconds(device: torch.device, step: Callable[[], object]) -> float:
-    """Of one step, the device idle before and after it."""
+    """Seconds of one step. The device is idle before and after it."""
     synchronize(device)
     start = time.perf_counter()
     step()
@@ -125,7 +125,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the device; on the CPU what this process does not hold, counted from any fixed point."""
+    """Free bytes of the device. On the CPU, the negative resident bytes of this process: only differences matter."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -136,7 +136,7 @@ def main() -> None:
     args = tyro.cli(Args)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda needs an NVIDIA GPU; --device cpu measures the same on the CPU.")
+        sys.exit("--device cuda needs an NVIDIA GPU. --device cpu measures the same on the CPU.")
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(json.dumps({"torch": torch.__version__, "machine": machine, "argv": sys.argv}))
     sys.exit(0 if check_memory_cycle(device, args.gib, args.cycles) else 1)

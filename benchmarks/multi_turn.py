@@ -1,17 +1,18 @@
-"""Agents with growing histories and slow environments: each at its own pace, against lock step and the ideal.
+"""Agents with growing histories and slow environments: own pace against lock step and the ideal schedule.
 
     python -m benchmarks.multi_turn --device cpu --shape tiny --wait-scale 0.1
     python -m benchmarks.multi_turn --device cuda --shape 0.6b --agents 128 --turns 8
 
-Every agent plays `--turns` turns: it sends its whole history as token ids, appends what was sampled, waits for its
-environment (lognormal, median 0.5 s, sigma 1.5, capped at 20 s; all drawn from a seed) and appends the observation.
-Prefix cache on, log-probabilities off, through a server process over HTTP.
+Every agent plays `--turns` turns. It sends its whole history as token ids, appends the sampled tokens, waits for its
+environment (lognormal, median 0.5 s, sigma 1.5, capped at 20 s, drawn from a seed) and appends the observation. The
+engine is a server process that is called over HTTP, with prefix cache and without log-probabilities.
 
-Four runs, each with an empty prefix cache, one JSON line each. `own_pace`: every agent on its own. `lock_step`: all
-generate, all wait for the slowest (those waits are added to the clock, not slept). `work`: own pace without any wait,
-which is the engine's throughput for this work. `longest_alone`: the episode that takes longest, with nothing beside it.
-Then `ideal_ratio`, own pace to the larger of the last two (no schedule can beat either), `lock_step_ratio`, lock step
-to own pace, and `prefix_hit_rate`, with `limit`, what the token counts allow, and `ratio`, how much of that it is.
+There are four runs, each with an empty prefix cache and one JSON line. In `own_pace` every agent proceeds by itself. In
+`lock_step` all agents generate, then all wait for the slowest environment; these waits are added to the clock instead
+of slept. `work` is own pace without any wait, which is the engine's throughput for this work. `longest_alone` is the
+longest episode without other requests. No schedule can be faster than `work` or `longest_alone`, so the larger of the
+two is the ideal. The last lines are `ideal_ratio` (own pace to ideal), `lock_step_ratio` (lock step to own pace) and
+`prefix_hit_rate`, with the rate that the token counts allow (`limit`) and the quotient of both (`ratio`).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _seconds_per_token_alone(engine: EngineBase, episodes: list[Episode]) -> flo
 
 
 async def _alone(engine: EngineBase, episode: Episode) -> Played:
-    """Its waits are added, not slept: nothing happens in them."""
+    """Play one episode without other requests. Its waits are added to the time instead of slept."""
     played = await play_at_own_pace(engine, [episode], waiting=False)
     played.seconds += episode.waiting
     return played
@@ -84,11 +85,11 @@ async def _alone(engine: EngineBase, episode: Episode) -> Played:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.multi_turn", __doc__)
-    parser.add_argument("--agents", type=int, help="agents at one time (128; tiny: 16)")
+    parser.add_argument("--agents", type=int, help="number of agents at one time (128; tiny: 16)")
     parser.add_argument("--turns", type=int, help="turns of each agent (8; tiny: 4)")
-    parser.add_argument("--group", type=int, default=1, help="agents that start from the same prompt (1)")
-    parser.add_argument("--wait-scale", type=float, default=1.0, help="multiplies every environment wait (1.0)")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths, waits and observations (0)")
+    parser.add_argument("--group", type=int, default=1, help="number of agents with the same prompt (1)")
+    parser.add_argument("--wait-scale", type=float, default=1.0, help="factor for every environment wait (1.0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths, waits and observations (0)")
     args = parser.parse_args(argv)
     args.agents = args.agents or (16 if args.shape == "tiny" else 128)
     args.turns = args.turns or (4 if args.shape == "tiny" else 8)

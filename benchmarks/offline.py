@@ -1,17 +1,17 @@
-"""Offline throughput through `Engine`, in process: the whole workload submitted at once.
+"""Offline throughput of `Engine` in this process, with the whole workload submitted at once.
 
     python -m benchmarks.offline --device cpu --shape tiny
     python -m benchmarks.offline --device cuda --shape 8b --single
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --logprobs --set disable_cuda_graph=true
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --samples 16 --uniform 256 1024 1024
 
-Random weights in the shape of a Qwen3, `benchmarks/workload.py`'s requests. As the peers were measured: prefix cache
-off, no log-probabilities (but with `tiny`, whose peer returned them); both have a switch. Each run is reported, and
-the last one is the figure, so that `--runs 2` reports a warm second run.
+The model has random weights in the shape of a Qwen3, and the requests are those of `benchmarks/workload.py`. As in the
+measurements of the peers, the prefix cache is off, and log-probabilities are off except for `tiny`, whose peer returned
+them; both have a switch. Each run is reported, and the last run is the figure, so `--runs 2` reports a warm second run.
 
-`limit` is what the measured ceilings of this machine (one matrix product, one copy, in the same run) would allow:
-prefill at the product's rate, then decode at the larger of arithmetic and memory traffic (weights once a step, keys
-and values once a token), with nothing else costing any time.
+`limit` is the rate that the ceilings of this machine allow. They are measured in the same run with one matrix product
+and one copy: prefill takes the time of its arithmetic, decode the larger of the times of its arithmetic and of its
+memory traffic (weights once a step, keys and values once a token), and nothing else takes any time.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from verl_server import Engine
 
 
 def run_once(engine: Engine, work: Workload, logprobs: bool) -> float:
-    """Seconds for the whole workload, submitted at once."""
+    """Seconds for the whole workload when it is submitted at once."""
     start = time.perf_counter()
     results = engine.generate(input_ids=work.prompts, sampling_params=work.sampling_params(), return_logprob=logprobs)
     seconds = time.perf_counter() - start
     lengths = [len(result["output_ids"]) for result in results]
-    assert lengths == work.output_lens, "the engine did not generate what was asked"
+    assert lengths == work.output_lens, "the engine did not generate the requested number of tokens"
     if logprobs:
         assert all(len(r["meta_info"]["output_token_logprobs"]) == len(r["output_ids"]) for r in results)
     return seconds
 
 
 def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace, ceilings: Ceilings) -> float:
-    """Tokens per second of the last of `--runs` runs; reports each."""
+    """Report each of `--runs` runs. Returns the output tokens per second of the last one."""
     modes = {"prefix_cache": args.prefix_cache, "logprobs": args.logprobs}
     rates = []
     for run in range(1, args.runs + 1):
         if args.prefix_cache:
-            engine.flush_cache(timeout=10)  # what a run finds there are its own prompts, not the last run's
+            engine.flush_cache(timeout=10)  # so that a run hits its own prompts only, not those of the run before
         seconds = run_once(engine, work, args.logprobs)
         rates.append(work.output_tokens / seconds)
         report(f"{name}_run", rates[-1], "tokens/s", run=run, seconds=round(seconds, 4), **modes)
@@ -86,15 +86,21 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.offline", __doc__)
     switch = argparse.BooleanOptionalAction
-    parser.add_argument("--runs", type=int, default=2, help="runs of the workload; the last is the figure (2)")
-    parser.add_argument("--requests", type=int, help="only so many of the workload's requests (all)")
+    parser.add_argument("--runs", type=int, default=2, help="runs of the workload; the last run is the figure (2)")
+    parser.add_argument("--requests", type=int, help="number of requests, repeating the workload if needed (its own)")
     parser.add_argument(
-        "--uniform", type=int, nargs=3, metavar=("COUNT", "PROMPT", "OUTPUT"), help="requests of one length instead"
+        "--uniform",
+        type=int,
+        nargs=3,
+        metavar=("COUNT", "PROMPT", "OUTPUT"),
+        help="use COUNT requests with PROMPT and OUTPUT tokens each instead of the workload",
     )
-    parser.add_argument("--samples", type=int, default=1, help="requests in a row that share a prompt, as in GRPO (1)")
+    parser.add_argument("--samples", type=int, default=1, help="consecutive requests with one prompt, as in GRPO (1)")
     parser.add_argument("--prefix-cache", action=switch, default=False, help="share prefixes between requests (no)")
-    parser.add_argument("--logprobs", action=switch, help="return log-probabilities (no; with the tiny shape yes)")
-    parser.add_argument("--single", action="store_true", help="also one sequence alone: 512 tokens (tiny: 128)")
+    parser.add_argument("--logprobs", action=switch, help="return log-probabilities (no; tiny: yes)")
+    parser.add_argument(
+        "--single", action="store_true", help="also measure a single sequence of 512 tokens (tiny: 128)"
+    )
     args = parser.parse_args(argv)
     if args.samples < 1:
         parser.error("--samples must be at least 1")

@@ -1,8 +1,8 @@
-"""What the engine's benchmarks share on the command line, and the JSON lines that they print.
+"""Command-line options and JSON output of the engine's benchmarks.
 
-Every line is one object. The first has `name` "run": command, versions, machine. Each later one is a figure: `name`,
-`value`, `unit`, and where there is one, what another engine reached on a machine of this kind (`peer`, `peer_value`)
-and what the hardware would allow (`limit`).
+Every line of output is one object. The first line has `name` "run" with the command, the versions and the machine. Each
+later line is a figure with `name`, `value` and `unit`. Some figures also have the value of another engine on a machine
+of this kind (`peer`, `peer_value`) and the value that the hardware allows (`limit`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from verl_server.server_args import ServerArgs
 
 
 def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every engine benchmark; `doc` is the module's, which says what it prints."""
+    """A parser with the options of every engine benchmark. `doc`, the module's docstring, is its description."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the engine runs (cpu)")
     parser.add_argument(
-        "--shape", choices=list(SHAPES), default="tiny", help="model shape, and with it the work (tiny)"
+        "--shape", choices=list(SHAPES), default="tiny", help="shape of the model, which decides the workload (tiny)"
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     parser.add_argument(
@@ -41,13 +41,13 @@ def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         type=parse_setting,
         dest="settings",
-        help="any field of ServerArgs, as often as needed, e.g. --set disable_cuda_graph=true",
+        help="set a field of ServerArgs, for example --set disable_cuda_graph=true; may be repeated",
     )
     return parser
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """(field of ServerArgs, value of its type) of "name=value"."""
+    """Parse "name=value". Returns (field of ServerArgs, value of the field's type)."""
     name, equals, value = text.partition("=")
     kinds = get_type_hints(ServerArgs)
     if not equals or name not in kinds:
@@ -59,7 +59,10 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def engine_settings(args: argparse.Namespace, folder: Path, **defaults: Any) -> dict[str, Any]:
-    """Keyword arguments of `Engine`: random weights in the shape of `folder`, then `defaults`, then `--set`."""
+    """Keyword arguments of `Engine` for random weights in the shape of `folder`.
+
+    `defaults` override them, and the options `--set` override both.
+    """
     settings: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
@@ -74,11 +77,12 @@ def engine_settings(args: argparse.Namespace, folder: Path, **defaults: Any) -> 
 
 
 def report(name: str, value: float, unit: str, **more: Any) -> None:
+    """Print the line of a figure, with `more` fields."""
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | more), flush=True)
 
 
 def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:
-    """The first line."""
+    """Print the first line: command, versions and machine."""
     machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     line = {
         "name": "run",
@@ -93,7 +97,7 @@ def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) ->
 
 
 def switches() -> dict[str, Any]:
-    """The optimizations that `ServerArgs` can turn off: field -> the value that does."""
+    """Field of `ServerArgs` -> the value that turns the optimization off."""
     off = {
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,

@@ -1,7 +1,7 @@
 """The trainer of `benchmarks.weight_sync`: one process per rank, each with a `VerlEngine` and parameters to push.
 
-`run_rank` is what `benchmarks.weight_sync` spawns. Rank 0 talks to it through a pipe: it sends `Ready`, waits for
-"go", sends `Result`, and keeps the server alive until "end".
+`benchmarks.weight_sync` spawns `run_rank` for each rank. Rank 0 communicates with it through a pipe: it sends `Ready`,
+waits for "go", sends `Result`, and keeps the server running until "end".
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ _GRAPH_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told."""
+    """The settings of a run, the same for every rank."""
 
     folder: Path
-    """The model: config only. Checkpoints of `source="disk"` and the ranks' meeting place are made in it."""
+    """Model folder with a config only. Checkpoints of `source="disk"` and the file of the rendezvous are written to it.
+    """
     device: Literal["cpu", "cuda"]
     ranks: int
+    """Number of trainer ranks."""
     engines: int
-    """Each launched by as many of the ranks; all of them read all ranks' shards."""
+    """Number of servers. Each is launched by an equal share of the ranks, and reads the shards of all ranks."""
     tp: int
-    """Of each engine."""
+    """Tensor-parallel ranks of each server."""
     trainer_dtype: torch.dtype
     server_dtype: torch.dtype
     source: Source
@@ -61,39 +63,46 @@ class Job:
     warmup: int
     check_every: int
     interval: float
-    """Seconds of quiet before and after each push."""
+    """Seconds without other work before and after each push."""
     settings: dict[str, Any]
-    """Of the server."""
+    """Settings of the server."""
 
 
 @dataclass(frozen=True)
 class Ready:
+    """Sent when the server is ready."""
+
     url: str
     token_capacity: int
 
 
 @dataclass
 class Result:
+    """The measurements of a run. Intervals are (start, end) on the clock of `time.perf_counter()`."""
+
     bytes: int = 0
-    """Of the trainer's parameters, each counted once."""
+    """Bytes of the trainer's parameters, each counted once."""
     first_ms: float = 0.0
-    """The first push, which opens and plans (with `source="registered"`: registering, without a push)."""
+    """Time of the first push, which opens memory and plans the copies. With `source="registered"`, the time of the
+    registration, which does the same without a push."""
     registrations: list[Interval] = field(default_factory=list)
-    """Later ones, while requests ran."""
+    """Further registrations, while requests ran."""
     pushes: list[Interval] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
-    """When the trainer wrote its parameters or had the server's checked."""
+    """Intervals in which the trainer wrote its parameters or checked those of the server."""
     checked: int = 0
-    """Pushes after which every parameter of every server rank had the trainer's checksum."""
+    """Number of pushes after which every parameter of every server rank had the trainer's checksum."""
     commit_ms: list[float] = field(default_factory=list)
-    """What the server says that each push took from its turn on: votes, copy, device sync."""
+    """Server's part of each push, as its reply reports it: votes, copy and device synchronization."""
     http_ms: list[float] = field(default_factory=list)
-    """What the request took, with the commit: the rest of a push is the trainer's own look at its tensors."""
+    """Time of the request, which includes the commit. In the rest of a push the trainer checks its tensors for changes.
+    """
     before: dict[str, int] = field(default_factory=dict)
+    """`footprint` of the trainer's rank 0 and of the server after the warm-up."""
     after: dict[str, int] = field(default_factory=dict)
-    """`footprint` after the warm-up and at the end: of the trainer's rank 0 and of the server."""
+    """The same at the end."""
     extra_device_bytes: list[int] = field(default_factory=list)
-    """For each GPU: in use after all pushes more than before the first."""
+    """For each GPU, the bytes in use after all pushes less those before the first push."""
 
     @property
     def milliseconds(self) -> list[float]:
@@ -105,7 +114,7 @@ def run_rank(rank: int, job: Job, parent: Connection) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)  # more would wait for each other on cores that the server keeps busy
+        torch.set_num_threads(1)  # several threads would wait for each other on cores that the server uses
     backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
     try:
@@ -124,11 +133,11 @@ class _Rank:
 
     def run(self) -> None:
         job, result = self._job, self._result
-        self._on_rank_0(self._expected)  # the collectives of the checks take their device memory now
+        self._on_rank_0(self._expected)  # so that the collectives of the checks allocate their device memory now
         mesh = init_device_mesh("cpu", (job.engines, job.ranks // job.engines), mesh_dim_names=("dp", "tp"))
         with VerlEngine(mesh, launch_server=True, read_all_ranks=True, **job.settings) as engine:
             self._until_graphs_are_captured(engine)
-            engine.weights_checker()  # likewise, after captures, which give back what is not in use
+            engine.weights_checker()  # for the same reason, after the captures, which empty the allocator's cache
             untouched = device_used_bytes(self._device)
             ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
             if self._rank == 0:
@@ -136,7 +145,7 @@ class _Rank:
                 self._parent.recv()
             dist.barrier(self._host)
             if isinstance(engine.engine, HttpServerEngineAdapter):
-                _note_requests(engine.engine, result)
+                _record_requests(engine.engine, result)
             start = time.perf_counter()
             push, seconds = self._open(engine)
             for step in range(job.warmup):
@@ -150,7 +159,7 @@ class _Rank:
             if job.source == "registered" and job.interval:
                 self._register_again(engine)
             self._push_all(engine, push)
-            with _noted(result.busy):
+            with _recorded(result.busy):
                 result.after = self._footprint(engine)
             used = torch.tensor([device_used_bytes(self._device) - untouched])
             every = [torch.zeros_like(used) for _ in range(job.ranks)]
@@ -162,24 +171,24 @@ class _Rank:
             dist.barrier(self._host)
 
     def _until_graphs_are_captured(self, engine: VerlEngine) -> None:
-        """The server takes their memory, and some ten milliseconds for each, in its first idle seconds."""
+        """Wait until the server has captured its CUDA graphs, which take memory, and some ten milliseconds each."""
         deadline = time.monotonic() + _GRAPH_SECONDS
         while time.monotonic() < deadline:
-            state = engine.get_server_info()["internal_states"][0]  # empty while one takes long
+            state = engine.get_server_info()["internal_states"][0]  # empty during a long capture
             if state and not state["memory"].get("cuda_graphs_to_capture"):
                 return
             time.sleep(0.5)
-        raise TimeoutError(f"The server captured CUDA graphs for more than {_GRAPH_SECONDS:.0f} s.")
+        raise TimeoutError(f"The server did not capture all CUDA graphs within {_GRAPH_SECONDS:.0f} s.")
 
     def _push_all(self, engine: VerlEngine, push: Callable[[], Any]) -> None:
-        job, result, told = self._job, self._result, time.monotonic()
+        job, result, last_report = self._job, self._result, time.monotonic()
         for step in range(job.updates):
             self._update(push, job.warmup + step)
             if step % job.check_every == 0 or step == job.updates - 1:
                 self._check(engine)
                 result.checked += 1
-            if self._rank == 0 and time.monotonic() - told > _PROGRESS_SECONDS:
-                told = time.monotonic()
+            if self._rank == 0 and time.monotonic() - last_report > _PROGRESS_SECONDS:
+                last_report = time.monotonic()
                 median = statistics.median(result.milliseconds)
                 print(
                     f"{step + 1} of {job.updates} pushes, median {median:.2f} ms, {result.checked} checked",
@@ -188,19 +197,19 @@ class _Rank:
                 )
 
     def _register_again(self, engine: VerlEngine) -> None:
-        """Opening and planning, some times, for what it costs the requests that run."""
+        """Register the weights several times, to measure the effect on running requests."""
         for _ in range(_REGISTRATIONS):
-            with _noted(self._result.busy):
+            with _recorded(self._result.busy):
                 engine.unregister_weights()
             time.sleep(self._job.interval)
-            with _noted(self._result.registrations):
+            with _recorded(self._result.registrations):
                 engine.register_weights(self._model)
             time.sleep(self._job.interval)
 
     # -- one update ---------------------------------------------------------------------------------------------
 
     def _open(self, engine: VerlEngine) -> tuple[Callable[[], Any], list[float]]:
-        """What one push calls, and the seconds that preparing took where there is something to prepare."""
+        """(function that pushes once, [seconds of the preparation]); the list is empty if nothing is prepared."""
         job = self._job
         options: dict[str, Any] = {"mode": job.mode, "partial": False}
         if job.source == "registered":
@@ -216,8 +225,8 @@ class _Rank:
         return lambda: engine.update_weights_from_tensor(self._model.named_parameters(), **options), []
 
     def _update(self, push: Callable[[], Any], step: int) -> float:
-        """Write every parameter, push, and note when; returns the push's seconds, of the slowest rank."""
-        with _noted(self._result.busy):
+        """Write every parameter, push, and record the intervals. Returns the push's seconds on the slowest rank."""
+        with _recorded(self._result.busy):
             write_parameters(self._model, step)
             if self._job.source == "disk":
                 self._save()
@@ -234,8 +243,8 @@ class _Rank:
         return float(times.sum())
 
     def _check(self, engine: VerlEngine) -> None:
-        """Every parameter on every server rank is what the trainer has: raises AssertionError if not."""
-        with _noted(self._result.busy):
+        """Raise AssertionError unless every parameter on every server rank has the trainer's checksum."""
+        with _recorded(self._result.busy):
             engines = self._reports(engine)
             expected = self._on_rank_0(self._expected)
             wrong = [
@@ -247,22 +256,22 @@ class _Rank:
             ]
         if wrong:
             push = len(self._result.pushes)
-            raise AssertionError(f"After push {push}, {len(wrong)} parameters are not the trainer's: {wrong[:4]}")
+            raise AssertionError(f"After push {push}, {len(wrong)} parameters differ from the trainer's: {wrong[:4]}")
 
     def _reports(self, engine: VerlEngine) -> list[Any]:
-        """What the ranks of each engine say that they serve."""
-        mine = engine.weights_checker()["ranks"]
+        """For each engine, the checksum reports of its ranks."""
+        own = engine.weights_checker()["ranks"]
         if self._job.ranks == 1:
-            return [mine]
-        everyones: list[Any] = [None] * self._job.ranks
-        dist.all_gather_object(everyones, mine, self._host)
-        return everyones[:: self._job.ranks // self._job.engines]
+            return [own]
+        reports: list[Any] = [None] * self._job.ranks
+        dist.all_gather_object(reports, own, self._host)
+        return reports[:: self._job.ranks // self._job.engines]
 
     def _expected(self, full: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
         return expected_checksums(self._served, full, self._job.server_dtype)
 
     def _on_rank_0(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], T]) -> T | None:
-        """What `use` makes of all parameters in full, gathered one after the other, on rank 0."""
+        """On rank 0, the result of `use` on the full parameters, which are gathered one by one. Else None."""
         if self._rank == 0:
             return use(self._full_tensors())
         for _ in self._full_tensors():
@@ -275,7 +284,7 @@ class _Rank:
             yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
     def _join(self, engine: VerlEngine) -> BroadcastGroup | None:
-        """The process group that a trainer on another host would use; on rank 0."""
+        """On rank 0, the process group that a trainer on another host would use. None on other ranks."""
         group = None
         if self._rank == 0:
             assert engine.engine is not None
@@ -303,7 +312,7 @@ class _Rank:
         dist.barrier(self._host)
 
     def _footprint(self, engine: VerlEngine) -> dict[str, int]:
-        """Of rank 0 and the server, which is rank 0's child; on the other ranks only their GPU's memory."""
+        """Resources of rank 0 and of the server, which is its child. On other ranks only the used bytes of the GPU."""
         held = {"device_bytes": device_used_bytes(self._device)}
         if self._rank != 0:
             return held
@@ -314,10 +323,10 @@ class _Rank:
 
 
 def build_parameters(job: Job, rank: int, device: torch.device) -> nn.Module:
-    """The parameters of the model at `job.folder`, by their names: sharded by FSDP2 if there are several ranks."""
+    """A module with random parameters of the model at `job.folder`, under their names; with FSDP2 for several ranks."""
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # a tied head comes once
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # lists a tied head once
     root = nn.Module()
     for name, shape in shapes.items():
         *path, last = name.split(".")
@@ -343,17 +352,17 @@ def build_parameters(job: Job, rank: int, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def write_parameters(model: nn.Module, step: int) -> None:
-    """What an optimizer does to memory: every element changes, in place. The change is another at every step."""
+    """Change every element in place, as an optimizer does. The change differs from step to step."""
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.add_(0.02 * math.sin(1.0 + step))
 
 
-def _note_requests(adapter: HttpServerEngineAdapter, result: Result) -> None:
-    """The engine's calls return messages; what else the server's replies say is caught here."""
+def _record_requests(adapter: HttpServerEngineAdapter, result: Result) -> None:
+    """Record the times in the server's replies, which the methods of the engine do not return."""
     control = adapter._control
 
-    def noted(req: ControlReq) -> ControlReply:
+    def recorded(req: ControlReq) -> ControlReply:
         start = time.perf_counter()
         reply = control(req)
         seconds = reply.payload.get("seconds") if isinstance(reply.payload, dict) else None
@@ -362,11 +371,11 @@ def _note_requests(adapter: HttpServerEngineAdapter, result: Result) -> None:
             result.commit_ms.append(1e3 * seconds["commit"])
         return reply
 
-    adapter._control = noted  # type: ignore[method-assign]
+    adapter._control = recorded  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _noted(intervals: list[Interval]) -> Iterator[None]:
+def _recorded(intervals: list[Interval]) -> Iterator[None]:
     start = time.perf_counter()
     yield
     intervals.append((start, time.perf_counter()))

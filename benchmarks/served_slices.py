@@ -1,7 +1,7 @@
-"""Which parts of which tensors a tensor-parallel server holds: what a push must read, and what it must leave there.
+"""The parts of each tensor that the ranks of a tensor-parallel server hold, which a push reads from the trainer.
 
-Benchmarks use it in the trainer, to compute the checksums that the server should report, and to count the bytes
-that go over each link. It builds the server's own parameter map on the meta device, without memory.
+Benchmarks use this module in the trainer, to compute the checksums that the server should report, and to count the
+elements that go over each link. It builds the server's own parameter map on the meta device, without memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ServedTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     pieces: list[list[Index]]
     """For each server rank, the parts of the full tensor that it holds."""
 
     def slices(self, full: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """What server ranks hold of `full`, converted to `dtype`: the pieces of the first rank, then the next one's."""
+        """The pieces of `full` that the server ranks hold, converted to `dtype`, rank after rank."""
         for rank in self.pieces:
             yield from (full[index].to(dtype) for index in rank)
 
@@ -41,7 +41,10 @@ class ServedTensor:
 def expected_checksums(
     served: list[ServedTensor], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> list[dict[str, str]]:
-    """What `/weights_checker` must report for each server rank that got the full tensors, in any order."""
+    """For each server rank, name -> checksum that `/weights_checker` must report after a push of the full tensors.
+
+    The tensors may come in any order.
+    """
     by_name = {tensor.name: tensor for tensor in served}
     names: list[str] = []
 
@@ -59,7 +62,7 @@ def expected_checksums(
 
 
 def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:
-    """Every tensor that a server with `tp_size` ranks takes, by its Hugging Face name, in model order."""
+    """The tensors that a server with `tp_size` ranks expects, under their Hugging Face names, in model order."""
     maps = [_weight_map(folder, TpGroup(rank, tp_size)) for rank in range(tp_size)]
     return [
         ServedTensor(name, slot.shape, [[index for _, index in m.slots[name].pieces] for m in maps])
@@ -75,9 +78,9 @@ def _weight_map(folder: Path, tp: TpGroup) -> WeightMap:
 
 
 def traffic(served: list[ServedTensor], trainer_ranks: int) -> Counter[tuple[int, int]]:
-    """(server rank, trainer rank) -> elements that the one reads from the other.
+    """(server rank, trainer rank) -> number of elements that the server rank reads from the trainer rank.
 
-    The trainer's ranks hold equal blocks of rows, as FSDP2 cuts parameters.
+    The trainer's ranks hold equal blocks of rows, as FSDP2 shards parameters.
     """
     elements: Counter[tuple[int, int]] = Counter()
     for tensor in served:

@@ -1,13 +1,13 @@
-"""What HTTP costs: the offline workload through a server process, against the same work in process in the same run.
+"""The cost of HTTP: the offline workload through a server process, and in the same run without HTTP in this process.
 
     python -m benchmarks.serving --device cpu --shape tiny
     python -m benchmarks.serving --device cuda --shape 0.6b --requests 1024
 
-First the engine in this process, all requests submitted at once; then a server of the same settings and a client that
-keeps `--concurrency` requests running over aiohttp: once with SGLang's JSON replies, once with columnar ones in
-msgpack. Log-probabilities are on. Of `--runs` runs each, the last is the figure; `ratio` is to the figure in process.
-`server_cpu_us` is processor time of the server process (HTTP and TokenizerManager; the model has a process of its own)
-for each output token.
+First an engine in this process runs all requests, submitted at once. Then a server with the same settings runs them for
+an aiohttp client that keeps `--concurrency` requests in flight, once with SGLang's JSON replies and once with columnar
+msgpack replies. Log-probabilities are on. The last of `--runs` runs of each kind is the figure, and `ratio` is its
+quotient by the figure of the engine in this process. `server_cpu_us` is the processor time of the server process (HTTP
+and TokenizerManager; the model has a process of its own) for each output token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REQUEST_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Encoding:
-    """How replies travel, and how a rollout reads them: with token ids and log-probabilities as Python lists."""
+    """A format of replies. `read` decodes a reply to token ids and log-probabilities as Python lists."""
 
     name: str
     fields: dict[str, Any]
@@ -54,7 +54,7 @@ ENCODINGS = (
 
 
 async def run_http(url: str, work: Workload, encoding: Encoding, concurrency: int) -> float:
-    """Seconds for the whole workload with `concurrency` requests running at any time."""
+    """Seconds for the whole workload with `concurrency` requests in flight at any time."""
     slots = asyncio.Semaphore(concurrency)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
@@ -74,12 +74,12 @@ async def run_http(url: str, work: Workload, encoding: Encoding, concurrency: in
         start = time.perf_counter()
         lengths = await asyncio.gather(*map(post, work.prompts, work.sampling_params()))
         seconds = time.perf_counter() - start
-    assert lengths == work.output_lens, "the server did not generate what was asked"
+    assert lengths == work.output_lens, "the server did not generate the requested number of tokens"
     return seconds
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, its threads included (Linux)."""
+    """Processor time of a process and its threads so far, in seconds (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -123,10 +123,13 @@ def _rates(work: Workload, seconds: list[float]) -> list[float]:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.serving", __doc__)
     parser.add_argument("--concurrency", type=int, default=256, help="requests in flight at any time (256)")
-    parser.add_argument("--requests", type=int, help="requests in all, repeating the workload's (its own number)")
-    parser.add_argument("--runs", type=int, default=2, help="runs of each kind; the last is the figure (2)")
+    parser.add_argument("--requests", type=int, help="number of requests, repeating the workload if needed (its own)")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each kind; the last run is the figure (2)")
     parser.add_argument(
-        "--prefix-cache", action=argparse.BooleanOptionalAction, default=False, help="share prefixes (no)"
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="share prefixes between requests (no)",
     )
     return parser.parse_args(argv)
 

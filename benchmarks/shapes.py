@@ -1,4 +1,4 @@
-"""The model shapes that benchmarks share, and folders of them: random weights, no download."""
+"""The model shapes of the benchmarks, and generated model folders with these shapes, without a download."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""Qwen3's, and a small one of its kind."""
+"""Shapes of Qwen3-0.6B and Qwen3-8B, and a small one of the same architecture."""
 
 
 def shape_folder(path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A Qwen3 folder of a named shape: config and tokenizer, and random weights if asked. Returns `path`."""
+    """Write a Qwen3 folder of a named shape: config, tokenizer, and with `weights` random weights. Returns `path`."""
     return make_model_folder(path, "qwen3", weights=weights, dtype=dtype, **SHAPES[shape] | {"rms_norm_eps": 1e-6})

@@ -1,12 +1,12 @@
-"""Update weights again and again while requests run, and check every update by checksum.
+"""Update weights many times while requests run, and check every update by checksum.
 
     python -m benchmarks.soak --updates 1000 [--mode server|update-serve|serve-update|update-generate] [--bound 5]
 
-Four modes: a server process behind `HttpServerEngineAdapter`, and an in-process `Engine` with
-`launch_server_from_verl_engine` in the three call orders that hang when the two share a TokenizerManager
-without sharing its event loop (design section 5). Meanwhile two threads generate through the engine and one
-over HTTP. Each update takes the next of the four ways to treat running requests. Prints progress on stderr
-and one JSON line a mode; exits with 1 if an update was slow, or anything failed.
+There are four modes: a server process behind `HttpServerEngineAdapter`, and an in-process `Engine` with
+`launch_server_from_verl_engine` in three orders of calls. These would hang if engine and HTTP server used one
+TokenizerManager in different event loops. During the updates, two threads generate through the engine and one thread
+over HTTP. The updates use the four ways to treat running requests in turn. Prints one JSON line for each mode; progress
+goes to stderr. The exit code is 1 if an update was slower than `--bound` or anything failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JOIN_SECONDS = 60.0
 
 
 class Trainer:
-    """A transformers model that takes random steps."""
+    """A transformers model that changes its weights randomly before each push."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,7 +52,7 @@ class Trainer:
         self.pushes = 0
 
     def push(self, engine: EngineBase, *, mode: Literal["wait", "in_place", "retract", "abort"]) -> float:
-        """One step, one update, one comparison of all checksums; returns the update's seconds."""
+        """Change the weights, push them, and compare all checksums. Returns the seconds of the push."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=self._generator))
@@ -68,19 +68,21 @@ class Trainer:
         return seconds
 
     def check_parity(self, engine: EngineBase) -> None:
-        """Greedy tokens are the model's own."""
+        """Raise AssertionError unless the server's greedy tokens are those of the model."""
         prompt = [9, 8, 7, 6, 5]
         sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         output = engine.generate(input_ids=prompt, sampling_params=sampling)["output_ids"]
         with torch.no_grad():
             logits = self.model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         if logits.argmax(-1).tolist() != output:
-            raise AssertionError(f"After {self.pushes} updates the server says {output}, the model otherwise.")
+            raise AssertionError(
+                f"After {self.pushes} updates the server generated {output}, but the model predicts other tokens."
+            )
 
 
 @dataclass
 class Traffic:
-    """Threads that generate until told to stop, and check each reply."""
+    """Threads that generate until the context ends, and check each reply. Each thread uses one of `calls`."""
 
     calls: list[Callable[[dict[str, Any]], Any]]
     replies: int = 0
@@ -100,7 +102,7 @@ class Traffic:
             for thread in threads:
                 thread.join(_JOIN_SECONDS)
         if any(thread.is_alive() for thread in threads):
-            raise AssertionError(f"A generation got no answer within {_JOIN_SECONDS:.0f} s.")
+            raise AssertionError(f"A generation was not answered within {_JOIN_SECONDS:.0f} s.")
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -122,7 +124,7 @@ class Traffic:
 
 
 def check_reply(reply: dict[str, Any], tokens: int) -> None:
-    """All tokens are there (or the reply says that it was aborted), each under a version, in order."""
+    """Raise AssertionError unless the reply has all tokens (or was aborted), with contiguous, ascending versions."""
     meta, ids = reply["meta_info"], reply["output_ids"]
     aborted = meta["finish_reason"]["type"] == "abort"
     spans = meta.get("weight_versions") or []
@@ -130,12 +132,12 @@ def check_reply(reply: dict[str, Any], tokens: int) -> None:
     numbers = [int(span["version"]) if span["version"].isdecimal() else 0 for span in spans]
     complete = len(ids) == tokens or (aborted and len(ids) < tokens)
     if not complete or [s["start"] for s in spans] != ends[:-1] or ends[-1] != len(ids) or numbers != sorted(numbers):
-        raise AssertionError(f"Asked for {tokens} tokens, got {reply}")
+        raise AssertionError(f"The reply to a request for {tokens} tokens is wrong: {reply}")
 
 
 @contextlib.contextmanager
 def served(mode: str, trainer: Trainer, server_args: ServerArgs) -> Iterator[tuple[EngineBase, str]]:
-    """(engine, url) after the mode's own order of first calls."""
+    """Yields (engine, URL of its server) after the first calls in the order of the mode."""
     if mode == "server":
         with HttpServerEngineAdapter(server_args=server_args) as adapter:
             assert adapter.url is not None
@@ -169,7 +171,7 @@ def serve_in_thread(engine: Engine, args: ServerArgs) -> None:
 
 
 def soak(mode: str, folder: Path, updates: int, bound: float, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run one mode; returns its figures, raises AssertionError at the first thing that is wrong."""
+    """Run one mode and return its figures. Raises AssertionError at the first failure."""
     trainer = Trainer(folder)
     args = ServerArgs(model_path=str(folder), device="cpu", port=0, kv_cache_gib=0.05, log_level="warning")
     with served(mode, trainer, args) as (engine, url), httpx.Client(base_url=url, timeout=_JOIN_SECONDS) as client:
@@ -180,7 +182,7 @@ def soak(mode: str, folder: Path, updates: int, bound: float, progress: Callable
         traffic = Traffic([in_process, in_process, lambda body: client.post("/generate", json=body).json()])
         seconds: list[float] = []
         with traffic.running():
-            trainer.push(engine, mode="wait")  # the first one opens shared memory that is then kept
+            trainer.push(engine, mode="wait")  # the first push opens shared memory, which stays open
             open_files = len(os.listdir("/proc/self/fd"))
             while len(seconds) < updates:
                 seconds.append(trainer.push(engine, mode=UPDATE_MODES[len(seconds) % 4]))
@@ -192,7 +194,7 @@ def soak(mode: str, folder: Path, updates: int, bound: float, progress: Callable
             leaked = len(os.listdir("/proc/self/fd")) - open_files
         trainer.check_parity(engine)
     if leaked > 8:
-        raise AssertionError(f"{leaked} file descriptors more than after the first update.")
+        raise AssertionError(f"There are {leaked} more open file descriptors than after the first update.")
     return {
         "name": f"soak_{mode}_worst_update",
         "value": round(max(seconds) * 1000, 2),
@@ -209,9 +211,9 @@ def soak(mode: str, folder: Path, updates: int, bound: float, progress: Callable
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=1000, help="updates in each mode")
-    parser.add_argument("--mode", choices=MODES, action="append", help="only this mode (may be repeated)")
-    parser.add_argument("--bound", type=float, default=5.0, help="seconds that no update may exceed")
+    parser.add_argument("--updates", type=int, default=1000, help="updates in each mode (1000)")
+    parser.add_argument("--mode", choices=MODES, action="append", help="run only this mode; may be repeated (all)")
+    parser.add_argument("--bound", type=float, default=5.0, help="largest seconds of an update (5)")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory(prefix="verl-soak-") as name:

@@ -3,19 +3,21 @@
     python -m benchmarks.startup --device cpu --shape tiny --weights dummy safetensors
     python -m benchmarks.startup --device cuda --shape 8b
 
-Each run is a fresh Python program (`benchmarks/first_token.py`) that makes an `Engine`, asks for one token and then for
-16. `--weights dummy` draws random weights, `safetensors` reads a folder that is written before the clock starts, and so
-comes from the page cache. One line per run, and before it one line per phase, in the order in which the phases follow
-each other, each with its seconds (`value`) and when it ended (`at`): `interpreter` (until the program's first line),
-`imports` (of the program), `spawn` (until the scheduler process's first line), `scheduler_imports` (torch and ours),
-`device` (the CUDA context, as far as the imports did not hide it), `weights`, `kv_cache`, `scheduler_ready` (attention,
-graphs), `ready` (what the front process still waits for), `first_token`, and `first_16_tokens` (with what they capture
-or compile), which the figure leaves out. Of `--runs` runs, the last is the figure: what the first had to compile is
-cached by then.
+Each run is a new Python program (`benchmarks/first_token.py`) that creates an `Engine`, generates one token and then 16
+tokens. `--weights dummy` draws random weights. `safetensors` reads a folder that is written before the clock starts, so
+the files are in the page cache. The last of `--runs` runs is the figure: by then, everything that the first run had to
+compile is cached.
 
-`--served` times `verl-server serve` instead, tokenizer, HTTP and warm-up request included, until it says that it is
-ready, by turns with a Python program that imports torch and does nothing else: the median, and its ratio to the
-median of the import.
+Prints one line per phase, then one line per run. A phase has its seconds (`value`) and the time at which it ended
+(`at`). The phases, in this order: `interpreter` (until the first line of the program), `imports` (of the program),
+`spawn` (until the first line of the scheduler process), `scheduler_imports` (torch and this package), `device` (the
+rest of the CUDA context's creation, which begins during the imports), `weights`, `kv_cache`, `scheduler_ready`
+(attention, graphs), `ready` (the remaining wait of the front process), `first_token`, and `first_16_tokens`, which
+includes captures and compilations of these tokens and is not part of the figure.
+
+With `--served`, the benchmark times `verl-server serve` until it prints that it is ready, including tokenizer, HTTP and
+warm-up request. These runs alternate with runs of a Python program that only imports torch. The figure is the median,
+with its ratio to the median time of the import.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ _PHASES = {
     "first_token": "first_token",
     "first_16_tokens": "first_16_tokens",
 }
-"""Phase -> the moment of `benchmarks.first_token` at which it ended."""
+"""Phase -> key of the time at which it ended, in the output of `benchmarks.first_token`."""
 
 
 def start_once(settings: dict[str, Any], bound: float) -> dict[str, float]:
-    """Phase -> seconds from the start of the program to the phase's end.
+    """Start the program once. Returns phase -> seconds from the start of the program to the end of the phase.
 
     Raises CalledProcessError or TimeoutExpired if the program fails.
     """
@@ -79,7 +81,7 @@ def import_torch(bound: float) -> float:
 
 
 def serve_once(args: argparse.Namespace, folder: Path, load_format: str) -> float:
-    """Seconds from the start of `verl-server serve` until it is ready. Raises RuntimeError if it ends before."""
+    """Seconds from the start of `verl-server serve` until it is ready. Raises RuntimeError if it ends before that."""
     command = [sys.executable, "-m", "verl_server", "serve", "--port", "0", "--device", args.device]
     command += ["--model-path", str(folder), "--load-format", load_format, "--tp-size", str(args.tp)]
     for name, value in args.settings:
@@ -95,7 +97,8 @@ def serve_once(args: argparse.Namespace, folder: Path, load_format: str) -> floa
                 if line.startswith("Ready: "):
                     return time.monotonic() - start
                 lines.append(line)
-            raise RuntimeError(f"verl-server ended with {server.wait()} before it was ready: {''.join(lines[-20:])}")
+            code = server.wait()
+            raise RuntimeError(f"verl-server exited with code {code} before it was ready: {''.join(lines[-20:])}")
         finally:
             bound.cancel()
             server.terminate()
@@ -128,12 +131,14 @@ def benchmark(args: argparse.Namespace, folder: Path, weights: str) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.startup", __doc__)
-    parser.add_argument("--runs", type=int, default=2, help="starts; the last is the figure (2)")
-    parser.add_argument("--bound", type=float, default=600.0, help="most seconds for one start (600)")
+    parser.add_argument("--runs", type=int, default=2, help="number of starts; the last one is the figure (2)")
+    parser.add_argument("--bound", type=float, default=600.0, help="largest seconds of one start (600)")
     parser.add_argument(
-        "--weights", choices=["dummy", "safetensors"], nargs="+", default=["dummy"], help="where they come from (dummy)"
+        "--weights", choices=["dummy", "safetensors"], nargs="+", default=["dummy"], help="source of weights (dummy)"
     )
-    parser.add_argument("--served", action="store_true", help="time `verl-server serve` beside `import torch`")
+    parser.add_argument(
+        "--served", action="store_true", help="time `verl-server serve` and compare it with `import torch`"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
-"""Running requests, and how long each waits for its next token: what a weight push costs those who generate.
+"""Times between the tokens of running requests, which show the effect of a weight push on generation.
 
-`Streams` keeps a number of streaming requests alive against a server, in a thread and event loop of its own, and
-writes down when each token arrived. `gap_figures` then compares the gaps that met a push with the others.
+`Streams` keeps a number of streaming requests in flight at a server, in a thread and event loop of its own, and records
+the arrival time of each token. `gap_figures` then compares the gaps that overlap a push with the others.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import numpy as np
 import numpy.typing as npt
 
 Interval = tuple[float, float]
-"""(start, end) of `time.perf_counter()`, which all processes of a host share."""
+"""(start, end) on the clock of `time.perf_counter()`, which is the same in all processes of a host."""
 Times = npt.NDArray[np.float64]
 _STOP_SECONDS = 30.0
 
 
 @dataclass
 class Outcome:
-    """What became of the requests. One that was still running at the end counts nowhere but in `arrivals`."""
+    """Results of the requests. A request that was still running at the end counts in `arrivals` only."""
 
     arrivals: list[Times] = field(default_factory=list)
-    """Of each request's tokens."""
+    """Arrival times of the tokens of each request."""
     completed: int = 0
     aborted: int = 0
-    """Ended early with what they had: expected of mode="abort" only."""
+    """Requests that ended early with an abort, which only mode="abort" may cause."""
     restarted: int = 0
-    """Lost their KV cache at least once: expected of mode="retract" only."""
+    """Requests that lost their KV cache at least once, which only mode="retract" may cause."""
     lost: list[str] = field(default_factory=list)
-    """No answer, an error, or tokens missing without an abort."""
+    """Descriptions of requests without an answer, with an error, or with missing tokens but without an abort."""
 
 
 class Streams:
-    """`count` requests at any time, each followed by a new one. Greedy, random prompts, `ignore_eos`."""
+    """Keeps `count` greedy requests with random prompts in flight: a request that ends is followed by a new one."""
 
     def __init__(self, url: str, count: int, prompt_len: int, output_len: int, vocab_size: int) -> None:
         self._url, self._count = url, count
@@ -52,15 +52,18 @@ class Streams:
         self._stop = asyncio.Event()
 
     def start(self, timeout: float) -> None:
-        """Returns when every stream had its first token."""
+        """Start the requests, and return when every stream has received its first token.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         self._thread.start()
         deadline = time.monotonic() + timeout
         for _ in range(self._count):
             if not self._started.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"Not all of {self._count} streams had a token after {timeout} s.")
+                raise TimeoutError(f"Not all of the {self._count} streams received a token within {timeout} s.")
 
     def stop(self) -> Outcome:
-        """Leave the requests that still run, and tell what there was."""
+        """Cancel the requests that are still running, and return the results."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive():
@@ -81,7 +84,7 @@ class Streams:
         rng = random.Random(number)
         for turn in itertools.count():
             prompt = [rng.randrange(5, self._vocab_size) for _ in range(self._prompt_len)]
-            # The first ones are of different lengths, so that they do not all end at once.
+            # The first requests have different lengths, so that they do not all end at once.
             tokens = self._output_len if turn else 1 + self._output_len * (number + 1) // self._count
             try:
                 await self._request(session, prompt, tokens, first=turn == 0)
@@ -106,10 +109,10 @@ class Streams:
                         self._started.release()
         finally:
             self._outcome.arrivals.append(np.array(arrivals))
-        self._settle(json.loads(frame.removeprefix(b"data: ")), tokens)
+        self._count_result(json.loads(frame.removeprefix(b"data: ")), tokens)
 
-    def _settle(self, answer: dict[str, object], tokens: int) -> None:
-        """Parsed once, at the end: frames are cumulative, and the last one says everything."""
+    def _count_result(self, answer: dict[str, object], tokens: int) -> None:
+        """Count the result of a request from its last frame. Frames are cumulative, so only the last one is parsed."""
         if "error" in answer or "meta_info" not in answer:
             self._outcome.lost.append(str(answer)[:200])
             return
@@ -127,10 +130,11 @@ class Streams:
 def gap_figures(
     arrivals: list[Times], events: dict[str, list[Interval]], busy: list[Interval]
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds between two tokens of one request: `quiet` gaps, and those that overlap each kind of event.
+    """Statistics of the milliseconds between two tokens of one request, for each kind of event.
 
-    Gaps that overlap a `busy` interval (the trainer computed, or had the weights checked) are left out. `KIND_added`
-    is, for each event of that kind, its longest gap less the median quiet gap, which is one step.
+    `KIND` are the gaps that overlap an event of that kind, and `quiet` those that overlap none. `KIND_added` are, for
+    each event of that kind, its longest gap less the median quiet gap, which is the time of one step. Gaps that overlap
+    a `busy` interval, in which the trainer wrote or checked weights, are left out.
     """
     times = [each for each in arrivals if len(each) > 1]
     starts = np.concatenate([each[:-1] for each in times] or [np.empty(0)])
@@ -150,7 +154,7 @@ def gap_figures(
 
 
 def _overlaps(starts: Times, ends: Times, intervals: list[Interval]) -> npt.NDArray[np.bool_]:
-    """Which of the spans overlap any of the intervals, which are in order and disjoint."""
+    """bool: True for each span (starts[i], ends[i]) that overlaps an interval. Intervals are sorted and disjoint."""
     if not intervals:
         return np.zeros(len(starts), dtype=bool)
     opened, closed = (np.array(column) for column in zip(*intervals, strict=True))

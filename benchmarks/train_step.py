@@ -1,23 +1,23 @@
-"""A GRPO training step beside its rollout server on one device: tokens per second, memory of both, push time.
+"""A GRPO training step with its rollout server on the same device: tokens per second, memory of both, push time.
 
     python -m benchmarks.train_step --device cpu --shape tiny
     python -m benchmarks.train_step --device cuda --shape 0.6b
     python -m benchmarks.train_step --device cuda --shape 0.6b --micro-batch-tokens 32768 --recompute yes
 
-The server samples the trajectories (16 groups of 16 x 1,024 tokens; `tiny`: 2 groups of 4 x 48), rewards are random,
-and `PolicyTrainer.update` learns from them: fp32 weights and Adam, passes in bf16 on CUDA, one epoch. Each setting of
-`--recompute` (gradient checkpointing; "yes" first, since it needs less memory) is measured in the same process, and
-afterwards the new weights are pushed.
+The server samples the trajectories (16 groups of 16 x 1,024 tokens; `tiny`: 2 groups of 4 x 48), rewards are 0 and 1,
+and `PolicyTrainer.update` trains on them: fp32 weights and Adam, passes in bf16 on CUDA, one epoch. Each setting of
+`--recompute` (gradient checkpointing; "yes" first, since it needs less memory) is measured in the same process.
+Afterwards the new weights are pushed.
 
-`limit` of the training rate is arithmetic at the rate of the largest matrix product of this machine, measured in the
-same run (`gemm_ceiling`; one H200 reaches about 790 TFLOP/s in bf16): 6 x N FLOP for each token (8 x N with gradient
-checkpointing), causal attention likewise, and 6 x head for each sampled token, where N counts the weights of the
-layers. Computing the logits of each chunk again in the backward pass is not in it.
+`limit` of the training rate counts arithmetic only, at the rate of a large matrix product on this machine, measured in
+the same run (`gemm_ceiling`; one H200 reaches about 790 TFLOP/s in bf16): 6 x N FLOP for each token (8 x N with
+gradient checkpointing), the same multiples for causal attention, and 6 x head for each sampled token, where N is the
+number of weights of the layers. The second computation of the logits in the backward pass is not counted.
 
-On CUDA the server's memory is what the device has in use beyond this process's allocator (at the end this includes a
-few hundred MB of its own, for NCCL and kernels), on the CPU the server's resident bytes. The trainer's peak is
-what its allocator held, on the CPU the resident peak of the process. Progress and its time are on stderr. The process
-ends after `--time-limit` seconds, whatever it waits for.
+On CUDA, the server's memory is the used memory of the device less that of this process's allocator; at the end this
+includes a few hundred MB of this process for NCCL and kernels. On the CPU it is the server's resident bytes. The
+trainer's peak is that of its allocator on CUDA, and the resident peak of the process on the CPU. Progress goes to
+stderr with its time. After `--time-limit` seconds the process ends in any case.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from verl_server.train.policy import load_policy
 from verl_server.train.ranks import launch_engine, setup_ranks
 
 _WORK = {"tiny": (2, 4, 16, 48), "0.6b": (16, 16, 128, 1024), "8b": (16, 16, 128, 1024)}
-"""Groups, trajectories of each, tokens of a prompt, tokens of a trajectory."""
+"""Shape -> (groups, trajectories of a group, tokens of a prompt, tokens of a trajectory)."""
 _PUSHES = 5
 
 
@@ -65,7 +65,7 @@ class Work:
 
 
 class Progress:
-    """Lines on stderr, with the seconds since the start."""
+    """Prints lines to stderr with the seconds since the start."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -75,18 +75,18 @@ class Progress:
 
 
 class Memory:
-    """Bytes that trainer and server hold."""
+    """Measures the bytes that trainer and server hold. Create it before the server is started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._outside = 0
         self.at_start = 0
-        """The server's bytes when it was ready."""
+        """Bytes that the server held when it became ready."""
         if device.type == "cuda":
             self._outside = device_used_bytes(device) - torch.cuda.memory_reserved(device)
 
     def server(self, engine: VerlEngine) -> int:
-        """`Memory` must have been made before the server was started."""
+        """Bytes that the server holds now."""
         if self._device.type == "cuda":
             return device_used_bytes(self._device) - torch.cuda.memory_reserved(self._device) - self._outside
         assert isinstance(engine.engine, HttpServerEngineAdapter) and engine.engine.pid is not None
@@ -98,7 +98,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def trainer_tensors(self) -> dict[str, float]:
-        """The peak of what tensors took of it, where the allocator knows."""
+        """Peak GiB of tensors, as a field of the report; on the CPU, where it is not known, no field."""
         if self._device.type != "cuda":
             return {}
         return {"tensors_gib": round(torch.cuda.max_memory_allocated(self._device) / 2**30, 4)}
@@ -110,7 +110,7 @@ class Memory:
 
 
 def sample(engine: VerlEngine, work: Work, vocabulary: int, timeout: float) -> list[Trajectory]:
-    """Trajectories that the server samples; a random half of each group has a reward of 1."""
+    """Let the server sample the trajectories. In each group, every second trajectory has a reward of 1."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(5, vocabulary, (work.groups, work.prompt), generator=generator).tolist()
     rows = [prompt for prompt in prompts for _ in range(work.group_size)]
@@ -128,23 +128,23 @@ def sample(engine: VerlEngine, work: Work, vocabulary: int, timeout: float) -> l
         trajectory.append_output(tokens, logprobs, [str(meta["weight_version"])] * len(tokens))
         trajectory.turns[0].reward = float(row % 2)
         trajectory.finish(StopReason.DONE)
-        assert len(trajectory.tokens) == work.tokens, "the server did not generate what was asked"
+        assert len(trajectory.tokens) == work.tokens, "the server did not generate the requested number of tokens"
         trajectories.append(trajectory)
     return trajectories
 
 
 def least_flop(shape: dict[str, Any], samples: list[Sample], recompute: bool) -> float:
-    """Arithmetic of one pass over `samples` and back, without padding."""
+    """FLOP of one forward and backward pass over `samples`, without padding."""
     hidden, layers, width = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * width, shape["num_key_value_heads"] * width
     weights = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"])
-    passes = 4 if recompute else 3  # forward, twice as much backward, and forward again
+    passes = 4 if recompute else 3  # one forward, a backward of twice its FLOP, and perhaps a second forward
     flop = 0.0
     for item in samples:
         length = len(item.trajectory.tokens)
         attention = (
             layers * 2 * queries * length * length / 2
-        )  # half of the scores, and half of the values, each 2 FLOP
+        )  # causal: half of the scores and half of the weighted values, each 2 FLOP (the factor below)
         flop += 2.0 * passes * (weights * length + attention)
         flop += 6.0 * hidden * shape["vocab_size"] * len(sampled_positions(item.trajectory))
     return flop
@@ -160,7 +160,7 @@ def measure(
     recompute: bool,
     progress: Progress,
 ) -> None:
-    """Train, push and report with or without gradient checkpointing; the trainer is gone afterwards."""
+    """Train, push and report with or without gradient checkpointing. The trainer is freed afterwards."""
     work = Work(args.groups, args.group_size, args.prompt, args.tokens)
     mode = {"recompute": recompute, "micro_batch_tokens": args.micro_batch_tokens}
     progress(f"loading the trainer, gradient checkpointing {'on' if recompute else 'off'}")
@@ -176,7 +176,7 @@ def measure(
         warmup_steps=0,
     )
     trainer = PolicyTrainer(policy, config, 1000, device)
-    push_ms = push(engine, trainer, "0", 1)  # the first one opens and plans
+    push_ms = push(engine, trainer, "0", 1)  # the first push opens memory and plans the copies
     report("first_push", push_ms[0], "ms", **mode)
     memory.reset_peak()
     progress(
@@ -228,7 +228,7 @@ def measure(
 
 
 def push(engine: VerlEngine, trainer: PolicyTrainer, version: str, times: int) -> list[float]:
-    """Milliseconds of each push."""
+    """Push `times` times. Returns the milliseconds of each push."""
     milliseconds = []
     for _ in range(times):
         synchronize(trainer.device)
@@ -267,10 +267,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, help="trajectories of a group (16; tiny: 4)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (128; tiny: 16)")
     parser.add_argument("--tokens", type=int, help="tokens of a trajectory with its prompt (1024; tiny: 48)")
-    parser.add_argument("--steps", type=int, default=3, help="measured training steps, after one to warm up (3)")
+    parser.add_argument("--steps", type=int, default=3, help="measured training steps, after a warm-up step (3)")
     parser.add_argument("--minibatches", type=int, default=4, help="optimizer steps of a training step (4)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="tokens of a forward pass (16384)")
-    parser.add_argument("--logprob-chunk", type=int, default=2048, help="tokens whose logits exist at one time (2048)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="most tokens of a forward pass (16384)")
+    parser.add_argument("--logprob-chunk", type=int, default=2048, help="tokens with logits in memory at once (2048)")
     parser.add_argument(
         "--recompute", choices=["no", "yes", "both"], default="both", help="gradient checkpointing (both)"
     )
@@ -278,7 +278,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--entropy", action=argparse.BooleanOptionalAction, default=True, help="compute the policy's entropy (yes)"
     )
     parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.3, help="GPU memory for the server's weights and KV cache (0.3)"
+        "--mem-fraction-static", type=float, default=0.3, help="share of GPU memory for the server (0.3)"
     )
     parser.add_argument("--startup-timeout", type=float, default=180.0, help="seconds until the server is ready (180)")
     parser.add_argument("--generate-timeout", type=float, default=180.0, help="seconds for the trajectories (180)")
@@ -288,11 +288,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, default)
     if args.tp != 1:
-        parser.error("--tp: trainer and server share one device here.")
+        parser.error("--tp must be 1, because trainer and server share one device in this benchmark.")
     if args.group_size < 2 or not 0 < args.prompt < args.tokens or args.steps < 1:
-        parser.error("It needs --group-size of at least 2, 0 < --prompt < --tokens, and --steps of at least 1.")
+        parser.error("--group-size must be at least 2, --prompt from 1 to --tokens - 1, and --steps at least 1.")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no GPU.")
+        parser.error("--device cuda needs an NVIDIA GPU, but torch sees none.")
     return args
 
 

@@ -1,11 +1,11 @@
-"""What copies a model's weights fastest: one JSON line for each way, with its ratio to one flat copy.
+"""Several ways to copy a model's weights: one JSON line for each way, with its ratio to one flat copy.
 
     python -m benchmarks.weight_copy --device cuda --shape 8b [--peer]
 
-The pairs are those of a push: the tensors of a checkpoint into the server's fused parameters, whole or the half
-that rank 0 of two takes. Each way fills a poisoned destination first and is checked against `Tensor.to`, then it is
-timed from the call until the device is done. With `--peer` the sources are another process's, on cuda:1, opened
-through CUDA IPC. Needs torch, Triton and transformers.
+The (destination, source) pairs are those of a push: from the tensors of a checkpoint to the server's fused parameters,
+either whole or the half of rank 0 of two ranks. Each way first fills a destination of NaN, and the result is compared
+with `Tensor.to`. Then the copy is timed from the call until the device is done. With `--peer`, the sources belong to
+another process on cuda:1 and are opened through CUDA IPC. Needs torch, Triton and transformers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Pair = tuple[Tensor, Tensor]
 Run = Callable[[], object]
 _ALIGNMENT = 512
 _TILES = [(2**13, 4), (2**14, 4), (2**14, 8), (2**15, 4), (2**15, 8), (2**15, 16), (2**16, 8), (2**16, 16)]
-"""Tile bytes and warps of a program."""
+"""(tile bytes, warps) of a program."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
-    parser.add_argument("--peer", action="store_true", help="sources of another process, on cuda:1")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="device of the weights (cuda)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b", help="shape of the model (0.6b)")
+    parser.add_argument("--peer", action="store_true", help="copy from another process on cuda:1")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each way (15)")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **vars(args)}), flush=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def parameters(shape: dict[str, Any]) -> list[tuple[tuple[int, ...], Cut]]:
-    """Shapes of a Qwen3 checkpoint's tensors, in order, and how tensor parallelism cuts them."""
+    """(shape, direction in which tensor parallelism divides it) of each tensor of a Qwen3 checkpoint, in order."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
     layer: list[tuple[tuple[int, ...], Cut]] = [
@@ -74,7 +74,7 @@ def parameters(shape: dict[str, Any]) -> list[tuple[tuple[int, ...], Cut]]:
 
 
 def make_pairs(tensors: list[tuple[tuple[int, ...], Cut]], source: Tensor, target: Tensor, ranks: int) -> list[Pair]:
-    """(destination, source) views, one after the other in flat memory; for `ranks` = 2 rank 0's half."""
+    """(destination, source) views, consecutive in flat memory. For `ranks` = 2 they cover the half of rank 0 only."""
     pairs = []
     taken, given = 0, 0
     for shape, cut in tensors:
@@ -146,7 +146,10 @@ def measure_case(
 
 
 def timed(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds until each run returned, and until the device was done; in turns, so that all see the same noise."""
+    """For each run, (milliseconds until it returned, milliseconds until the device was done) of each repeat.
+
+    The runs take turns, so that all have the same noise.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
@@ -155,7 +158,7 @@ def timed(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str,
             run()
             returned = time.perf_counter()
             _wait(device)
-            if turn:  # the first warms up
+            if turn:  # turn 0 is the warm-up
                 times[name].append((1e3 * (returned - start), 1e3 * (time.perf_counter() - start)))
     return times
 
@@ -166,9 +169,9 @@ def _wait(device: torch.device) -> None:
 
 
 def fill(source: Tensor) -> None:
-    """Random numbers, on the CPU repeated with a period that no tensor has, for they take long there."""
+    """Fill with random numbers. On the CPU, which draws slowly, they repeat with a period that no tensor has."""
     if source.is_cuda:
-        for start in range(0, source.numel(), 2**28):  # a peer's memory is written through a small local one
+        for start in range(0, source.numel(), 2**28):  # in parts, because the numbers are drawn in local memory
             part = source[start : start + 2**28]
             part.copy_(torch.randn(part.numel(), device=part.device))
         return
@@ -194,7 +197,7 @@ def tiled(pairs: list[Pair], tile_bytes: int, warps: int) -> Run:
     from verl_server.weight_sync.copying.copy_kernel import TileCopies
 
     tables, left = build_tables(pairs, tile_bytes)
-    assert not left, "every pair of a model is one for the kernel"
+    assert not left, "the kernel must support every pair of a model"
     return TileCopies(tables, pairs[0][0].device, num_warps=warps).run
 
 
@@ -208,7 +211,8 @@ def graph_of_copies(pairs: list[Pair]) -> Run:
 
 
 def memcpy_batch(pairs: list[Pair]) -> Run:
-    """The copy engines' batch call of the CUDA 13 runtime, on a stream of its own (the legacy one is refused)."""
+    """The batch copy of the CUDA 13 runtime, by the copy engines. The function rejects the legacy stream, so the copy
+    runs on a separate stream."""
 
     class Attributes(ctypes.Structure):
         _fields_ = (("source_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
@@ -239,7 +243,7 @@ def cpu_candidates(pairs: list[Pair]) -> Iterator[tuple[str, Callable[[], Run]]]
 
 
 def flat_memmove(nbytes: int) -> Run:
-    """As many bytes read and written, in two halves by two threads: what the C library makes of it."""
+    """A run that copies `nbytes` bytes with the C library's memmove, in two halves by two threads."""
     source, target = (torch.full((nbytes,), i, dtype=torch.uint8) for i in range(2))
     half = nbytes // 2
     pool = ThreadPoolExecutor(1)
@@ -259,7 +263,7 @@ def _copy_all(pairs: list[Pair]) -> None:
 
 @contextmanager
 def source_memory(device: str, nbytes: int, peer: bool) -> Iterator[Tensor]:
-    """uint8 [nbytes] for the sources: this process's own, or a peer's on cuda:1."""
+    """Yields uint8 [nbytes] for the sources, in this process, or with `peer` in another process on cuda:1."""
     if not peer:
         yield torch.empty(nbytes, dtype=torch.uint8, device=device)
         return
@@ -267,7 +271,7 @@ def source_memory(device: str, nbytes: int, peer: bool) -> Iterator[Tensor]:
     ours, theirs = context.Pipe()
     owner = context.Process(target=_own_memory, args=(theirs, nbytes), daemon=True)
     owner.start()
-    theirs.close()  # so that an owner that fails ends the wait
+    theirs.close()  # so that recv below raises if the owner fails
     handle = ours.recv()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     storage = torch.UntypedStorage._new_shared_cuda(0, *handle[1:])  # type: ignore[no-untyped-call]

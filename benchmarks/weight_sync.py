@@ -1,22 +1,25 @@
-"""How long a weight push takes, as the trainer sees it, and what it costs requests that generate meanwhile.
+"""The time of a weight push, measured in the trainer, and its effect on requests that are generating.
 
     python -m benchmarks.weight_sync --device cpu --shape tiny
     python -m benchmarks.weight_sync --device cuda --shape 8b --generate 64
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --engines 2 --tp 2
 
-A trainer process for each rank (FSDP2 if there are several) launches a server of random weights through
-`VerlEngine`; the server first captures its CUDA graphs. Before each push it writes every parameter in place, as an
-optimizer does; after it, outside the measured time, it compares the checksum of every parameter on every server rank
-with its own. A wrong one ends the run with exit code 1.
+The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
+through `VerlEngine`. The server first captures its CUDA graphs. Before each push the trainer writes every parameter in
+place, as an optimizer does. After the push, outside the measured time, it compares the checksum of every parameter on
+every server rank with its own. A difference ends the run with exit code 1.
 
-One JSON line per figure. `push`: `median_ms` and `worst_ms` of the call with HTTP and all, in the slowest rank;
-`http_ms`, the request in it; `commit_ms`, the server's part from its turn on (votes, copy, device sync); `bytes` of
-the trainer's parameters; `limit_ms`, the same bytes through plain flat copies over the same links in this run
-(converting, if the dtypes differ; the better of before and after), and `ratio`, how many times that the median is.
-With `--generate`, `token_gap`: milliseconds between two tokens of any of N streaming requests: `quiet` gaps, those
-that overlap a push, and what each push added to its longest one; the same for registering. With `--leaks`, `leak`:
-what trainer and server hold after the warm-up, and how much more at the end. Progress goes to stderr.
+Prints one JSON line per figure. `push` has these fields: `median_ms` and `worst_ms` of the whole call in the slowest
+rank; `http_ms`, the time of its HTTP request; `commit_ms`, the server's part (votes, copy, device synchronization);
+`bytes` of the trainer's parameters; `limit_ms`, the time of plain flat copies of the same bytes over the same links in
+this run (with conversion if the dtypes differ; the better of two measurements, before and after); and `ratio`, the
+quotient of `median_ms` and `limit_ms`.
+
+With `--generate`, `token_gap` has the milliseconds between two tokens of any of N streaming requests: the `quiet` gaps,
+the gaps that overlap a push, and the time that each push added to its longest gap, and the same for registrations. With
+`--leaks`, `leak` has the resources of trainer and server after the warm-up and their growth until the end. Progress
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ Report = Callable[..., None]
 
 
 def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
-    """Run it and report; False if a request was lost, or disturbed in mode="in_place"."""
+    """Run the benchmark and report. Returns False if a request was lost, or aborted or restarted in mode="in_place"."""
     job = make_job(args, folder)
     elements = elements_read(args, folder)
     progress("measuring plain copies of the same bytes")
@@ -66,20 +69,20 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
     ranks: Any = spawn(run_rank, (job, theirs), nprocs=args.trainer_ranks, join=False)  # type: ignore[no-untyped-call]
     theirs.close()
 
-    def hear() -> Any:
-        """The next message of the trainer's first rank; raises what a rank raised."""
+    def next_message() -> Any:
+        """The next message of the trainer's first rank. Raises the error of a rank that failed."""
         with contextlib.suppress(EOFError):
             while not ours.poll(0.2):
                 ranks.join(timeout=0)
             return ours.recv()
         ranks.join()
-        raise RuntimeError("The trainer ended before it was done.")
+        raise RuntimeError("The trainer ended before the benchmark was complete.")
 
-    ready = hear()
+    ready = next_message()
     assert isinstance(ready, Ready)
     streams = start_streams(args, ready) if args.generate else None
     ours.send("go")
-    result = hear()
+    result = next_message()
     assert isinstance(result, Result)
     outcome = streams.stop() if streams is not None else None
     ours.send("end")
@@ -98,9 +101,9 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
 
 
 def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
-    """(reading GPU, owning GPU) -> elements of one push."""
+    """(reading GPU, owning GPU) -> number of elements that one push reads."""
     served = served_tensors(folder, args.tp)
-    if args.source == "group":  # everything to every server rank; their GPUs come after the trainer's
+    if args.source == "group":  # every server rank receives all elements; its GPU comes after those of the trainer
         total = sum(math.prod(tensor.shape) for tensor in served)
         return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
     ranks_of_engine = args.trainer_ranks // args.engines
@@ -127,7 +130,7 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         "max_running_requests": max(args.generate, 8),
         "log_level": "warning",
     }
-    if on_gpu and args.source == "group":  # NCCL wants a GPU for each rank of a group: the server's come after ours
+    if on_gpu and args.source == "group":  # NCCL needs a GPU for each rank: the server's come after the trainer's
         gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
         settings["gpu_uuids"] = tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
     return Job(
@@ -149,12 +152,15 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
 
 
 def start_streams(args: argparse.Namespace, ready: Ready) -> Streams:
-    """`--generate` requests, of a length that fits the KV cache: none must be retracted for want of pages."""
+    """Start `--generate` requests whose lengths fit the KV cache, so that no request is retracted for lack of pages."""
     shape = SHAPES[args.shape]
     room = min(shape["max_position_embeddings"], int(0.9 * ready.token_capacity) // args.generate)
     output_len = min(512, room - _PROMPT_LEN - 32)
     if output_len < 32:
-        sys.exit(f"--generate {args.generate}: the KV cache of {ready.token_capacity} tokens is too small for them.")
+        sys.exit(
+            f"--generate {args.generate}: the KV cache of {ready.token_capacity} tokens is too small for so many "
+            "requests. Use fewer requests or a larger --mem-fraction-static."
+        )
     progress(f"starting {args.generate} streams of {_PROMPT_LEN} + {output_len} tokens")
     streams = Streams(ready.url, args.generate, _PROMPT_LEN, output_len, shape["vocab_size"])
     streams.start(_START_SECONDS)
@@ -213,7 +219,7 @@ def progress(text: str) -> None:
 
 
 def reporter(args: argparse.Namespace, argv: list[str]) -> Report:
-    """Prints a figure with how it came about."""
+    """A function that prints a figure with the command, the versions and the machine."""
     run: dict[str, Any] = {
         "command": "python -m benchmarks.weight_sync " + " ".join(argv),
         "versions": {
@@ -240,51 +246,51 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server (cpu)")
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="of the model (tiny)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server (cpu)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="shape of the model (tiny)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
-    parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; from 2 on, FSDP2 shards (1)")
-    parser.add_argument("--engines", type=int, default=1, help="servers that read all of the trainer's shards (1)")
-    parser.add_argument("--trainer-dtype", choices=list(_DTYPES), help="of the parameters (the server's)")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; two or more use FSDP2 (1)")
+    parser.add_argument("--engines", type=int, default=1, help="servers; each reads the shards of all ranks (1)")
+    parser.add_argument("--trainer-dtype", choices=list(_DTYPES), help="dtype of the parameters (that of the server)")
     parser.add_argument("--updates", type=int, default=50, help="measured pushes (50)")
-    parser.add_argument("--warmup", type=int, default=5, help="pushes before them (5)")
+    parser.add_argument("--warmup", type=int, default=5, help="pushes before the measured ones (5)")
     parser.add_argument(
-        "--check-every", type=int, default=1, metavar="K", help="compare checksums at each K-th push (1)"
+        "--check-every", type=int, default=1, metavar="K", help="compare checksums after every K-th push (1)"
     )
-    parser.add_argument("--generate", type=int, default=0, metavar="N", help="requests that run all the time (0)")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="requests in flight at any time (0)")
     parser.add_argument(
-        "--interval", type=float, default=0.2, help="with --generate: seconds of quiet before and after a push (0.2)"
+        "--interval", type=float, default=0.2, help="with --generate, idle seconds before and after each push (0.2)"
     )
     parser.add_argument(
         "--mode",
         choices=["in_place", "retract", "wait", "abort"],
         default="in_place",
-        help="what a push does to running requests (in_place)",
+        help="treatment of running requests in a push (in_place)",
     )
     parser.add_argument(
         "--source",
         choices=["registered", "named", "disk", "group"],
         default="registered",
-        help="register_weights once and push_weights; named tensors at every push; a checkpoint written before each "
-        "push; a process group as for another host (registered)",
+        help="registered: register_weights once, then push_weights; named: named tensors at every push; disk: a "
+        "checkpoint that is written before each push; group: a process group, as for another host (registered)",
     )
-    parser.add_argument("--leaks", action="store_true", help="report what trainer and server hold before and after")
+    parser.add_argument("--leaks", action="store_true", help="report resources of trainer and server before and after")
     parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.5, help="GPU memory for served weights and KV cache (0.5)"
+        "--mem-fraction-static", type=float, default=0.5, help="share of GPU memory for the server (0.5)"
     )
     args = parser.parse_args(argv)
     for name in ("tp", "trainer_ranks", "engines", "updates", "warmup", "check_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1.")
     if args.device == "cpu" and args.shape == "8b":
-        parser.error("--shape 8b needs a GPU: on CPU it is 33 GB for the trainer and as much for the server. Use 0.6b.")
+        parser.error("--shape 8b needs a GPU: on the CPU, trainer and server would need 33 GB each. Use --shape 0.6b.")
     if args.trainer_ranks % args.engines or (args.engines > 1 and args.source == "group"):
-        parser.error("--engines must divide --trainer-ranks, and --source group takes one engine.")
+        parser.error("--engines must divide --trainer-ranks, and must be 1 with --source group.")
     gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
     if args.device == "cuda" and torch.cuda.device_count() < gpus:
         parser.error(
-            f"--source {args.source} --tp {args.tp} --trainer-ranks {args.trainer_ranks} needs {gpus} GPUs, torch sees "
-            f"{torch.cuda.device_count()}."
+            f"--source {args.source} --tp {args.tp} --trainer-ranks {args.trainer_ranks} needs {gpus} GPUs, but torch "
+            f"sees {torch.cuda.device_count()}."
         )
     return args
 
@@ -295,7 +301,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="verl-weight-sync-") as temporary:
         folder = shape_folder(temporary, args.shape)
         if not benchmark(args, folder, reporter(args, given)):
-            sys.exit("Requests were lost, aborted or restarted: see lost_requests.")
+            sys.exit("Requests were lost, aborted or restarted: see the figure lost_requests.")
 
 
 if __name__ == "__main__":

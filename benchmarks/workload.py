@@ -1,8 +1,8 @@
-"""The workload that engines of this kind are compared on, and how little time it could take.
+"""The workload on which engines are compared, and the least time that it can take on a machine.
 
-nano-vllm's: 256 prompts of 100..1024 random ids, 256 output lengths of 100..1024, `random.seed(0)`, temperature 0.6,
-`ignore_eos`; 133,966 output tokens. The `tiny` shape has 64 sequences of 128 + 128. `PEERS` holds what other engines
-were measured at with the same work.
+It is nano-vllm's: 256 prompts of 100 to 1,024 random ids, 256 output lengths of 100 to 1,024, `random.seed(0)`,
+temperature 0.6, `ignore_eos`, and 133,966 output tokens. The `tiny` shape has 64 sequences of 128 + 128 tokens. `PEERS`
+holds figures of other engines that were measured with the same workload.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ class Workload:
     output_lens: list[int]
     temperature: float
     samples: int = 1
-    """So many requests after each other have one prompt."""
+    """Number of consecutive requests that have the same prompt."""
 
     @property
     def output_tokens(self) -> int:
         return sum(self.output_lens)
 
     def sampling_params(self) -> list[dict[str, Any]]:
-        """One for each prompt, as `generate` takes them."""
+        """The sampling parameters of each prompt, for `generate`."""
         return [{"temperature": self.temperature, "max_new_tokens": n, "ignore_eos": True} for n in self.output_lens]
 
     def first(self, count: int | None) -> Workload:
-        """The first `count` requests of the workload repeated as often as that takes; None: all, once."""
+        """The first `count` requests of the workload, which is repeated if it has fewer. None: the workload itself."""
         if count is None:
             return self
         times = -(-count // len(self.prompts))
         return Workload((self.prompts * times)[:count], (self.output_lens * times)[:count], self.temperature)
 
     def in_groups(self, samples: int) -> Workload:
-        """As many requests with as many output tokens, of which `samples` at a time are of one prompt."""
+        """The same number of requests and output lengths, where `samples` consecutive requests share a prompt."""
         prompts = [self.prompts[i - i % samples] for i in range(len(self.prompts))]
         return Workload(prompts, self.output_lens, self.temperature, samples)
 
 
 def make_workload(shape: str) -> Workload:
-    """The work of a named shape."""
+    """The workload of a named shape."""
     rng = random.Random(0)
     if shape == "tiny":
         return Workload([[rng.randrange(5, 320) for _ in range(128)] for _ in range(64)], [128] * 64, 1.0)
@@ -55,19 +55,19 @@ def make_workload(shape: str) -> Workload:
 
 
 def uniform_workload(count: int, prompt_len: int, output_len: int) -> Workload:
-    """`count` random prompts of one length, each with one length of output."""
+    """`count` random prompts of `prompt_len` tokens with `output_len` output tokens each."""
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 320) for _ in range(prompt_len)] for _ in range(count)]
     return Workload(prompts, [output_len] * count, 1.0)
 
 
 def single_sequence(shape: str) -> Workload:
-    """The first prompt alone, 512 tokens (`tiny`: 128)."""
+    """The first prompt alone with 512 output tokens (`tiny`: 128)."""
     work = make_workload(shape)
     return Workload(work.prompts[:1], [128 if shape == "tiny" else 512], work.temperature)
 
 
-# -- what others reach --------------------------------------------------------------------------------------
+# -- figures of other engines -------------------------------------------------------------------------------
 
 _VLLM, _SGLANG = "vLLM 0.26.0, one H200, bf16", "SGLang 0.5.16, one H200, bf16"
 _VLLM_CPU = "vLLM CPU 0.32.0, log-probabilities on, 2 cores with AVX-512"
@@ -84,28 +84,30 @@ PEERS: dict[tuple[str, str], dict[str, tuple[str, float]]] = {
         "seconds_to_ready": (_SGLANG, 49.0),
     },
 }
-"""(device, shape) -> figure -> the best peer and its value; prefix cache off and no log-probabilities but where said.
-Seconds to ready are those of warm caches where the peer was started twice."""
+"""(device, shape) -> figure -> (best peer, its value). The prefix cache was off, and log-probabilities were off unless
+the peer's name includes them. If a peer was started twice, seconds_to_ready is that of the second start, with warm
+caches."""
 
 
 def peer_of(device: str, shape: str, figure: str) -> dict[str, Any]:
+    """The fields `peer` and `peer_value` of a figure, None if there is no peer."""
     name, value = PEERS.get((device, shape), {}).get(figure, (None, None))
     return {"peer": name, "peer_value": value}
 
 
-# -- what the machine would allow ---------------------------------------------------------------------------
+# -- limits of the machine ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best: one matrix product, one copy (bytes read + written)."""
+    """Measured maximum rates of a device: FLOP/s of a matrix product, and bytes/s (read + written) of a copy."""
 
     flop_per_s: float
     bytes_per_s: float
 
 
 def measure_ceilings(device: str, threads: int | None) -> Ceilings:
-    """In this process, which leaves no tensor on the device."""
+    """Measure the ceilings in this process, and free the memory. `threads`: number of CPU threads; None: torch's."""
     if device == "cpu" and threads is not None:
         torch.set_num_threads(threads)
     on_gpu = device == "cuda"
@@ -139,10 +141,11 @@ def _best_seconds(run: Callable[[], object], on_gpu: bool) -> float:
 
 
 def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, itemsize: int) -> float:
-    """Time of the whole workload if only products and memory traffic cost time, all sequences at once.
+    """Seconds of the whole workload with all sequences at once, if only arithmetic and memory traffic take time.
 
-    Prefill at the product's rate, then decode at the larger of arithmetic and traffic (weights once a step, keys and
-    values once a token; a group's prompt is computed once, and read once a step).
+    Prefill takes the time of its arithmetic. Decode takes the larger of the times of its arithmetic and of its memory
+    traffic: weights once a step, keys and values once a token. The prompt of a group is computed once, and read once a
+    step. `itemsize` is the number of bytes of a weight.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     q_size = shape["num_attention_heads"] * shape["head_dim"]
@@ -151,7 +154,7 @@ def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, ite
     body, head = layers * per_layer, hidden * shape["vocab_size"]
     group_prompts = work.prompts[:: work.samples]
     prompt_tokens = sum(map(len, group_prompts))
-    # The first output token comes from the prefill.
+    # The prefill produces the first output token.
     decoded = work.output_tokens - len(work.prompts)
     own = sum(n * n / 2 for n in work.output_lens)
     context = own + sum(n * len(p) for p, n in zip(work.prompts, work.output_lens, strict=True))

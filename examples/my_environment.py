@@ -1,13 +1,14 @@
-"""An environment of your own, played and trained over HTTP. From the folder of this file:
+"""An environment of your own, which a policy plays and is trained on over HTTP. From the folder of this file:
 
     verl-server env serve my_environment:Countdown --port 8000
     verl-server serve --model-path MODEL --port 30000
     verl-server rollout --server http://127.0.0.1:30000 --environment http://127.0.0.1:8000 --straggler-timeout 30
     python -m verl_server.train.grpo --model-path MODEL --env-url http://127.0.0.1:8000
 
-From another folder, the first line names the file: `verl-server env serve PATH/TO/my_environment.py:Countdown`. Any
-OpenEnv server can stand in for it. The last line starts a rollout server of its own. Under
-`torchrun --nproc-per-node N -m verl_server.train.grpo` the model is sharded over N processes.
+From another folder, name the file in the first command: `verl-server env serve PATH/TO/my_environment.py:Countdown`.
+Any other OpenEnv server can replace the first command. The last command starts a rollout server of its own, and does
+not use the one of the second command. Under `torchrun --nproc-per-node N -m verl_server.train.grpo` the model is
+sharded over N processes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 
 class Countdown:
-    """Say the next lower number until 0. An environment needs two methods: `reset` and `step`.
+    """A game in which the policy counts down to 0. An environment needs two methods: `reset` and `step`.
 
-    See `verl_server.rollout.environment.Environment` for what they may return.
+    `verl_server.rollout.environment.Environment` documents the values that they may return.
     """
 
-    # Optional. An action that does not fit is refused before `step` sees it.
+    # Optional. An action that does not match the schema is rejected before `step` is called.
     action_schema: dict[str, Any] = {  # noqa: RUF012
         "type": "object",
         "properties": {"text": {"type": "string"}},

@@ -1,9 +1,10 @@
-"""A third-party environment over HTTP: a reasoning-gym task, played by a policy and kept as trajectories.
+"""A third-party environment over HTTP: a policy plays a reasoning-gym task, and the episodes become trajectories.
 
     pip install 'verl-server[games]'
     python examples/play_reasoning_gym.py --model-path MODEL
 
-Without --model-path a tiny random model plays: the example shows the whole path, not skill. It runs from any folder.
+Without --model-path a tiny model with random weights plays, which shows the calls but solves nothing. The example runs
+from any folder.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from verl_server.rollout.trajectory import Task, summarize
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Play a reasoning-gym task.")
-    parser.add_argument("--model-path", default=None)
-    parser.add_argument("--task", default="chain_sum", help="a task of reasoning-gym")
-    parser.add_argument("--episodes", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--step-timeout", type=float, default=10.0, help="seconds for one answer of the environment")
-    parser.add_argument("--straggler-timeout", type=float, default=30.0, help="seconds for the last tenth of episodes")
+    parser.add_argument("--model-path", default=None, help="model folder or hub id (a tiny random model)")
+    parser.add_argument("--task", default="chain_sum", help="name of a reasoning-gym task (chain_sum)")
+    parser.add_argument("--episodes", type=int, default=32, help="number of episodes (32)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of one answer (64)")
+    parser.add_argument("--step-timeout", type=float, default=10.0, help="seconds for a step of the environment (10)")
+    parser.add_argument("--straggler-timeout", type=float, default=30.0, help="seconds for the last tenth (30)")
     args = parser.parse_args()
     model_path = args.model_path or str(make_model_folder(tempfile.mkdtemp(), "llama"))
 

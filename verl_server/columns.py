@@ -1,15 +1,15 @@
-"""Columns: how a `columnar` reply of `/generate` carries token ids and log-probabilities.
+"""Columns: token ids and log-probabilities as arrays in a `columnar` reply of `/generate`.
 
-Each is one array of little-endian int32 or float32 in place of a list of numbers or triples: raw bytes in a msgpack
-reply, base64 text in a JSON one. `ReqState` packs with the functions below; `unpack` turns a reply, however it came,
-into the ordinary result, which is what `HttpServerEngineAdapter` returns.
+A column is one array of little-endian int32 or float32 in place of a list of numbers or triples: raw bytes in a msgpack
+reply, base64 text in a JSON reply. `ReqState` packs columns with the functions below. `unpack` turns a reply of either
+kind into the ordinary result; `HttpServerEngineAdapter` calls it and returns that result.
 
-    output_ids, prompt_token_ids        ids
+    output_ids, prompt_token_ids        token ids
     meta_info.output_token_logprobs     log-probabilities, one for each of output_ids
-    meta_info.input_token_logprobs      {"logprobs", "token_ids"}; where the list has null, NaN
+    meta_info.input_token_logprobs      {"logprobs", "token_ids"}; NaN where the list has null
     meta_info.*_top_logprobs,
-    meta_info.*_token_ids_logprobs      {"counts", "logprobs", "token_ids"}: counts[i] candidates belong to position i,
-                                        those of all positions in a row; -1 where the list has null
+    meta_info.*_token_ids_logprobs      {"counts", "logprobs", "token_ids"}: position i has counts[i] candidates, or -1
+                                        where the list has null; the candidates of all positions are concatenated
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ import numpy.typing as npt
 from verl_server.io_struct import TokenLogprobs
 
 MSGPACK = "application/msgpack"
-"""Content type of a reply whose columns are raw bytes; asked for with the Accept header."""
+"""Content type of a reply whose columns are raw bytes. The Accept header requests it."""
 Column = bytes | str
-"""An array as msgpack carries it, or JSON."""
+"""A column of a msgpack reply (bytes) or of a JSON reply (base64 text)."""
 
 
 # -- packing ------------------------------------------------------------------------------------------------
 
 
 def ids(values: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(values)}i", *values)  # several times faster than numpy with a list
+    """Pack token ids as int32."""
+    return struct.pack(f"<{len(values)}i", *values)  # several times faster than NumPy's conversion of a list
 
 
 def logprobs(values: Sequence[float]) -> bytes:
-    """float32 holds all of them exactly: the model's are no longer."""
+    """Pack log-probabilities as float32, which is exact: the model computes them in float32."""
     return struct.pack(f"<{len(values)}f", *values)
 
 
 def prompt(values: Sequence[float | None], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Pack prompt log-probabilities. None (the first token has no log-probability) becomes NaN."""
     return {"logprobs": logprobs([math.nan if v is None else v for v in values]), "token_ids": ids(token_ids)}
 
 
 def candidates(positions: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+    """Pack the candidates of each position; the module docstring describes the format."""
     some = [each for each in positions if each is not None]
     return {
         "counts": ids([-1 if each is None else len(each.token_ids) for each in positions]),
@@ -60,7 +63,10 @@ def candidates(positions: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
 
 
 def unpack(result: dict[str, Any]) -> dict[str, Any]:
-    """The result object as it is without `columnar`. Changes `result` and returns it; one without columns passes."""
+    """Turn columns back into lists, in place. Returns `result`, which then has the form of a reply without `columnar`.
+
+    A result without columns is not changed.
+    """
     if isinstance(result.get("output_ids"), list):
         return result
     for name in ("output_ids", "prompt_token_ids"):

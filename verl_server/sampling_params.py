@@ -1,8 +1,8 @@
-"""`SamplingParams`: how one request is sampled, with SGLang's names, defaults and limits.
+"""`SamplingParams`: the sampling settings of one request, with SGLang's names, defaults and limits.
 
-Decoded strictly from JSON or a dict (`SamplingParams.parse`): an unknown key, a wrong type or a value out of
-range is a `BadRequestError` that names the key; a key of SGLang's that we do not implement is an error when
-set. Crosses to the scheduler inside `TokenizedGenerateReq`.
+`SamplingParams.parse` decodes a dict or JSON object strictly. An unknown key, a wrong type or a value out of range
+raises a `BadRequestError` that names the key. A key of SGLang that we do not implement also raises if it is set. The
+scheduler receives the settings inside `TokenizedGenerateReq`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Sampling settings of one request. Source: SGLang's `sampling_params` (v0.5.23)."""
 
     max_new_tokens: int | None = 128
-    """Most output tokens; 0 only prefills; None runs until the context is full."""
+    """Largest number of output tokens. 0 only prefills; None generates until the context is full."""
     min_new_tokens: int = 0
     """EOS and `stop_token_ids` cannot be sampled before this many output tokens."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divisor of the logits. 0 always takes the most likely token (greedy)."""
     top_p: float = 1.0
+    """Sample from the most likely tokens whose total probability reaches this, in (0, 1]."""
     top_k: int = TOP_K_ALL
-    """-1 keeps the whole vocabulary."""
+    """Sample from this many of the most likely tokens. -1 keeps the whole vocabulary."""
     min_p: float = 0.0
+    """Sample from tokens that are at least this many times as likely as the most likely one, in [0, 1]."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it is in the output, in [-2, 2]."""
     presence_penalty: float = 0.0
+    """Subtracted from a token's logit once if it is in the output, in [-2, 2]."""
     repetition_penalty: float = 1.0
+    """Divides positive logits and multiplies negative logits of tokens in prompt or output, in (0, 2]."""
     stop: str | list[str] | None = None
+    """Strings that end the output."""
     stop_token_ids: list[int] | None = None
+    """Token ids that end the output, beside EOS."""
     n: int = 1
+    """Number of samples for the prompt."""
     ignore_eos: bool = False
-    """Ignore EOS and `stop_token_ids`."""
+    """Continue after EOS and `stop_token_ids`."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -61,13 +69,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     stream_interval: int | None = None
     """Tokens between two frames of a stream."""
     logit_bias: dict[str, float] | None = None
-    """Token id (as a string) to the value added to its logit."""
+    """Token id (as a string) -> value added to its logit."""
     sampling_seed: int | None = None
-    """Makes the sample a function of (seed, position, distribution), whatever the batch around it."""
+    """64-bit seed. A sample is a function of (seed, position, distribution), independent of the rest of the batch."""
 
     @classmethod
     def parse(cls, raw: Any) -> SamplingParams:
-        """Build from a dict (None is {}); null values take the default. Raises BadRequestError."""
+        """Build from a dict; None counts as {}. Null values mean the default, except that `max_new_tokens` may be null.
+
+        Raises BadRequestError that names the key and the allowed values.
+        """
         if isinstance(raw, cls):
             raw.verify()
             return raw
@@ -93,7 +104,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return params
 
     def verify(self) -> None:
-        """Check every value's range and normalize greedy and list-or-string fields in place."""
+        """Check the range of every value, and normalize greedy sampling, `top_k` and `stop` in place.
+
+        Raises BadRequestError that names the key and the allowed values.
+        """
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "stream_interval"):
             _check((getattr(self, name) or 0) < _INT_BOUND, name, getattr(self, name), f"below {_INT_BOUND}")
         _check(self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0")
@@ -132,7 +146,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             self.top_k = TOP_K_ALL
 
     def verify_vocab(self, vocab_size: int) -> None:
-        """Check the token ids in here against the model: one out of range would be an invalid index on device."""
+        """Raise BadRequestError if a token id is outside the vocabulary: it would be an invalid index on the device."""
         for token in self.stop_token_ids or []:
             _check(0 <= token < vocab_size, "stop_token_ids", token, f"a token id in 0..{vocab_size - 1}")
         for key in self.logit_bias or {}:

@@ -1,4 +1,4 @@
-"""The offline workload with another engine: command line, runs and JSON lines that the peers' scripts share."""
+"""The common part of the scripts in this folder: command line, runs of the offline workload, and JSON lines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workload import Workload, make_workload, single_sequence, uniform_workload
 
 Generate = Callable[[Workload], list[int]]
-"""Runs a workload, all of it submitted at once, and returns the number of tokens of each output."""
+"""Runs a workload that is submitted at once, and returns the number of tokens of each output."""
 Start = Callable[[Path, argparse.Namespace], AbstractContextManager[Generate]]
-"""Makes the peer's engine for a model folder, and ends it."""
+"""Starts the other engine with a model folder; the end of the context stops it."""
 
 
 def run_peer(package: str, doc: str | None, start: Start) -> None:
-    """Measure the peer as `benchmarks.offline` measures ours."""
+    """Measure another engine in the same way as `benchmarks.offline`."""
     args = parse_args(doc)
-    version = importlib.import_module(package).__version__  # vLLM's CPU build is a distribution of another name
+    version = importlib.import_module(package).__version__  # the distribution of vLLM's CPU build has another name
     peer = {"peer": f"{package} {version}", "prefix_cache": args.prefix_cache, "logprobs": args.logprobs}
     print(json.dumps({"name": "run", "command": " ".join(sys.argv), "torch": torch.__version__} | peer), flush=True)
     weights = args.weights == "written"
@@ -47,7 +47,7 @@ def _measure(name: str, generate: Generate, work: Workload, runs: int, peer: dic
         start = time.perf_counter()
         lengths = generate(work)
         rate = work.output_tokens / (time.perf_counter() - start)
-        assert lengths == work.output_lens, "the peer did not generate what was asked"
+        assert lengths == work.output_lens, "the peer did not generate the requested number of tokens"
         _report(f"{name}_run", rate, "tokens/s", peer)
     _report(name, rate, "tokens/s", peer)
 
@@ -59,18 +59,25 @@ def _report(name: str, value: float, unit: str, peer: dict[str, object]) -> None
 def parse_args(doc: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     switch = argparse.BooleanOptionalAction
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where it runs (cuda)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the engine runs (cuda)")
     parser.add_argument(
-        "--shape", choices=list(SHAPES), default="0.6b", help="model shape, and with it the work (0.6b)"
+        "--shape", choices=list(SHAPES), default="0.6b", help="shape of the model, which decides the workload (0.6b)"
     )
-    parser.add_argument("--runs", type=int, default=2, help="runs; the last is the figure (2)")
-    parser.add_argument("--single", action="store_true", help="also one sequence alone")
+    parser.add_argument("--runs", type=int, default=2, help="runs of the workload; the last run is the figure (2)")
+    parser.add_argument("--single", action="store_true", help="also measure a single sequence")
     parser.add_argument("--logprobs", action=switch, default=False, help="return log-probabilities (no)")
-    parser.add_argument("--prefix-cache", action=switch, default=False, help="share prefixes (no)")
+    parser.add_argument("--prefix-cache", action=switch, default=False, help="share prefixes between requests (no)")
     parser.add_argument(
-        "--uniform", type=int, nargs=3, metavar=("COUNT", "PROMPT", "OUTPUT"), help="one length instead"
+        "--uniform",
+        type=int,
+        nargs=3,
+        metavar=("COUNT", "PROMPT", "OUTPUT"),
+        help="use COUNT requests with PROMPT and OUTPUT tokens each instead of the workload",
     )
     parser.add_argument(
-        "--weights", choices=["dummy", "written"], default="dummy", help="made by the peer, or a folder"
+        "--weights",
+        choices=["dummy", "written"],
+        default="dummy",
+        help="dummy: the engine draws random weights; written: a folder with random weights (dummy)",
     )
     return parser.parse_args()

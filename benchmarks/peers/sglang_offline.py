@@ -1,4 +1,4 @@
-"""SGLang under the offline workload: `python -m benchmarks.peers.sglang_offline --shape 0.6b` with SGLang's Python."""
+"""The offline workload on SGLang: `python -m benchmarks.peers.sglang_offline --shape 0.6b` with SGLang's Python."""
 
 from __future__ import annotations
 

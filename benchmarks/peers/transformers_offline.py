@@ -1,8 +1,8 @@
-"""transformers' continuous batching under the offline workload.
+"""The offline workload on transformers' continuous batching.
 
     python -m benchmarks.peers.transformers_offline --shape tiny --device cpu
 
-Random weights are drawn here whatever `--weights` says: transformers has no dummy loading of its own.
+This script draws random weights and ignores `--weights`, because transformers has no dummy loading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.workload import Workload, make_workload
 
 _RESULT_SECONDS = 600.0
 _CPU_BLOCKS = 256
-"""Of 256 tokens. (On its own it takes all of the machine's memory.)"""
+"""Number of KV blocks of 256 tokens on the CPU. (By default transformers takes all of the machine's memory.)"""
 
 
 @contextlib.contextmanager
@@ -31,8 +31,8 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa"
         )
-    temperature = make_workload(args.shape).temperature  # one for all requests
-    config = GenerationConfig(do_sample=True, temperature=temperature, eos_token_id=-1)  # -1: end at no token
+    temperature = make_workload(args.shape).temperature  # the same for all requests
+    config = GenerationConfig(do_sample=True, temperature=temperature, eos_token_id=-1)  # -1: no token ends a request
     batching = ContinuousBatchingConfig(
         return_logprobs=args.logprobs,
         allow_block_sharing=args.prefix_cache,
@@ -50,7 +50,8 @@ def _generate(manager: Any, work: Workload) -> list[int]:
     while len(lengths) < len(names):
         result = manager.get_result(timeout=_RESULT_SECONDS)
         if result is None or result.error is not None:
-            raise RuntimeError(f"transformers gave no result: {result.error if result else 'it stopped'}")
+            reason = result.error if result else f"it stopped, or did not answer within {_RESULT_SECONDS:g} s"
+            raise RuntimeError(f"transformers returned no result: {reason}")
         lengths[result.request_id] = len(result.generated_tokens)
     return [lengths[name] for name in names]
 

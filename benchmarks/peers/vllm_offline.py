@@ -1,4 +1,4 @@
-"""vLLM under the offline workload: `python -m benchmarks.peers.vllm_offline --shape 0.6b` with vLLM's Python."""
+"""The offline workload on vLLM: `python -m benchmarks.peers.vllm_offline --shape 0.6b` with vLLM's Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def start(folder: Path, args: argparse.Namespace) -> Iterator[Generate]:
         enable_prefix_caching=args.prefix_cache,
         max_model_len=SHAPES[args.shape]["max_position_embeddings"],
         max_num_seqs=256,
-        **({} if args.device == "cuda" else {"gpu_memory_utilization": 0.3}),  # on the CPU, of the host's memory
+        **({} if args.device == "cuda" else {"gpu_memory_utilization": 0.3}),  # on the CPU, a share of host memory
     )
 
     def generate(work: Workload) -> list[int]:

@@ -56,7 +56,7 @@ def test_what_becomes_of_a_request_is_counted(answer: dict[str, Any], counted: s
     if "output_ids" in answer:
         finish = {"type": answer.pop("finish", "length")}
         answer["meta_info"] = {"finish_reason": finish, "num_retractions": answer.pop("retractions", 0)}
-    streams._settle(answer, 3)
+    streams._count_result(answer, 3)
     outcome = streams._outcome
     counts = {"completed": outcome.completed, "aborted": outcome.aborted, "restarted": outcome.restarted}
     counts["lost"] = len(outcome.lost)

@@ -251,7 +251,7 @@ class Bench:
         group = RankGroup(list(range(dist.get_world_size())), 1.0, silence_timeout=20)
         if self.rank == 0:
             text = "push: another rank of this VerlEngine died, or did not come to the call within rank_timeout=1 s "
-            self.expect_error(UnansweredError, f"{text}(rank(s) 1 said nothing", lambda: group.gather("push", bytes))
+            self.expect_error(UnansweredError, f"{text}(rank(s) 1 sent nothing", lambda: group.gather("push", bytes))
         dist.barrier()
 
     def check_a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one(self) -> None:

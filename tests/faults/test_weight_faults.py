@@ -221,7 +221,7 @@ def test_the_rank_that_acts_is_killed_during_the_copy(served: Served, trainer: R
 def test_a_rank_is_stopped_before_the_ranks_meet(served: Served, trainer: Ranks) -> None:
     trainer.send_signal(1, signal.SIGSTOP)
     trainer.call("push", seed=2)
-    expect_error([trainer.answer(0)], VerlServerError, "rank(s) 1 said nothing within 3 s")
+    expect_error([trainer.answer(0)], VerlServerError, "rank(s) 1 sent nothing within 3 s")
     served.expect(1)
     trainer.send_signal(1, signal.SIGCONT)
     expect_error([trainer.answer(1)], VerlServerError, "push_weights: another rank")

@@ -25,7 +25,7 @@ class Star:
 
     def __init__(self, size: int, timeout: float | None = 20.0) -> None:
         pairs = [socket.socketpair() for _ in range(size - 1)]
-        bounds = {"gather_timeout": timeout, "hear_timeout": timeout}
+        bounds = {"gather_timeout": timeout, "broadcast_timeout": timeout}
         others = list(range(1, size))
         self.ranks = [RankSockets([ours for ours, _ in pairs], ranks=others, is_hub=True, **bounds)]
         self.ranks += [RankSockets([theirs], ranks=[0], is_hub=False, **bounds) for _, theirs in pairs]
@@ -67,33 +67,33 @@ def test_every_rank_gets_everything_in_the_order_of_ranks(make_star: MakeStar, l
         assert star.on_all(lambda me: me.gather(expected[star.ranks.index(me)])) == [expected] * 3
 
 
-def test_news_are_heard_in_order_and_confirmed_only_when_they_were(make_star: MakeStar) -> None:
+def test_broadcasts_arrive_in_order_and_are_confirmed_only_when_received(make_star: MakeStar) -> None:
     star = make_star(3)
     for k in range(50):
-        star.ranks[0].tell(b"%d" % k)  # nobody has to be there
-    heard = [star.on(rank, lambda me: [me.hear() for _ in range(50)]) for rank in (1, 2)]
+        star.ranks[0].broadcast(b"%d" % k)  # nobody has to be there
+    heard = [star.on(rank, lambda me: [me.receive_broadcast() for _ in range(50)]) for rank in (1, 2)]
     assert [future.result(WAIT) for future in heard] == [[b"%d" % k for k in range(50)]] * 2
-    told = star.on(0, lambda me: me.tell(b"outcome", confirmed=True))
-    assert star.ranks[1].hear() == b"outcome"
+    told = star.on(0, lambda me: me.broadcast(b"outcome", confirmed=True))
+    assert star.ranks[1].receive_broadcast() == b"outcome"
     star.ranks[1].close()  # its program is over
     with pytest.raises(TimeoutError):
         told.result(0.2)
-    assert star.ranks[2].hear() == b"outcome"
+    assert star.ranks[2].receive_broadcast() == b"outcome"
     told.result(WAIT)
 
 
-@pytest.mark.parametrize("waits", ["gather", "hear", "tell"])
+@pytest.mark.parametrize("waits", ["gather", "receive_broadcast", "broadcast"])
 def test_silence_ends_with_the_bound(make_star: MakeStar, waits: str) -> None:
     star = make_star(2, timeout=0.1)
     rank, call = {
         "gather": (0, lambda me: me.gather(b"")),
-        "hear": (1, lambda me: me.hear()),
-        "tell": (0, lambda me: me.tell(b"outcome", confirmed=True)),
+        "receive_broadcast": (1, lambda me: me.receive_broadcast()),
+        "broadcast": (0, lambda me: me.broadcast(b"outcome", confirmed=True)),
     }[waits]
     with pytest.raises(RuntimeError, match=r"nothing within 0.1 s|timed out"):
         star.on(rank, call).result(WAIT)
     for other in star.ranks:
-        with pytest.raises(RuntimeError, match=r"earlier call|is gone|rank\(s\) 1 said nothing"):
+        with pytest.raises(RuntimeError, match=r"earlier call|is gone|rank\(s\) 1 sent nothing"):
             other.gather(b"")
 
 
@@ -101,16 +101,16 @@ def test_every_rank_hears_which_ones_did_not_come(make_star: MakeStar) -> None:
     star = make_star(4, timeout=0.2)
     came = [star.on(rank, lambda me: me.gather(b"")) for rank in (0, 2)]
     for future in came:
-        with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 said nothing within 0.2 s"):
+        with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 sent nothing within 0.2 s"):
             future.result(WAIT)
-    with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 said nothing"):
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 1, 3 sent nothing"):
         star.on(3, lambda me: me.gather(b"late")).result(WAIT)
 
 
 def test_a_first_rank_that_does_not_come_is_named(make_star: MakeStar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_sockets, "_VERDICT_GRACE", 0.0)
     star = make_star(2, timeout=0.2)
-    with pytest.raises(RuntimeError, match=r"rank\(s\) 0 said nothing within 0.2 s"):
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 0 sent nothing within 0.2 s"):
         star.on(1, lambda me: me.gather(b"")).result(WAIT)
 
 
@@ -132,8 +132,8 @@ def test_a_rank_that_goes_ends_the_wait_of_all_others(make_star: MakeStar, dying
 
 def test_an_outcome_of_a_call_that_a_rank_left_is_not_taken_for_a_later_one(make_star: MakeStar) -> None:
     star = make_star(3)
-    told = star.on(0, lambda me: me.tell(b"old", confirmed=True))
-    assert star.ranks[1].hear() == b"old"
+    told = star.on(0, lambda me: me.broadcast(b"old", confirmed=True))
+    assert star.ranks[1].receive_broadcast() == b"old"
     with pytest.raises(RuntimeError, match=r"left an earlier call|is gone"):
         star.ranks[2].gather(b"later")
     with pytest.raises(RuntimeError, match=r"left an earlier call|is gone"):
@@ -146,7 +146,7 @@ def test_an_interrupt_inside_a_wait_loses_the_connection(make_star: MakeStar, mo
     star = make_star(2)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(rank_sockets, "_receive", _interrupted)
-        star.ranks[1].hear()
+        star.ranks[1].receive_broadcast()
     with pytest.raises(RuntimeError, match="is gone"):
         star.on(0, lambda me: me.gather(b"")).result(WAIT)
 
@@ -172,9 +172,9 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
     assert not list(Path(folder).iterdir()), "the first rank removes it before it comes to a call"
     for confirmed in (False, True):
         if rank == 0:
-            channel.tell(b"news", confirmed=confirmed)
+            channel.broadcast(b"news", confirmed=confirmed)
         else:
-            assert channel.hear() == b"news"
+            assert channel.receive_broadcast() == b"news"
     brief = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1.0))
     meeting = RankSockets.connect(group, 1.0, WAIT) or GlooChannel(brief, brief, first=0, gather_timeout=1.0)
     if rank < 2:  # the last one does not come

@@ -76,7 +76,7 @@ class Problem:
             device=DEVICE,
             decode_config=config,
             shared_config=shared_config,
-            most_shared=len(lens),
+            max_shared_entries=len(lens),
         )
 
     def expected(self) -> Tensor:
@@ -91,13 +91,13 @@ class Problem:
     def shared_keys(self, cached: list[int] | None = None) -> SharedKeys:
         """All that may be shared, when so much is cached (as given)."""
         table, lens = self.table.long().cpu().numpy(), np.array(cached or self.cached) + 1
-        runs = find_runs(table, np.array(self.rows), lens, self.page_size, least=self.page_size)
+        runs = find_runs(table, np.array(self.rows), lens, self.page_size, min_keys=self.page_size)
         assert runs.saved
         return self.attention.shared_keys(runs)
 
     def decode_shared(self, keys: SharedKeys | None = None) -> Tensor:
         lens, keys = np.array(self.cached) + 1, keys or self.shared_keys()
-        assert len(keys.items) <= self.attention.most_items(len(lens))
+        assert len(keys.items) <= self.attention.max_items_length(len(lens))
         meta = torch.from_numpy(self.attention.host_metadata(lens - keys.starts)).to(DEVICE)
         on_device = SharedKeys(*(_ints(part.tolist()) for part in keys))
         return self.attention.decode(
@@ -209,12 +209,12 @@ def test_wide_groups_have_room_for_their_items() -> None:
     """A tile of two entries, and runs of three on both levels: more than one item for each entry."""
     entries = np.arange(300)
     attention = PagedAttention(
-        num_heads=64, kv_heads=2, head_dim=32, page_size=16, dtype=HALF, device=DEVICE, most_shared=len(entries)
+        num_heads=64, kv_heads=2, head_dim=32, page_size=16, dtype=HALF, device=DEVICE, max_shared_entries=len(entries)
     )
     table = np.stack([np.ones_like(entries), 2 + entries // 3, 200 + entries], axis=1)
     keys = attention.shared_keys(find_runs(table, entries, np.full(len(entries), 40), 16, 16))
     assert set(keys.levels) == {2} and len(keys.items) > 2 + ITEM * len(entries)
-    assert len(keys.items) <= attention.most_items(len(entries))
+    assert len(keys.items) <= attention.max_items_length(len(entries))
 
 
 def test_entries_that_share_do_not_spoil_each_other() -> None:
@@ -320,7 +320,7 @@ def test_decode_of_shared_keys_replays_in_a_graph_with_others() -> None:
     problem = Problem(cached, [1] * 8, shared=shared, num_heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     attention, rows = problem.attention, _ints(problem.rows)
     lens, meta = torch.empty_like(rows), _ints([0] * len(attention.host_metadata(np.ones(1))))
-    room = attention.most_items(len(cached))
+    room = attention.max_items_length(len(cached))
     keys = SharedKeys(*(_ints([0] * n) for n in (8, 8, 8, room)))
 
     def write(before: list[int], plan: SharedKeys) -> None:

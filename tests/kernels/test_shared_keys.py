@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verl_server.kernels import shared_keys
-from verl_server.kernels.shared_keys import LEVELS, Runs, deal_out, find_runs
+from verl_server.kernels.shared_keys import LEVELS, Runs, find_runs, plan_items
 
 PAGE = 4
 
@@ -115,7 +115,7 @@ def test_pages_beyond_a_length_mean_nothing() -> None:
 def test_what_is_found_is_shared(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a plain reading of random trees: every run's entries have its pages in common, runs follow on, and no
     others would save more."""
-    monkeypatch.setattr(shared_keys, "_DEEPEST", 6)
+    monkeypatch.setattr(shared_keys, "_MAX_DEPTH", 6)
     rng = np.random.default_rng(seed)
     rows = [list(rng.integers(1, 3, 6)) for _ in range(12)]
     pages = np.array([[int("".join(map(str, row[: i + 1]))) for i in range(6)] for row in rows], dtype=np.int64)
@@ -138,7 +138,7 @@ def test_every_key_of_every_entry_is_dealt_out_once(slots: int, heads: int) -> N
     none = np.zeros(3, dtype=np.int64)
     count, begin = np.array([40, 2, 9]), np.array([0, 16, 0])
     runs = Runs(np.arange(51), np.array([0, 40, 42]), count, begin, begin + np.array([1000, 20, 4096]), none)
-    items = deal_out(runs, tile=16, grain=64, heads=heads, programs=24, slots=slots)
+    items = plan_items(runs, tile=16, grain=64, heads=heads, programs=24, slots=slots)
     seen = {(place, key): 0 for f, n, b, e in zip(runs.first, count, begin, runs.end, strict=True)
             for place in range(f, f + n) for key in range(b, e)}  # fmt: skip
     used = set()

@@ -28,7 +28,7 @@ def test_product(m: int, n: int, k: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "dtype", "takes"),
+    ("m", "n", "k", "dtype", "faster"),
     [
         (32, 1024, 2048, torch.half, True),
         (33, 1024, 2048, torch.half, False),
@@ -40,9 +40,9 @@ def test_product(m: int, n: int, k: int, with_bias: bool) -> None:
     ],
     ids=["fits", "rows", "uneven_out", "uneven_in", "float32", "short_sum", "vocabulary"],
 )
-def test_takes(m: int, n: int, k: int, dtype: torch.dtype, takes: bool) -> None:
+def test_is_faster(m: int, n: int, k: int, dtype: torch.dtype, faster: bool) -> None:
     x, weight = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta")
-    assert SkinnyProduct(DEVICE).takes(x, weight) == takes
+    assert SkinnyProduct(DEVICE).is_faster(x, weight) == faster
 
 
 @pytest.mark.cuda

@@ -59,7 +59,7 @@ def test_sharded_and_consolidated_copies(tmp_path: Path) -> None:
     load_checkpoint(weight_map, sharded)
     assert all(weight_map.read(name).isfinite().all() for name in weight_map.slots)
     next(iter(sharded.glob("model-*.safetensors"))).unlink()
-    with pytest.raises(BadRequestError, match="shards that are not there"):
+    with pytest.raises(BadRequestError, match="files that do not exist"):
         load_checkpoint(weight_map, sharded)
 
 

@@ -31,7 +31,7 @@ def make_backend(*, cascade: bool = True) -> PagedBackend:
         page_size=PAGE,
         dtype=torch.bfloat16,
         device=CPU,
-        most_shared=2 * GROUP if cascade else 0,
+        max_shared_entries=2 * GROUP if cascade else 0,
     )
     rotary = RotaryEmbedding(128, 64, {"rope_type": "default", "rope_theta": 1e4}, CPU)
     return PagedBackend(kernels, rotary, torch.from_numpy(table), table, PAGE, fused=False)
@@ -41,14 +41,14 @@ def test_a_group_reads_its_prompt_together() -> None:
     backend = make_backend()
     rows = np.arange(2 * GROUP)
     lens = PROMPT + 1 + rows % 100
-    dealt = backend.deal_out(rows, lens)
-    assert dealt.shared is not None
-    assert dealt.shared.starts.tolist() == [PROMPT] * len(rows)
-    alone = make_backend(cascade=False).deal_out(rows, lens - PROMPT)
+    planned = backend.plan_decodes(rows, lens)
+    assert planned.shared is not None
+    assert planned.shared.starts.tolist() == [PROMPT] * len(rows)
+    alone = make_backend(cascade=False).plan_decodes(rows, lens - PROMPT)
     assert alone.shared is None
-    assert dealt.work.tolist() == alone.work.tolist(), "what is left is each entry's own"
+    assert planned.work.tolist() == alone.work.tolist(), "what is left is each entry's own"
     capacities = backend.capacities(len(rows), shared=True)
-    assert all(len(array) <= room for array, room in zip(dealt.arrays, capacities, strict=True))
+    assert all(len(array) <= room for array, room in zip(planned.arrays, capacities, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_a_group_reads_its_prompt_together() -> None:
     ],
 )
 def test_little_that_is_shared_is_not_worth_a_kernel(rows: list[int], prompt: int) -> None:
-    dealt = make_backend().deal_out(np.array(rows, dtype=np.int64), np.full(len(rows), prompt + 1))
-    assert dealt.shared is None and len(dealt.arrays) == 1
-    assert len(dealt.work) == make_backend().capacities(1, shared=False)[0]
+    planned = make_backend().plan_decodes(np.array(rows, dtype=np.int64), np.full(len(rows), prompt + 1))
+    assert planned.shared is None and len(planned.arrays) == 1
+    assert len(planned.work) == make_backend().capacities(1, shared=False)[0]
 
 
 def test_one_long_entry_costs_no_columns() -> None:
@@ -72,8 +72,8 @@ def test_one_long_entry_costs_no_columns() -> None:
     backend = make_backend()
     lens = np.full(2 * GROUP, PROMPT + 5)
     lens[7] = PROMPT + 8 * PAGE
-    dealt = backend.deal_out(np.arange(2 * GROUP), lens)
-    assert dealt.shared is not None and dealt.shared.starts.tolist() == [PROMPT] * len(lens)
+    planned = backend.plan_decodes(np.arange(2 * GROUP), lens)
+    assert planned.shared is not None and planned.shared.starts.tolist() == [PROMPT] * len(lens)
 
 
 def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pyte
     rows, lens = np.arange(2 * GROUP), np.full(2 * GROUP, PROMPT + 5)
 
     def starts(rows: Any, lens: Any) -> list[int]:
-        shared = backend.deal_out(rows, lens).shared
+        shared = backend.plan_decodes(rows, lens).shared
         return [] if shared is None else list(shared.starts)
 
     for step in (0, 0, 1, 2):
@@ -111,6 +111,6 @@ def test_requests_that_share_more_are_seen_in_the_rows_of_those_that_did_not() -
     backend = make_backend()
     rows, prompts = np.arange(2 * GROUP), backend._host_table.copy()
     backend._host_table[:] = 10**6 + np.arange(prompts.size).reshape(prompts.shape)
-    assert backend.deal_out(rows, np.full(len(rows), PROMPT + 90)).shared is None
+    assert backend.plan_decodes(rows, np.full(len(rows), PROMPT + 90)).shared is None
     backend._host_table[:] = prompts
-    assert backend.deal_out(rows, np.full(len(rows), PROMPT + 5)).shared is not None
+    assert backend.plan_decodes(rows, np.full(len(rows), PROMPT + 5)).shared is not None

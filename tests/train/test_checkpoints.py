@@ -84,7 +84,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder.record(describe_rollout(RolloutReport(), step=0, version="0", ranks=1, gap=None))
     with pytest.raises(BadRequestError, match=r"run already holds a run \(metrics.jsonl.*\)\. Name another folder"):
         folder.start()
-    with pytest.raises(BadRequestError, match=r"nothing to resume in .*run: it holds no finished checkpoint"):
+    with pytest.raises(BadRequestError, match=r"nothing to resume in .*run: it contains no finished checkpoint"):
         folder.resume()
     (tmp_path / "run/checkpoint-1").mkdir()
     (tmp_path / "run/checkpoint-1/run.json").write_text('{"next_step": 1}')

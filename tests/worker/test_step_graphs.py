@@ -105,18 +105,19 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(step_graphs, "StepGraphs", OnceOnly)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(triton_attention, "_LEAST_KEYS", 4)
-    monkeypatch.setattr(triton_attention, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(triton_attention, "_MIN_RUN_KEYS", 4)
+    monkeypatch.setattr(triton_attention, "_MIN_SAVED_BYTES", 1)
     runner = make_runner(tiny_llama, page_size=4, disable_cuda_graph=not graphs)
     runner.kv.pool.fill_(torch.nan)
-    dealt = []
-    deal_out = PagedBackend.deal_out
-    monkeypatch.setattr(PagedBackend, "deal_out", lambda *a, **k: dealt.append(deal_out(*a, **k)) or dealt[-1])
+    planned = []
+    plan_decodes = PagedBackend.plan_decodes
+    recorded = lambda *a, **k: planned.append(plan_decodes(*a, **k)) or planned[-1]  # noqa: E731
+    monkeypatch.setattr(PagedBackend, "plan_decodes", recorded)
     got = run_groups(Driver(runner))
     for a, b in zip(expected, got, strict=True):
         assert a.spec.output_ids == b.spec.output_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-    starts = [tuple(work.shared.starts) for work in dealt if work.shared is not None]
+    starts = [tuple(work.shared.starts) for work in planned if work.shared is not None]
     assert (12,) * 8 + (0,) in starts, "both groups in one step"
     if graphs:
         assert isinstance(runner._graphs, OnceOnly)
@@ -130,8 +131,8 @@ def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
     monkeypatch.setattr(step_graphs, "StepGraphs", FullBeforeShared)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(triton_attention, "_LEAST_KEYS", 4)
-    monkeypatch.setattr(triton_attention, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(triton_attention, "_MIN_RUN_KEYS", 4)
+    monkeypatch.setattr(triton_attention, "_MIN_SAVED_BYTES", 1)
     runner = make_runner(tiny_llama, page_size=4)
     driver = Driver(runner)
     first = driver.add(random_prompt(5, seed=1))

@@ -103,7 +103,7 @@ class RankGroup:
         data = b""
         with self._peer_errors(what):
             while not data:  # empty: still at it
-                data = self._channel.hear()
+                data = self._channel.receive_broadcast()
         outcome = msgspec.msgpack.decode(data, type=_Outcome)
         if outcome.error is not None:
             raise rebuild_error(outcome.error, 0)
@@ -142,7 +142,7 @@ class RankGroup:
 
     def _tell(self, what: str, data: bytes) -> None:
         with self._peer_errors(what):
-            self._channel.tell(data, confirmed=True)
+            self._channel.broadcast(data, confirmed=True)
 
     @contextlib.contextmanager
     def _peer_errors(self, what: str) -> Iterator[None]:
@@ -187,7 +187,7 @@ class _Heart:
         with self._lock:
             if self._acting:
                 with contextlib.suppress(RuntimeError):  # a rank is gone: telling the outcome will say so
-                    self._channel.tell(b"")
+                    self._channel.broadcast(b"")
 
 
 def _beat(heart: weakref.ref[_Heart], seconds: float, stopped: threading.Event) -> None:

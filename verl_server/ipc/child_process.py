@@ -1,13 +1,13 @@
-"""A child that says when it is ready, why it failed, and does not outlive its parent.
+"""Child processes that report when they are ready or why they failed, and that end with their parent.
 
-`ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. Owned by whoever launches schedulers
-(`server/launch.py`) or a whole server (`engine.HttpServerEngineAdapter`). A fresh interpreter rather than
-`multiprocessing`: the user's `__main__` is not imported again, so no `if __name__ == "__main__"` guard is
-needed, and neither CUDA state nor locks are inherited.
+`ChildProcess` starts `python -m MODULE` with a JSON argument on stdin. `server/launch.py` starts schedulers with it,
+and `engine.HttpServerEngineAdapter` starts whole servers. The child is a new interpreter instead of a `multiprocessing`
+child. So the user's `__main__` is not imported again and needs no `if __name__ == "__main__"` guard, and neither CUDA
+state nor locks are inherited.
 
-In the child, `child_main` runs the target, reports `ready(info)` or why it failed on a pipe, and watches its
-parent: end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is
-stuck in native code with the interpreter lock held notices only when it comes back.)
+In the child, `child_main` runs the target, reports `ready(info)` or the error on a pipe, and watches its parent:
+end-of-file on a second pipe, or another parent pid, means that the parent is gone. (A child that is in native code and
+holds the interpreter lock notices this only after it has released the lock.)
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class ChildProcess:
-    """Handle of a running child: starts it; then call `wait_ready`.
+    """A running child. The constructor starts it; then call `wait_ready`.
 
-    `poll` and `terminate` may be called from any thread. The child's output is passed on to this process's
-    stderr line by line, and the last lines are kept for error messages.
+    `poll` and `terminate` may be called from any thread. The child's output is written to this process's stderr line by
+    line, and the last lines are kept for error messages.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChildProcess:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """`pass_fds` are open in the child, too, under the same numbers; `argument` says what they are."""
+        """The child inherits the file descriptors `pass_fds` under the same numbers. `argument` must name them."""
         self.name = name
         self._lock = threading.Lock()
         self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
@@ -68,7 +68,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(status_w, alive_r, *pass_fds),
                 env=_child_env(env),
-                start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in order
+                start_new_session=True,  # Ctrl-C interrupts only the parent, which then ends its children in order
             )
         except BaseException:
             self._close_pipes()
@@ -79,7 +79,7 @@ class ChildProcess:
         self._drain = threading.Thread(target=self._forward_log, name=f"{name}-log", daemon=True)
         self._drain.start()
         assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # died at once: wait_ready tells why
+        with contextlib.suppress(BrokenPipeError):  # the child has ended already: wait_ready raises the reason
             self.popen.stdin.write(json.dumps(argument).encode() + b"\n")
             self.popen.stdin.close()
 
@@ -88,10 +88,11 @@ class ChildProcess:
         return self.popen.pid
 
     def wait_ready(self, timeout: float, also: Callable[[], None] | None = None) -> dict[str, Any]:
-        """The child's `ready(info)`. Raises ServerLaunchError with the child's error, or on timeout.
+        """Wait for the child's `ready(info)` and return the info. Raises ServerLaunchError on failure or timeout.
 
-        The message of a `VerlServerError` explains itself; to any other error its traceback and the end of the child's
-        log are added. `also` is called several times a second and may raise, e.g. because a sibling died.
+        The error has the message of the child's error. Unless that is a `VerlServerError`, the traceback and the end of
+        the child's log are added. `also` is called several times a second, and may raise, for example because a sibling
+        has died.
         """
         deadline = time.monotonic() + timeout
         poller = select.poll()
@@ -103,10 +104,10 @@ class ChildProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ServerLaunchError(
-                    f"{self.name} was not ready within {timeout:.0f} s (raise startup_timeout if it is just slow)."
+                    f"{self.name} was not ready within {timeout:.0f} s (raise startup_timeout if it is only slow)."
                     + self.log_tail()
                 )
-            code = self.popen.poll()  # before reading, so that what it wrote last is still seen
+            code = self.popen.poll()  # before reading, so that the child's last message is still read
             chunk = b""
             if poller.poll(0 if code is not None else min(left, 0.2) * 1000):
                 chunk = os.read(self._status_r, 1 << 16)
@@ -116,13 +117,13 @@ class ChildProcess:
                     f"{self.name} exited with {describe_exit(code)} while starting.{self.log_tail()}"
                 )
             if not chunk and code is None:
-                time.sleep(0.01 if poller.poll(0) else 0)  # end-of-file, and the process is about to be reaped
+                time.sleep(0.01 if poller.poll(0) else 0)  # the pipe is at its end: the child is about to exit
         status = json.loads(data)
         if "error" in status:
             message = str(status["error"])
             if status["traceback"]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.popen.wait(timeout=2)  # it ends now, and then its log is complete
+                    self.popen.wait(timeout=2)  # the child is ending; its log is complete after that
                 message = f"{self.name} failed while starting: {message}\n\n"
                 message += f"Traceback in {self.name}:\n{status['traceback']}{self.log_tail()}"
             raise ServerLaunchError(message)
@@ -130,7 +131,7 @@ class ChildProcess:
         return info
 
     def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
+        """The exit code, or None while the child runs."""
         return self.popen.poll()
 
     def log_tail(self) -> str:
@@ -141,7 +142,10 @@ class ChildProcess:
         return f"\n\nLast lines of {self.name}'s log:\n" + "".join(lines) if lines else ""
 
     def terminate(self, grace: float = 10.0) -> int | None:
-        """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; waits. Idempotent."""
+        """Send SIGTERM, after `grace` seconds SIGKILL to the child's process group, and wait. Idempotent.
+
+        Returns the exit code, or None if the child has not ended 5 seconds after SIGKILL.
+        """
         if self.popen.poll() is None:
             self.popen.terminate()
             try:
@@ -167,7 +171,7 @@ class ChildProcess:
         assert pipe is not None
         rest = b""
         while chunk := os.read(pipe.fileno(), 1 << 16):
-            # A progress bar's carriage returns end lines, too; a line without end is cut.
+            # Carriage returns of a progress bar end lines, too. A line that is too long is cut.
             *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
             if len(rest) > _LOG_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
@@ -178,7 +182,7 @@ class ChildProcess:
         for raw in lines:
             line = raw[:_LOG_LINE_BYTES].decode(errors="replace") + "\n"
             self._log_tail.append(line)
-            with contextlib.suppress(ValueError, OSError, AttributeError):  # our own stderr is closed or None
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # this process's stderr is closed or None
                 sys.stderr.write(line)
 
 
@@ -189,7 +193,7 @@ def _child_env(extra: dict[str, str] | None) -> dict[str, str]:
 
 
 def describe_exit(code: int | None) -> str:
-    """ "code 1" or "signal SIGKILL" for a subprocess return code."""
+    """A subprocess return code as text: "code 1" or "signal SIGKILL"."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"signal {signal.Signals(-code).name}"
@@ -197,22 +201,21 @@ def describe_exit(code: int | None) -> str:
 
 
 def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]) -> NoReturn:
-    """Entry of a child module: `target(argument, ready)` runs until the child should exit.
+    """Entry of a child module: runs `target(argument, ready)`, then exits.
 
-    `ready(info)` may be called once. Whatever ends the target is reported to the parent, which raises it, if it comes
-    before `ready`, and logged otherwise; threads that libraries left behind do not keep the process alive.
-    `argument["leftovers"]` are folders of the parent that the child removes if the parent is killed and cannot do so
-    itself.
+    The target calls `ready(info)` once. An error before that call is reported to the parent, whose `wait_ready` raises
+    it; a later error is logged. Threads of libraries do not keep the process alive. `argument["leftovers"]` are folders
+    of the parent: the child removes them if the parent is killed and cannot remove them.
     """
     status_w, alive_r, parent_pid = (int(arg) for arg in sys.argv[1:4])
     for fd in (status_w, alive_r):
-        os.set_inheritable(fd, False)  # a grandchild that held them would hide our end from the parent
+        os.set_inheritable(fd, False)  # a grandchild that held them would hide the end of this process from the parent
     leftovers: list[str] = []
     watch = (alive_r, parent_pid, leftovers)
     threading.Thread(target=_die_with_parent, args=watch, name="parent-watch", daemon=True).start()
 
     def report(message: dict[str, Any]) -> bool:
-        """Whether the parent gets it: once, and if the parent still listens."""
+        """Send `message` to the parent. Returns False if a message was sent already, or if the parent has closed."""
         nonlocal status_w
         fd, status_w = status_w, -1
         if fd < 0:
@@ -239,7 +242,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
         if not report(_describe(error)) and is_failure:
             traceback.print_exc()
             first, *more = str(error).splitlines() or [""]
-            if more:  # a long message (a child's log) may push its own beginning out of the tail that the parent keeps
+            if more:  # repeated, because the lines of a long message (a child's log) may displace its first line
                 print(f"{type(error).__name__}: {first}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -248,7 +251,7 @@ def child_main(target: Callable[[dict[str, Any], Callable[[dict[str, Any]], None
 
 
 def _describe(error: BaseException) -> dict[str, str]:
-    """What `wait_ready` reads: a message that explains itself has no traceback, which would only hide the message."""
+    """The message that `wait_ready` reads. A `VerlServerError` has no traceback, because its message is sufficient."""
     if isinstance(error, VerlServerError):
         return {"error": str(error), "traceback": ""}
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without `child_main` itself
@@ -261,11 +264,11 @@ def _describe(error: BaseException) -> dict[str, str]:
 def _die_with_parent(alive_r: int, parent_pid: int, leftovers: list[str]) -> None:
     poller = select.poll()
     poller.register(alive_r, select.POLLIN | select.POLLHUP)
-    # The pid is asked as well: a process that the parent forked keeps the pipe open beyond the parent's end.
+    # The parent pid is checked as well: a process that the parent forked keeps the pipe open after the parent's end.
     while not poller.poll(1000) and os.getppid() == parent_pid:
         pass
-    # With the parent, everyone who could wait for a graceful end is gone. Children of this process (a
-    # server's schedulers) notice the same way as soon as this process is dead.
+    # Without the parent, no process waits for a graceful end. Children of this process (a server's schedulers) notice
+    # the end of this process in the same way.
     for folder in leftovers:
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

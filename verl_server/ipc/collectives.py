@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _FIRST_BYTES = 4096
-"""Size of the first message between ranks; what fits, with its length, takes one collective instead of two."""
+"""Size of the first message between ranks. Data that fits into it beside its length needs one collective, not two."""
 _LENGTH_BYTES = 8
 
 
 def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | None = None) -> bytes:
-    """Send `data` of global rank `src` to every rank of a CPU group: one collective if it is short, else two."""
+    """The `data` of global rank `src`, on every rank of a CPU group. One collective if it is short, else two."""
     import torch
     import torch.distributed as dist
 
     mine = dist.get_rank() == src
     if mine and data is None:
-        raise ValueError("The source rank of broadcast_bytes must bring data.")
+        raise ValueError("The source rank of broadcast_bytes must pass data.")
     first = _first_message(data or b"")
     dist.broadcast(torch.frombuffer(first, dtype=torch.uint8), src, group=group)
     length, start = _read_first(first)
@@ -35,7 +35,7 @@ def broadcast_bytes(data: bytes | None, src: int, group: dist.ProcessGroup | Non
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's `data` in rank order, on every rank of a CPU group: one collective if all are short, else two."""
+    """Every rank's `data`, in rank order, on every rank of a CPU group. One collective if all are short, else two."""
     import torch
     import torch.distributed as dist
 
@@ -55,12 +55,12 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> lis
 
 
 def _first_message(data: bytes) -> bytearray:
-    """What always travels: the length, and as much of the data as has room."""
+    """The first message: the length of `data`, and as much of its beginning as fits."""
     start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _FIRST_BYTES - _LENGTH_BYTES]
     return bytearray(start.ljust(_FIRST_BYTES, b"\0"))
 
 
 def _read_first(message: bytearray) -> tuple[int, bytes]:
-    """(length of all data, its beginning)."""
+    """(length of the data, beginning of the data) of a first message."""
     length = int.from_bytes(message[:_LENGTH_BYTES], "little")
     return length, bytes(message[_LENGTH_BYTES : _LENGTH_BYTES + length])

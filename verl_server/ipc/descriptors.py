@@ -1,6 +1,7 @@
-"""The limit of open files (RLIMIT_NOFILE): every connection takes a descriptor, and shells start programs with few.
+"""The limit of open files (RLIMIT_NOFILE), which shells set low: every connection needs a file descriptor.
 
-Called once by each process that holds many connections: the HTTP server, the HTTP client and the environment server.
+Each process that holds many connections calls `raise_descriptor_limit` once: the HTTP server, the HTTP client and the
+environment server.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import resource
 logger = logging.getLogger(__name__)
 
 _WANTED = 65_536
-"""Raise no further than a port has numbers for: some programs look at every descriptor up to the limit."""
+"""The limit is raised to this, unless more is needed. It is the number of ports; a much larger limit would slow down
+programs that check every descriptor up to the limit."""
 DESCRIPTOR_SLACK = 128
-"""Descriptors that a process needs besides its connections: libraries, pipes, model files, logs."""
+"""Descriptors that a process needs beside its connections, for libraries, pipes, model files and logs."""
 
 
 def raise_descriptor_limit(connections: int | None = None, reason: str = "") -> int:
-    """Raise this process's soft limit of open files toward its hard limit; returns the soft limit that holds now.
+    """Raise this process's soft limit of open files, at most to its hard limit. Returns the new soft limit.
 
-    Logs a warning if the limit stays below what `connections` need; `reason` says where that number comes from.
+    Logs a warning if the limit is too low for `connections` connections; `reason` names the source of that number.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (connections or 0) + DESCRIPTOR_SLACK
@@ -30,7 +32,7 @@ def raise_descriptor_limit(connections: int | None = None, reason: str = "") -> 
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-        except (OSError, ValueError) as error:  # a sandbox may forbid it, macOS refuses large numbers
+        except (OSError, ValueError) as error:  # a sandbox may forbid the call, and macOS refuses large numbers
             logger.debug("The limit of open files stays at %d: %s", soft, error)
     if soft != resource.RLIM_INFINITY and soft < needed:
         logger.warning(

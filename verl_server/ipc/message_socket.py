@@ -1,9 +1,10 @@
-"""`MessageSocket`: whole messages between two processes, over a socket on which neither ever waits.
+"""`MessageSocket`: whole messages between two processes, over a socket on which neither process ever waits.
 
-The TokenizerManager holds one end of a socket pair, rank 0's scheduler the other. A message is its length (8 bytes,
-little-endian) and its bytes, whatever they mean. Each end belongs to one loop, which watches its `fileno`: readable
-means `receive`, writable while something is `unsent` means `flush`. What the socket has no room for waits here, in
-order, so a slow reader holds nobody up, and two ends that send much cannot wait for each other.
+The TokenizerManager holds one end of a socket pair, and the scheduler of rank 0 the other. A message is its length (8
+bytes, little-endian) and its bytes. Each end belongs to one event loop, which watches its `fileno`: the loop calls
+`receive` when the socket is readable, and `flush` when it is writable and `unsent` is true. Bytes that do not fit into
+the socket stay in this object, in order. So a slow reader does not block the writer, and two ends that both send much
+cannot block each other.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from collections import deque
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
 _CHUNKS_AT_ONCE = 64
-"""Read by one call: a writer that never pauses must not keep the reader from the rest of its loop."""
+"""Chunks that one call reads: a writer that never pauses must not keep the reader from the rest of its loop."""
 
 
 class MessageSocket:
-    """One end. Not thread-safe. A peer that is gone is no error here: it says nothing more, and hears nothing."""
+    """One end of a connection. Not thread-safe.
+
+    A peer that is gone is no error: `receive` returns nothing more, and `send` discards messages.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes over a connected stream socket."""
+        """Take ownership of a connected stream socket."""
         sock.setblocking(False)
         self._socket = sock
         self._unsent: deque[memoryview] = deque()
@@ -30,11 +34,11 @@ class MessageSocket:
         self._chunk = memoryview(bytearray(_CHUNK))
         self._peer_listens = True
         self.is_closed = False
-        """The peer is gone and everything it said was received, or `close` was called."""
+        """True if the peer is gone and all its messages were received, or if `close` was called."""
 
     @classmethod
     def pair(cls) -> tuple[MessageSocket, socket.socket]:
-        """This process's end, and the one to hand to another process."""
+        """(the end of this process, the socket to pass to another process)."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
@@ -43,18 +47,18 @@ class MessageSocket:
 
     @property
     def unsent(self) -> bool:
-        """Whether messages wait for room in the socket."""
+        """True while messages wait for room in the socket."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send, or keep to send it with `flush`; never waits."""
+        """Send a message, or store it until `flush` if the socket has no room. Never waits."""
         if self._peer_listens:
             self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         if len(self._unsent) == 1:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much of what is unsent as there is room for."""
+        """Send stored messages, as many bytes as the socket has room for."""
         unsent = self._unsent
         try:
             while unsent:
@@ -65,12 +69,12 @@ class MessageSocket:
                     unsent.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # what the peer said before it went can still be received
+        except OSError:  # messages that the peer sent before it ended can still be received
             self._peer_listens = False
             unsent.clear()
 
     def receive(self) -> list[bytes]:
-        """The messages that have arrived whole, in order. More may be there: then the socket is still readable."""
+        """The messages that have arrived completely, in order. If more bytes are waiting, the socket stays readable."""
         self._read()
         messages, start, received = [], 0, self._received
         while len(received) - start >= _LENGTH.size:
@@ -84,7 +88,7 @@ class MessageSocket:
         return messages
 
     def close(self) -> None:
-        """Drop what is unsent, and hang up. Idempotent."""
+        """Discard unsent messages and close the socket. Idempotent."""
         self._end()
         self._socket.close()
 

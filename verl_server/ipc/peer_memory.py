@@ -1,15 +1,15 @@
-"""`PeerMemory`: sums over the GPUs of one host, read straight out of each other's memory.
+"""`PeerMemory`: sums over the GPUs of one host, which read each other's memory directly.
 
-Held by the `TpGroup`. A decode step of several ranks sums a few kilobytes after every half layer, where NCCL's latency
-is most of the time. Microseconds a sum of [n, 4096] in bf16 over two H200s (`benchmarks/all_reduce.py`):
+The `TpGroup` holds it. A decode step of several ranks sums a few kilobytes after every half layer, and most of the time
+of such a sum is NCCL's latency. Microseconds for a bf16 sum of [n, 4096] over two H200s (`benchmarks/all_reduce.py`):
 
                  n =   1     16     64    128    256    512   2048   4096
     NCCL            17.8   16.7   20.4   24.0   37.9   43.6   85.0    158
-    this             7.0    8.7   10.6   12.9   16.7   24.8   73.0    144
+    PeerMemory       7.0    8.7   10.6   12.9   16.7   24.8   73.0    144
 
-Every rank reads all of a small tensor from every peer (one shot); of a large one it sums its share, and writes it to
-the peers (two shots). Both are PyTorch's symmetric memory; what is here is the buffer, the choice, and what to do
-where there is none.
+Every rank reads the whole of a small tensor from every peer (one shot). If the tensor is large, every rank sums one
+share and writes the sums to the peers (two shots). Both operations are part of PyTorch's symmetric memory. This module
+owns the buffer, chooses the operation, and falls back to NCCL if the GPUs cannot map each other's memory.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BUFFER_BYTES = 32 * 2**20
-"""4,096 tokens of a hidden size of 4,096. Beyond it bandwidth decides, of which NCCL makes as much."""
+"""Enough for 4,096 tokens of hidden size 4,096 in bf16. For larger tensors NCCL is as fast: bandwidth is the limit."""
 _ONE_SHOT_BYTES = 2**19
+"""Largest tensor that is summed in one shot."""
 _SIZES = (2, 4, 8)
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _NATIVE_ATOMICS = 3
-"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED"""
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver API."""
 
 
 class PeerMemory:
     def __init__(self, buffer: Tensor, group_name: str) -> None:
-        """`buffer`: uint8, on this device, which every rank of the group has mapped."""
+        """`buffer`: uint8 on this device; every rank of the group has mapped it."""
         self._buffer, self._group_name = buffer, group_name
 
     @classmethod
     def connect(
         cls, group: dist.ProcessGroup, device: torch.device, gather: Callable[[bytes], list[bytes]]
     ) -> PeerMemory | None:
-        """Map the buffers of all ranks of a group on one host; None on all of them if one cannot.
+        """Map the buffers of all ranks of a group on one host. Returns None on all ranks if one rank cannot.
 
-        `gather` returns every rank's bytes, in rank order, on every rank.
+        `gather` returns the bytes of every rank, in rank order, on every rank.
         """
 
         def all_agree(ok: bool) -> bool:
@@ -56,26 +57,30 @@ class PeerMemory:
 
         if device.type != "cuda" or dist.get_world_size(group) not in _SIZES:
             return None
-        if not all_agree(_reaches(device, gather(_uuid(device.index)))):
+        if not all_agree(_can_access(device, gather(_uuid(device.index)))):
             return None
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it, and it can fail alone
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it is not used here, and its set-up can fail
         with torch.cuda.device(device):
             buffer, failure = _attempt(_make_buffer)
             mapped = None
             if all_agree(buffer is not None) and buffer is not None:
                 mapped, failure = _attempt(lambda: _rendezvous(buffer, group))
         if not all_agree(mapped is not None) or buffer is None:
-            logger.warning("The GPUs cannot map each other's memory, sums go through NCCL: %s", failure or "see a peer")
+            reason = failure or "another rank logs the reason"
+            logger.warning("The GPUs cannot map each other's memory, so NCCL computes sums over the ranks: %s", reason)
             return None
-        logger.info("Sums over the ranks go through peer memory")
+        logger.info("Sums over the ranks use peer memory")
         return cls(buffer, group.group_name)
 
     def sum(self, tensor: Tensor) -> Tensor | None:
-        """Over the ranks, maybe in place; None if the tensor is not for it: too large, or of another dtype."""
+        """The sum of `tensor` over the ranks, which may overwrite `tensor`.
+
+        Returns None, without a sum, if the tensor is too large, not aligned or of another dtype.
+        """
         if tensor.nbytes > _BUFFER_BYTES or tensor.nbytes % _ALIGNMENT or tensor.dtype not in _DTYPES:
             return None
         buffer = self._buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        # A sum ends when all ranks have read: the buffer is free for the next one.
+        # A sum ends when all ranks have read the buffer, so the next sum may overwrite it.
         buffer.copy_(tensor)
         if tensor.nbytes <= _ONE_SHOT_BYTES:
             summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
@@ -107,8 +112,8 @@ def _uuid(index: int) -> bytes:
     return str(torch.cuda.get_device_properties(index).uuid).encode()
 
 
-def _reaches(device: torch.device, uuids: list[bytes]) -> bool:
-    """Whether the device can map the memory of all these, and meet their kernels at counters in it."""
+def _can_access(device: torch.device, uuids: list[bytes]) -> bool:
+    """True if the device can map the memory of all these GPUs and synchronize with their kernels by atomic counters."""
     visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
     if not visible.keys() >= set(uuids):
         return False
@@ -117,7 +122,10 @@ def _reaches(device: torch.device, uuids: list[bytes]) -> bool:
 
 
 def _has_atomics(device: int, peer: int) -> bool:
-    """NVLink has; over PCIe a counter may never change for the other side, which would wait for ever."""
+    """True if atomic operations work between two GPUs, as over NVLink.
+
+    Over PCIe, the other GPU may never see a counter change, and would wait for ever.
+    """
     value = ctypes.c_int(0)
     code = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, device, peer)
     return code == 0 and value.value == 1

@@ -1,11 +1,11 @@
-"""`RankSockets`: short messages between the ranks of one host, over a star of Unix sockets around the first one.
+"""`RankSockets`: short messages between the ranks of one host, over Unix sockets from every rank to the first rank.
 
-Trainer ranks (`rank_group`) and the scheduler's ranks (`tp_group`) meet here at every push and every step, so a message
-must cost no more than waking its reader: a Gloo collective takes several times as long. Ranks of several hosts use
-`GlooChannel`, which does the same.
+Trainer ranks (`rank_group`) and the scheduler's ranks (`tp_group`) exchange messages at every push and every step. So a
+message must cost no more than waking its reader: a Gloo collective takes several times as long. Ranks of several hosts
+use `GlooChannel`, which has the same methods.
 
-Every wait has the bound that it was given, or ends with the peer. After an error of any kind, Ctrl-C included, the
-connection is lost for all ranks at once: messages of one call can never be taken for those of another.
+Every wait ends at its timeout, or when a peer ends. After an error of any kind, Ctrl-C included, the connection is
+closed for all ranks, so that a message of one call is never read by another call.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _HEAD = struct.Struct("<BQ")
-"""Kind and length of a message."""
-_ENTRY, _ENTRIES, _NEWS, _NEWS_TO_CONFIRM, _CONFIRMED, _MISSING = range(6)
+"""Header of a message: its kind and its length in bytes."""
+_ENTRY, _ENTRIES, _BROADCAST, _BROADCAST_TO_CONFIRM, _CONFIRMED, _MISSING = range(6)
+"""Kinds: a rank's data for a gather, the data of all ranks, a broadcast without and with confirmation, the
+confirmation, and the error of a gather in which ranks are missing."""
 _RANK = struct.Struct("<I")
-_VERDICT_GRACE = 10.0
-"""Seconds over the bound of a gather that the others wait for the first rank: it knows which ranks did not come."""
+_MISSING_GRACE = 10.0
+"""Seconds beyond the timeout of a gather that the other ranks wait for the first rank, which reports missing ranks."""
 
 
 class RankSockets:
-    """One rank's end. All ranks make the same calls in the same order; each from one thread at a time."""
+    """The connections of one rank. All ranks make the same calls in the same order, each from one thread at a time."""
 
     def __init__(
         self,
@@ -47,33 +49,37 @@ class RankSockets:
         ranks: list[int],
         is_hub: bool,
         gather_timeout: float | None,
-        hear_timeout: float | None,
+        broadcast_timeout: float | None,
     ) -> None:
-        """`peers`: on the first rank the others in their order, on those the first one. Takes them over.
+        """`peers`: on the first rank the sockets to all other ranks in order, on other ranks the one to the first rank.
 
-        `ranks`: the numbers of the peers, for error messages.
+        This object owns the sockets. `ranks` are the global ranks of the peers, for error messages. Timeouts are in
+        seconds; None waits without a bound.
         """
         self._peers = peers
         self._ranks = ranks
         self._is_hub = is_hub
-        self._gather_timeout, self._hear_timeout = gather_timeout, hear_timeout
+        self._gather_timeout, self._broadcast_timeout = gather_timeout, broadcast_timeout
 
     @classmethod
     def connect(
-        cls, group: dist.ProcessGroup, gather_timeout: float | None, hear_timeout: float | None
+        cls, group: dist.ProcessGroup, gather_timeout: float | None, broadcast_timeout: float | None
     ) -> RankSockets | None:
-        """Connect the ranks of a CPU group; None on all of them if not all are on one host. Timeouts in seconds."""
+        """Connect the ranks of a CPU group. Returns None on all ranks if they are not all on one host.
+
+        Timeouts are in seconds.
+        """
         import torch.distributed as dist
 
         rank, size, first = dist.get_rank(group), dist.get_world_size(group), dist.get_global_rank(group, 0)
         with contextlib.ExitStack() as cleanup:
             listener, address = None, b""
             if rank == 0:
-                folder = tempfile.mkdtemp(prefix="verl-ranks-")  # mode 0700: nobody else can connect
+                folder = tempfile.mkdtemp(prefix="verl-ranks-")  # mode 0700: no other user can connect
                 cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
                 listener = cleanup.enter_context(socket.socket(socket.AF_UNIX))
                 address = os.path.join(folder, "hub").encode()
-                with contextlib.suppress(OSError):  # a path too long for a socket: the others will not find it
+                with contextlib.suppress(OSError):  # the path is too long for a socket: no rank can connect
                     listener.bind(address)
                     listener.listen(size)
             address = broadcast_bytes(address or None, first, group)
@@ -84,54 +90,56 @@ class RankSockets:
                     peer.close()
                 return None
             peers = [peer] if peer is not None else _accepted(listener, size - 1)
-        first_one, *others = dist.get_process_group_ranks(group)
-        ranks = others if rank == 0 else [first_one]
-        return cls(peers, ranks=ranks, is_hub=rank == 0, gather_timeout=gather_timeout, hear_timeout=hear_timeout)
+        first_rank, *other_ranks = dist.get_process_group_ranks(group)
+        ranks = other_ranks if rank == 0 else [first_rank]
+        return cls(
+            peers, ranks=ranks, is_hub=rank == 0, gather_timeout=gather_timeout, broadcast_timeout=broadcast_timeout
+        )
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's data in the order of ranks, on every rank.
+        """The data of every rank, in the order of ranks, on every rank.
 
-        Raises RuntimeError on every rank if one is gone, or late: then it names the late ones.
+        Raises RuntimeError on every rank if a rank is gone or late; the error names the late ranks.
         """
         with self._lost_on_error():
             if self._is_hub:
                 try:
                     entries = [data, *self._receive_from_all(_ENTRY, self._gather_timeout)]
-                except _SilenceError as error:
+                except _MissingRanksError as error:
                     self._send_to_all(_MISSING, str(error).encode())
                     raise
                 self._send_to_all(_ENTRIES, msgspec.msgpack.encode(entries))
                 return entries
-            with contextlib.suppress(BrokenPipeError):  # the first rank gave up; what it said can still be read
+            with contextlib.suppress(BrokenPipeError):  # the first rank has closed; its last message can still be read
                 self._send_to_all(_ENTRY, data)
-            bound = None if self._gather_timeout is None else self._gather_timeout + _VERDICT_GRACE
+            bound = None if self._gather_timeout is None else self._gather_timeout + _MISSING_GRACE
             (encoded,) = self._receive_from_all(_ENTRIES, bound)
             return msgspec.msgpack.decode(encoded, type=list[bytes])
 
-    def tell(self, data: bytes, *, confirmed: bool = False) -> None:
-        """On the first rank: what the next `hear` of every other rank returns; if `confirmed`, wait until it has."""
+    def broadcast(self, data: bytes, *, confirmed: bool = False) -> None:
+        """Send `data` to all other ranks; the first rank calls it. If `confirmed`, wait until all have received it."""
         with self._lost_on_error():
-            self._send_to_all(_NEWS_TO_CONFIRM if confirmed else _NEWS, data)
+            self._send_to_all(_BROADCAST_TO_CONFIRM if confirmed else _BROADCAST, data)
             if confirmed:
-                self._receive_from_all(_CONFIRMED, self._hear_timeout)
+                self._receive_from_all(_CONFIRMED, self._broadcast_timeout)
 
-    def hear(self) -> bytes:
-        """On the other ranks: what the first one tells next."""
+    def receive_broadcast(self) -> bytes:
+        """The data of the next `broadcast` of the first rank; the other ranks call it."""
         with self._lost_on_error():
-            kind, data = _receive(self._peers[0], self._hear_timeout)
-            if kind == _NEWS_TO_CONFIRM:
+            kind, data = _receive(self._peers[0], self._broadcast_timeout)
+            if kind == _BROADCAST_TO_CONFIRM:
                 self._send_to_all(_CONFIRMED, b"")
-            elif kind != _NEWS:
+            elif kind != _BROADCAST:
                 raise _out_of_step()
             return data
 
     @property
     def is_closed(self) -> bool:
-        """By `close`, or by a call that failed."""
+        """True after `close`, or after a call that failed."""
         return not self._peers
 
     def close(self) -> None:
-        """Every other rank's call fails, now or later. Idempotent."""
+        """Close the sockets, so that the current or next call of every other rank fails. Idempotent."""
         for peer in self._peers:
             peer.close()
         self._peers.clear()
@@ -156,8 +164,11 @@ class RankSockets:
             peer.sendall(message)
 
     def _receive_from_all(self, kind: int, timeout: float | None) -> list[bytes]:
-        """One message of each peer. One that goes ends the wait for the others, though its entry has come, unless it
-        has confirmed."""
+        """One message of `kind` from each peer, in their order.
+
+        Raises RuntimeError if messages are missing at the timeout, or if a peer ends before all messages have arrived.
+        Only a peer that has sent its confirmation (`_CONFIRMED`) may end.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         poller, received = select.poll(), dict[int, bytes]()
         peers = {peer.fileno(): peer for peer in self._peers}
@@ -168,7 +179,7 @@ class RankSockets:
             ready = poller.poll(None if left is None else 1000.0 * left)
             if not ready:
                 silent = [str(rank) for rank, fd in zip(self._ranks, peers, strict=True) if fd not in received]
-                raise _SilenceError(f"rank(s) {', '.join(silent)} said nothing within {timeout:g} s")
+                raise _MissingRanksError(f"rank(s) {', '.join(silent)} sent nothing within {timeout:g} s")
             for fd, _ in ready:
                 if fd in received:
                     raise RuntimeError("another rank is gone")
@@ -180,27 +191,28 @@ class RankSockets:
                 if kind == _CONFIRMED:
                     poller.unregister(fd)
                 else:
-                    poller.modify(fd, 0)  # tells of its end only
+                    poller.modify(fd, 0)  # reports the end of the peer only
         return [received[fd] for fd in peers]
 
 
-class _SilenceError(RuntimeError):
-    """Some ranks did not come in time."""
+class _MissingRanksError(RuntimeError):
+    """Some ranks sent nothing before the timeout."""
 
 
 def _connected(address: bytes, rank: int) -> socket.socket | None:
+    """A socket to the first rank at `address`, or None if the first rank is on another host."""
     peer = socket.socket(socket.AF_UNIX)
     try:
         peer.connect(address)
         peer.sendall(_RANK.pack(rank))
-    except OSError:  # another host
+    except OSError:  # the first rank is on another host
         peer.close()
         return None
     return peer
 
 
 def _accepted(listener: socket.socket | None, count: int) -> list[socket.socket]:
-    """The others, who have all connected, in the order of ranks."""
+    """The sockets of the `count` other ranks, which have all connected already, in the order of ranks."""
     assert listener is not None
     by_rank: dict[int, socket.socket] = {}
     for _ in range(count):
@@ -233,21 +245,21 @@ def _out_of_step() -> RuntimeError:
 
 
 class GlooChannel:
-    """`RankSockets` for ranks of several hosts: the bounds are those of the groups."""
+    """The methods of `RankSockets` for ranks of several hosts. The timeouts are those of the process groups."""
 
     def __init__(
-        self, gathers: dist.ProcessGroup, news: dist.ProcessGroup, first: int, gather_timeout: float | None = None
+        self, gathers: dist.ProcessGroup, broadcasts: dist.ProcessGroup, first: int, gather_timeout: float | None = None
     ) -> None:
-        """`first`: global rank of the one that tells. The groups are of the same ranks.
+        """`gathers` and `broadcasts` are groups of the same ranks. `first` is the global rank that broadcasts.
 
-        With `gather_timeout` (seconds) the first rank's error names the ranks that did not come to a gather, at the
-        price of a second collective.
+        With `gather_timeout` (seconds) the first rank's error names the ranks that are missing in a gather, which needs
+        a second collective.
         """
-        self._gathers, self._news, self._first = gathers, news, first
+        self._gathers, self._broadcasts, self._first = gathers, broadcasts, first
         self._gather_timeout = gather_timeout
 
     is_closed = False
-    """A group that lost a rank says so at the next call."""
+    """Always False: if a rank is gone, the next call raises."""
 
     def gather(self, data: bytes) -> list[bytes]:
         if self._gather_timeout is not None:
@@ -258,10 +270,10 @@ class GlooChannel:
         return all_gather_bytes(data, self._gathers)
 
     def close(self) -> None:
-        """Others notice by their bounds."""
+        """Does nothing: calls of the other ranks fail at the timeouts of their groups."""
 
-    def tell(self, data: bytes, *, confirmed: bool = False) -> None:
-        broadcast_bytes(data, self._first, self._news)  # does not return before it was heard
+    def broadcast(self, data: bytes, *, confirmed: bool = False) -> None:
+        broadcast_bytes(data, self._first, self._broadcasts)  # returns only after all ranks have received the data
 
-    def hear(self) -> bytes:
-        return broadcast_bytes(None, self._first, self._news)
+    def receive_broadcast(self) -> bytes:
+        return broadcast_bytes(None, self._first, self._broadcasts)

@@ -8,17 +8,17 @@ import socket
 from verl_server.errors import ServerLaunchError
 
 BACKLOG = 4096
-"""Connections that wait to be accepted."""
+"""Largest number of connections that wait to be accepted."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket (port 0: a free one); raises ServerLaunchError naming the address and the remedy."""
+    """A listening socket. Port 0 chooses a free port. Raises ServerLaunchError with the address and the remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        # Listening at once: on Linux two sockets may share an address until the first one listens.
+        # Listen at once: on Linux two sockets may share an address until the first one listens.
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -31,7 +31,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago on `host`."""
+    """A TCP port of `host` that was free at the time of the call."""
     with socket.socket() as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])

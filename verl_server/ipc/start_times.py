@@ -1,7 +1,8 @@
-"""`StartTimes`: when each phase of a process's start ended, on the clock that all processes of a host share.
+"""`StartTimes`: the time at which each phase of a process's start ended.
 
-A scheduler process makes one, the modules that build a rank mark their phases, and the moments travel to the front
-process in `scheduler_info["start"]`; `benchmarks.startup` prints them.
+The clock is the same in all processes of a host. A scheduler process creates one `StartTimes`, and the modules that
+build a rank mark the ends of their phases. `scheduler_info["start"]` carries the times to the front process, and
+`benchmarks.startup` prints them.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import time
 class StartTimes:
     def __init__(self) -> None:
         self.moments = {"entered": time.monotonic()}
-        """Phase -> the moment at which it ended, in seconds of `time.monotonic`, in the order of `mark` calls."""
+        """Phase -> time at which it ended, in seconds of `time.monotonic`, in the order of the calls of `mark`."""
 
     def mark(self, phase: str) -> None:
-        """`phase` has just ended."""
+        """Record that `phase` ends now."""
         self.moments[phase] = time.monotonic()
 
     def __str__(self) -> str:
-        """ "imports 2.1 s, ..., 3.2 s in all": the phases that follow each other in this process."""
+        """The duration of each phase and of all: "imports 2.10 s, ...; 3.20 s in all"."""
         moments = list(self.moments.items())
         phases = [f"{name} {moment - before:.2f} s" for (_, before), (name, moment) in itertools.pairwise(moments)]
         return f"{', '.join(phases)}; {moments[-1][1] - moments[0][1]:.2f} s in all"

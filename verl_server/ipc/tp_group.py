@@ -1,9 +1,10 @@
-"""`TpGroup`: the tensor-parallel ranks of one engine and how they talk.
+"""`TpGroup`: the connections between the tensor-parallel ranks of one engine.
 
-Each scheduler process holds one. Four connections: the loop's `channel` (rank 0 tells the others what to run, on which
-they wait as long as it lives; and votes on control calls), the groups `stage` and `join` (the votes of the stager's
-threads, beside the loop's: no connection is for two threads) and the device group of the model's collectives (Gloo on
-CPU, NCCL on CUDA; between GPUs of one host sums go through `peer_memory`). A dead peer fails all of them at once.
+Each scheduler process holds one. There are four connections. On the loop's `channel`, rank 0 sends the commands to run,
+for which the other ranks wait without a bound, and the ranks vote on control calls. The stager's two threads vote on
+`stage_group` and `join_group`, because no connection may be used by two threads. The model's collectives run on
+`device_group` (Gloo on the CPU, NCCL on CUDA), except for sums between GPUs of one host, which `peer_memory` computes.
+If a peer ends, calls on all of these connections fail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from verl_server.ipc.peer_memory import PeerMemory
 from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _FOREVER = datetime.timedelta(days=3650)
 
 
@@ -46,10 +47,11 @@ class TpGroup:
         control_timeout: float = 300.0,
         peer_memory: bool = True,
     ) -> TpGroup:
-        """Meet the other ranks at `init_addr`: "host:port", or a URL of torch.distributed.
+        """Connect to the other ranks through `init_addr`: "host:port", or a URL of torch.distributed.
 
-        On one host that is a `file://` in a private folder (a TCP store would listen on every interface),
-        over several "host:port" of node 0. Blocks until all ranks are there, at most `startup_timeout` seconds.
+        On one host this is a `file://` URL in a private folder, because a TCP store would listen on every interface. On
+        several hosts it is "host:port" of node 0. Waits for all ranks, at most `startup_timeout` seconds. All timeouts
+        are in seconds; `sync_timeout` bounds the model's collectives.
         """
         if size == 1:
             return cls()
@@ -57,7 +59,7 @@ class TpGroup:
         def seconds(value: float) -> datetime.timedelta:
             return datetime.timedelta(seconds=value)
 
-        assert init_addr is not None, "more than one rank, but no place to meet"
+        assert init_addr is not None, "several ranks need an init_addr"
         init_method = init_addr if "://" in init_addr else f"tcp://{init_addr}"
         if init_method.startswith("file://"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -66,49 +68,49 @@ class TpGroup:
         )
         vote_timeout = max(startup_timeout, control_timeout)
         votes = dist.new_group(backend="gloo", timeout=seconds(vote_timeout))
-        channel = RankSockets.connect(votes, vote_timeout, hear_timeout=None) or GlooChannel(
+        channel = RankSockets.connect(votes, vote_timeout, broadcast_timeout=None) or GlooChannel(
             votes, dist.new_group(backend="gloo", timeout=_FOREVER), first=0
         )
-        # A rank may be done with its part while another still reads from a slow disk, or waits for a trainer.
+        # A rank may have finished its part while another rank still reads from a slow disk, or waits for a trainer.
         patience = seconds(startup_timeout + 2 * control_timeout)
         stage, join = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
         backend = "nccl" if device.type == "cuda" else "gloo"
         model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
         tp = cls(rank, size, channel, stage, join, model)
-        if not peer_memory or isinstance(channel, GlooChannel):  # that is: not all ranks are on one host
+        if not peer_memory or isinstance(channel, GlooChannel):  # a GlooChannel: not all ranks are on one host
             return tp
         return dataclasses.replace(tp, peer_memory=PeerMemory.connect(model, device, tp.gather))
 
     def for_staging(self) -> TpGroup:
-        """The same ranks, voting on what one of the stager's threads prepared."""
-        return self._voting_through(self.stage_group)
+        """The same ranks with a connection of its own for the votes of the thread that stages weight updates."""
+        return self._with_channel(self.stage_group)
 
     def for_joining(self) -> TpGroup:
-        """The same, for the other thread."""
-        return self._voting_through(self.join_group)
+        """The same ranks with a connection of its own for the votes of the thread that joins process groups."""
+        return self._with_channel(self.join_group)
 
-    def _voting_through(self, group: dist.ProcessGroup | None) -> TpGroup:
+    def _with_channel(self, group: dist.ProcessGroup | None) -> TpGroup:
         return self if group is None else dataclasses.replace(self, channel=GlooChannel(group, group, first=0))
 
     def broadcast_command(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank; the others block until rank 0 has a command."""
+        """Send `data` from rank 0 to all ranks, and return it. Other ranks pass None and wait without a bound."""
         if self.channel is None:
             return data or b""
         if data is None:
-            return self.channel.hear()
-        self.channel.tell(data)
+            return self.channel.receive_broadcast()
+        self.channel.broadcast(data)
         return data
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank: the vote of a weight update."""
+        """The bytes of every rank, in rank order, on every rank."""
         return self.channel.gather(data) if self.channel is not None else [data]
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank says so."""
+        """True if `ok` is true on every rank."""
         return all(vote == b"1" for vote in self.gather(b"1" if ok else b"0"))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; `tensor` may hold it, too."""
+        """The sum of `tensor` over the ranks, which may overwrite `tensor`."""
         if self.size == 1:
             return tensor
         if self.peer_memory is not None and (summed := self.peer_memory.sum(tensor)) is not None:
@@ -117,7 +119,7 @@ class TpGroup:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's contents on every rank's device, in the stream's order."""
+        """Overwrite `tensor` with rank 0's contents on every rank, in the order of the current stream."""
         if self.size > 1:
             dist.broadcast(tensor, src=0, group=self.device_group)
 

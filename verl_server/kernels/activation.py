@@ -10,9 +10,9 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], contiguous, gate in the first half -> [T, I] of the same dtype.
+    """silu(gate) * up [T, I] of `gate_up` [T, 2 * I], contiguous, whose first half of each row is the gate.
 
-    silu is computed in fp32 and rounded before the product, as `F.silu(gate) * up` does.
+    silu is computed in fp32 and rounded to the dtype of `gate_up` before the product, as in `F.silu(gate) * up`.
     """
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2

@@ -1,11 +1,13 @@
 """Decode attention: one query token per entry against its pages, in one launch of fixed size.
 
-`PagedAttention.decode` launches it. The work of a step is a list of units, one for each (entry, KV head, block of
-keys), in that order. Every program walks an equal run of units (stream-K: Osama et al., 2023), so any mix of lengths
-is balanced. A head that one program saw alone is written at once; of a head cut between programs each leaves its
-part of the softmax in a workspace, and the one that arrives last merges them, in order: the result does not depend
-on who that is. Keys that entries share are another kernel's (`attention_shared`): a head that is finished takes what
-that left of the softmax, and its own keys begin behind.
+`PagedAttention.decode` launches `decode_kernel`. The work of a step is a list of units, one for each (entry, KV head,
+block of keys), in that order. Every program processes an equal number of consecutive units (stream-K: Osama et al.,
+2023), so any mix of lengths is balanced. A program that processes all units of a head writes the result of that head at
+once. If the units of a head are divided between programs, each program stores its part of the softmax in a workspace,
+and the program that finishes last merges the parts in order, so the result does not depend on which one that is.
+
+Keys that several entries share are processed by another kernel before (`attention_shared`). The decode kernel then
+starts behind the shared keys of an entry, and merges the stored softmax over them into the finished head.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tensor:
-    """The program whose run holds `unit`: the first `larger` programs have share + 1 units, the others share."""
+    """The program that processes `unit`. The first `larger` programs have `share` + 1 units, the others `share`."""
     shared_out = larger * (share + 1)
     return tl.where(unit < shared_out, unit // (share + 1), larger + (unit - shared_out) // tl.maximum(share, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_entry(values: tl.tensor, entry: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """values[entry]; 0, and nothing is read, where no keys are shared."""
+def _load_shared(values: tl.tensor, entry: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """values[entry] if the launch has shared keys; otherwise 0, without a read."""
     if LEVELS:
         return tl.load(values + entry)
     else:
@@ -31,14 +33,14 @@ def _of_entry(values: tl.tensor, entry: tl.tensor, LEVELS: tl.constexpr) -> tl.t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _with_shared(
+def _merge_shared(
     m: tl.tensor, total: tl.tensor, acc: tl.tensor, row: tl.tensor, of_head: tl.tensor, levels: tl.tensor,
     heads: tl.tensor, shared_acc: tl.tensor, shared_max: tl.tensor, shared_sum: tl.tensor,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """A head's softmax over its own keys (m, total, acc) and over those that it shares, in `levels` runs.
+    """Merge a head's softmax over its own keys (m, total, acc) with the one over its shared keys in `levels` runs.
 
-    `of_head` counts (entry, KV head), of which there are `heads`: a level's results come after those of the last.
+    `of_head` is the index of (entry, KV head) among `heads` such pairs. The shared results are stored level by level.
     """
     dim = tl.arange(0, BLOCK_D)
     for level in tl.static_range(LEVELS):
@@ -64,15 +66,15 @@ def _merge_if_last(
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
     LEVELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Announce this program's part of the head of units start .. start + blocks - 1; the last to do so writes `out`.
+    """Count this program as done with the head of units start .. start + blocks - 1; the last program writes `out`.
 
-    The program that opens the head left its part in the second half of the slots, those that continue it in the
-    first. `AT_ONCE` parts are loaded together.
+    The program that processed the head's first unit stored its part in the second half of the slots, the others stored
+    theirs in the first half. `AT_ONCE` parts are loaded together.
     """
     first = _program_of(start, share, larger)
     last = _program_of(start + blocks - 1, share, larger)
     if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
-        tl.store(arrivals + first, 0)  # for the next layer
+        tl.store(arrivals + first, 0)  # the counter starts at 0 for the next layer
         opening = tl.num_programs(0) + first
         row, dim = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
         real = row < ROWS
@@ -97,8 +99,8 @@ def _merge_if_last(
                 acc_part = tl.load(part_acc + at[:, None] * D + dim[None, :], mask=inside & there, other=0.0)
                 acc += weight[:, None] * acc_part
         if LEVELS:
-            m, total, acc = _with_shared(m, total, acc, row, of_head, levels, heads, shared_acc, shared_max,
-                                         shared_sum, ROWS, D, BLOCK_D, LEVELS)  # fmt: skip
+            m, total, acc = _merge_shared(m, total, acc, row, of_head, levels, heads, shared_acc, shared_max,
+                                          shared_sum, ROWS, D, BLOCK_D, LEVELS)  # fmt: skip
         tl.store(
             out + of_head * (ROWS * D) + row[:, None] * D + dim[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),
@@ -117,13 +119,16 @@ def decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """See `PagedAttention.decode`; `meta` is `host_metadata`'s. `scale` includes log2(e): softmax is in powers of 2.
+    """Arguments as in `PagedAttention.decode`. `meta` is the result of `host_metadata`. `scale` includes log2(e), since
+    the softmax is computed in powers of 2.
 
-    With LEVELS, an entry's own keys begin at `starts`; those before are in `shared_acc`, `shared_max` and `shared_sum`.
+    With LEVELS, an entry's own keys begin at `starts`; the softmax over the keys before that is in `shared_acc`,
+    `shared_max` and `shared_sum`.
 
-    One loop over all units of the program, whatever heads they belong to: while one head is finished, the keys of the
-    next are on their way. The compiler can only issue loads early whose addresses need no load of the same iteration,
-    hence everything a unit needs is read or derived one unit ahead, an entry's row and length one entry ahead.
+    One loop covers all units of the program, even if they belong to several heads: while one head is finished, the keys
+    of the next head are being loaded. The compiler can issue a load early only if its address needs no load of the same
+    iteration. Hence everything that a unit needs is read or derived one unit ahead, and an entry's row and length one
+    entry ahead.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     share, larger, active, last_entry = tl.load(meta), tl.load(meta + 1), tl.load(meta + 2), tl.load(meta + 3)
@@ -138,10 +143,10 @@ def decode_kernel(
     q_inside = (row < GROUP)[:, None] & (dim < D)[None, :]
 
     heads = (last_entry + 1) * KV_HEADS
-    kv_len, table_row, own = tl.load(kv_lens + entry), tl.load(rows + entry), _of_entry(starts, entry, LEVELS)
+    kv_len, table_row, own = tl.load(kv_lens + entry), tl.load(rows + entry), _load_shared(starts, entry, LEVELS)
     next_entry = tl.minimum(entry + 1, last_entry)
     next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
-    next_own = _of_entry(starts, next_entry, LEVELS)
+    next_own = _load_shared(starts, next_entry, LEVELS)
     token = own + block * BLOCK + lane
     page = tl.load(page_table + table_row.to(tl.int64) * stride_row + token // PAGE, mask=token < kv_len, other=0)
     first_start, first_blocks = begin - block, tl.cdiv(kv_len - own, BLOCK)
@@ -161,7 +166,8 @@ def decode_kernel(
         k = tl.load(kv + at, mask=inside, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        # With a new head the sums start again: selected, not multiplied by 0, since another request's may be NaN.
+        # The sums start again with a new head. They are selected, not multiplied by 0, because the sums of the head
+        # before may be NaN, and that head may belong to another request.
         opens = block == 0
         m = tl.where(opens, float("-inf"), m)
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -180,20 +186,21 @@ def decode_kernel(
             if head_ends & (i >= block):
                 of_head, whole, total_whole = entry * KV_HEADS + head, acc, total
                 if LEVELS:
-                    in_runs = _of_entry(levels, entry, LEVELS)
-                    _, total_whole, whole = _with_shared(m, total, acc, row, of_head, in_runs, heads, shared_acc,
-                                                         shared_max, shared_sum, GROUP, D, BLOCK_D, LEVELS)  # fmt: skip
+                    in_runs = _load_shared(levels, entry, LEVELS)
+                    _, total_whole, whole = _merge_shared(m, total, acc, row, of_head, in_runs, heads,
+                        shared_acc, shared_max, shared_sum, GROUP, D, BLOCK_D, LEVELS)  # fmt: skip
                 done = (whole / total_whole[:, None]).to(out.dtype.element_ty)
                 tl.store(out + (of_head * GROUP + row)[:, None] * D + dim[None, :], done, mask=q_inside)
             else:
-                # A program continues at most one head, its first, and opens at most one that it cannot finish.
+                # The head is divided between programs. This can be so only for the first head of a program, which an
+                # earlier program began, and for the last head, which a later program continues.
                 slot = tl.where(i < block, program, programs + program) * GROUP + row
                 tl.store(part_max + slot, m, mask=row < GROUP)
                 tl.store(part_sum + slot, total, mask=row < GROUP)
                 tl.store(part_acc + slot[:, None] * D + dim[None, :], acc, mask=q_inside)
 
         entry_ends = more & head_ends & (head + 1 == KV_HEADS)
-        block = tl.where(more, tl.where(head_ends, 0, block + 1), block)  # after the loop: of the last unit
+        block = tl.where(more, tl.where(head_ends, 0, block + 1), block)  # after the loop: that of the last unit
         head = tl.where(more & head_ends, tl.where(entry_ends, 0, head + 1), head)
         entry += entry_ends.to(tl.int32)
         kv_len = tl.where(entry_ends, next_len, kv_len)
@@ -203,18 +210,18 @@ def decode_kernel(
         page = tl.load(page_table + table_row.to(tl.int64) * stride_row + ahead // PAGE, mask=ahead < kv_len, other=0)
         next_entry = tl.minimum(entry + 1, last_entry)
         next_len, next_row = tl.load(kv_lens + next_entry), tl.load(rows + next_entry)
-        next_own = _of_entry(starts, next_entry, LEVELS)
+        next_own = _load_shared(starts, next_entry, LEVELS)
 
-    tl.debug_barrier()  # all of this program's threads have stored before one announces it
+    tl.debug_barrier()  # all threads of this program have stored before one of them counts the program as done
     end = begin + count
     start, blocks = end - 1 - block, tl.cdiv(kv_len - own, BLOCK)
     if (first_start < begin) | (first_start + first_blocks > end):
         _merge_if_last(out, part_acc, part_max, part_sum, arrivals, first_start, first_blocks, share, larger,
-                       first_entry * KV_HEADS + first_head, _of_entry(levels, first_entry, LEVELS), heads,
+                       first_entry * KV_HEADS + first_head, _load_shared(levels, first_entry, LEVELS), heads,
                        shared_acc, shared_max, shared_sum,
                        D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE, LEVELS)  # fmt: skip
     if (start != first_start) & (start + blocks > end):
         _merge_if_last(out, part_acc, part_max, part_sum, arrivals, start, blocks, share, larger,
-                       entry * KV_HEADS + head, _of_entry(levels, entry, LEVELS), heads,
+                       entry * KV_HEADS + head, _load_shared(levels, entry, LEVELS), heads,
                        shared_acc, shared_max, shared_sum,
                        D, GROUP, BLOCK_ROWS, BLOCK_D, AT_ONCE, LEVELS)  # fmt: skip

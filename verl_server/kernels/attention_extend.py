@@ -1,9 +1,9 @@
 """Prefill attention: several new tokens per entry against the entry's pages, causal.
 
-`PagedAttention.extend` launches it. A tile is a run of one entry's new tokens with all query heads of one KV head as
-its rows, so that keys are read once for the whole group. The new tokens' own keys are in the pool already, which
-makes fresh prompts, later chunks and prefix hits one case: online softmax over the pages (FlashAttention-2: Dao,
-2023), unmasked up to the tile's first token, masked over the diagonal.
+`PagedAttention.extend` launches `extend_kernel`. The rows of a tile are consecutive new tokens of one entry, each with
+all query heads of one KV head, so the keys are read once for all these heads. The keys of the new tokens are in the
+pool already. Hence new prompts, later chunks and prefix hits are one case: an online softmax over the pages
+(FlashAttention-2: Dao, 2023), without a mask up to the tile's first token, and with one over the diagonal.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ def attend_block(
     MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """One block of keys into the online softmax (m, sums, acc); row r sees keys below seen_by_row[r] <= end.
+    """Add block i of keys to the online softmax (m, sums, acc). Row r attends to keys below seen_by_row[r] <= end.
 
-    `page` holds the block's page ids; the next block's are returned, so that its keys can be loaded ahead.
+    `page` holds the page ids of this block. Returns those of the next block, so that its keys can be loaded early, and
+    the new m, sums and acc.
     """
     token, dim = i * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     inside = (dim < D)[None, :]
@@ -55,7 +56,8 @@ def extend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """See `PagedAttention.extend`. Entry e's tiles are numbered from q_starts[e] // BLOCK_Q + e, with room to spare."""
+    """Arguments as in `PagedAttention.extend`. Tiles of entry e are numbered from q_starts[e] // BLOCK_Q + e; some tile
+    numbers have no tokens."""
     head, tile = tl.program_id(0), tl.program_id(1)
     entry, above = 0, entries
     while above - entry > 1:
@@ -65,7 +67,7 @@ def extend_kernel(
         else:
             above = middle
     start, stop = tl.load(q_starts + entry), tl.load(q_starts + entry + 1)
-    # The last tokens of an entry see most keys: their tiles come first, so that short ones fill the end.
+    # The last tokens of an entry attend to most keys, so their tiles run first and short tiles run at the end.
     first = (tl.cdiv(stop - start, BLOCK_Q) - 1 - (tile - start // BLOCK_Q - entry)) * BLOCK_Q
     if (first < 0) | (first >= stop - start):
         return

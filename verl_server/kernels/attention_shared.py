@@ -1,7 +1,8 @@
 """Attention from many entries to the keys that they share: the first half of cascade attention.
 
-`PagedAttention.decode` launches it before `decode_kernel`, which takes what it leaves: of every entry and head, the
-softmax over the shared keys of a level, not yet divided by its sum. `shared_keys` says who computes what.
+`PagedAttention.decode` launches `shared_kernel` before `decode_kernel`. For every entry, head and level, this kernel
+stores the softmax over the shared keys, not yet divided by its sum, and `decode_kernel` merges it. `shared_keys` plans
+the work.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def shared_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`items` is [how many, entries of the step, then `shared_keys.ITEM` integers each].
+    """`items` is [number of items, number of entries in the step, then `shared_keys.ITEM` integers for each item].
 
-    Row r of a tile is query head r % GROUP, of a KV head, of the entry at place r // GROUP of the item's. Of a tile's
-    chunks each leaves its part in a slot, and the one that arrives last puts them together, in order.
+    Row r of a tile is query head r % GROUP of one KV head, of the item's entry number r // GROUP. If a tile has several
+    chunks, each stores its part in a slot, and the program that finishes last merges the parts in order.
     """
     num_items, entries = tl.load(items), tl.load(items + 1)
     row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -39,7 +40,7 @@ def shared_kernel(
         entry = tl.load(order + first + row // GROUP, mask=real, other=0)
         q_at = entry * stride_q_entry + (head * GROUP + row % GROUP) * stride_q_head
         queries = tl.load(q + q_at[:, None] + dim[None, :], mask=inside, other=0.0)
-        # A run begins with a page, and so does what is read of it.
+        # A run begins at a page boundary, and so does the part of it that an item reads.
         pages = page_table + tl.load(rows + tl.load(order + first)).to(tl.int64) * stride_row + begin // PAGE
         keys = kv + head * stride_head
         values = keys + stride_kv
@@ -68,10 +69,10 @@ def shared_kernel(
             tl.store(part_max + at, m, mask=real)
             tl.store(part_sum + at, sums, mask=real)
             tl.store(part_acc + at[:, None] * D + dim[None, :], acc, mask=inside)
-            tl.debug_barrier()  # all of this program's threads have stored before one announces it
+            tl.debug_barrier()  # all threads of this program have stored before one of them counts the part as done
             arrival = arrivals + slot * KV_HEADS + head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == chunks - 1:
-                tl.store(arrival, 0)  # for the next layer
+                tl.store(arrival, 0)  # the counter starts at 0 for the next layer
                 m = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 sums = tl.zeros([BLOCK_M], tl.float32)
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

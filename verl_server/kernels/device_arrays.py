@@ -1,7 +1,7 @@
-"""Index arrays on their way to the device: many small arrays, one transfer.
+"""Copies of index arrays to the device: many small arrays in one transfer.
 
-A transfer costs as much as a small kernel, so what a step needs travels together, through pinned memory that torch's
-host allocator keeps from reuse until the copy is done.
+A transfer costs as much as a small kernel, so all arrays of a step are copied together, through pinned memory. torch's
+host allocator does not reuse that memory before the copy is done.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 Ints = npt.NDArray[np.int64]
 
 _ALIGNMENT = 4
-"""int32s at which arrays start: Triton compiles kernels apart for pointers that are not aligned to 16 bytes."""
+"""Arrays start at multiples of this many int32s: Triton compiles another kernel for pointers that are not aligned to
+16 bytes."""
 
 
 class PackedInts:
-    """int32 arrays of fixed capacities in one device buffer that never moves."""
+    """Several int32 arrays, each with a fixed capacity, in one device buffer that never moves."""
 
     def __init__(self, capacities: Sequence[int], device: torch.device) -> None:
         self._starts, total = _layout(capacities)
@@ -28,14 +29,14 @@ class PackedInts:
         self.views = [self._buffer[start : start + n] for start, n in zip(self._starts, capacities, strict=True)]
 
     def write(self, arrays: Sequence[npt.NDArray[np.integer]]) -> None:
-        """Fill the start of each array, after all work submitted before on the current stream."""
+        """Copy `arrays` to the start of each view, in the order of the current stream, without waiting."""
         staging = torch.empty(len(self._buffer), dtype=torch.int32, pin_memory=self._buffer.is_cuda)
         _fill(staging, self._starts, arrays)
         self._buffer.copy_(staging, non_blocking=True)
 
 
 def upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Each array as an int32 tensor on the device, in one transfer that is not waited for."""
+    """Copy each array to an int32 tensor on the device, in one transfer, without waiting for it."""
     starts, total = _layout([len(array) for array in arrays])
     staging = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
     _fill(staging, starts, arrays)
@@ -44,12 +45,13 @@ def upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> l
 
 
 def token_positions(cached: Ints, extend: Ints) -> Ints:
-    """Position in its sequence of every new token, concatenated."""
+    """[tokens] position of every new token in its sequence, for entries with `cached` and `extend` tokens each."""
     offsets = np.cumsum(extend) - extend
     return np.arange(int(extend.sum())) - np.repeat(offsets - cached, extend)
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array as a tensor of the same dtype on `device`, without waiting. On the CPU both share their memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -1,15 +1,16 @@
-"""The draw: a token from each row of logits, as a function of (request seed, position, distribution) alone.
+"""Drawing a token from each row of logits, as a function of (request seed, position, distribution) alone.
 
-Gumbel-max in two stages. A row falls into blocks of `BLOCK` token ids. The block whose log-weight (logsumexp of its
-logits) plus Gumbel noise is the largest wins, then the token in it whose logit plus noise is. Blocks win with the
-probability of all their tokens, so the result is distributed as one draw over all of them; but a row of a large
-vocabulary needs a thousand noises instead of one for each token, and the block weights fall off on the way to the
-normalizer that log-probabilities need anyway.
+Gumbel-max in two stages. A row is divided into blocks of `BLOCK` token ids. The first stage chooses the block with the
+largest sum of log-weight (logsumexp of its logits) and Gumbel noise, the second one the token of that block with the
+largest sum of logit and noise. A block is chosen with the total probability of its tokens, so the result has the
+distribution of a single draw over all tokens. But a row of a large vocabulary needs about a thousand random numbers
+instead of one for each token, and the block weights are intermediate results of the normalizer that log-probabilities
+need anyway.
 
-Noise comes from a hash of (row key, counter): SplitMix64 (Steele et al., 2014), of which a row's key is the seed;
-counter t + 1 is token t's, counter -1 - b is block b's. It is fp64, so that CPU and GPU agree on it, and has a
-uniform's 52 bits. Here is the definition in PyTorch, for any device; `kernels.sampling` does the same on CUDA,
-and `kernels.cpu` on the CPU.
+The noise is a hash of (row key, counter): SplitMix64 (Steele et al., 2014) with the row key as seed. Counter t + 1
+belongs to token t, counter -1 - b to block b. The noise is fp64, so that CPU and GPU compute the same values, and is
+made of uniform numbers of 52 bits. This module defines the draw in PyTorch for any device; `kernels.sampling` computes
+the same on CUDA, and `kernels.cpu` on the CPU.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Part of the definition: another size draws other tokens."""
+"""Token ids in a block. Part of the definition: another size draws other tokens."""
 
 GOLDEN, MIX_1, MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""SplitMix64's increment and multipliers. Words are int64 that wrap around: NumPy, PyTorch and Triton all have them."""
+"""SplitMix64's increment and multipliers. Words are int64 that wrap around, which NumPy, PyTorch and Triton support."""
 
 LOWEST = torch.finfo(torch.float32).min
+"""Reported in place of a log-probability of minus infinity."""
 
 _CACHED_ELEMENTS = 2**18
-"""Logits taken at once on the CPU: they and their exponentials stay in the second-level cache."""
+"""Logits processed at once on the CPU: they and their exponentials stay in the second-level cache."""
 
 Words = npt.NDArray[np.int64]
 W = TypeVar("W", Words, Tensor)
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`choose`, or a kernel of the same meaning."""
+"""Type of `choose`, and of the kernels that compute the same."""
 
 
 def mix(words: W) -> W:
-    """SplitMix64's output function, of each int64 word; shifts are logical."""
+    """SplitMix64's output function, applied to each int64 word; shifts are logical."""
     words = (words ^ ((words >> 30) & (2**34 - 1))) * MIX_1
     words = (words ^ ((words >> 27) & (2**37 - 1))) * MIX_2
     return words ^ ((words >> 31) & (2**33 - 1))
 
 
 def row_keys(mixed_seeds: Words, positions: Words) -> Words:
-    """The key of each row from its `mix`ed request seed and the position of the token to be sampled."""
+    """The key of each row, int64 [n], from its request seed after `mix` and the position of the token to sample."""
     return mix(mixed_seeds + (positions + 1) * GOLDEN)
 
 
 def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of logits [n, vocab], of any float dtype; they are kept.
+    """Choose one token for each row of `logits` [n, vocab], of any float dtype, which are not changed.
 
-    `scales` [n] fp32 multiply the logits (1 / temperature), `greedy` [n] bool takes the largest instead of drawing,
-    `keys` [n] int64 are `row_keys`. Returns ids int64 [n] and their log-probabilities fp32 [n] over the whole row.
-    A row with NaN or +inf, or nothing finite, gives some valid id and NaN.
+    The logits are multiplied by `scales` [n] fp32 (1 / temperature). Rows with `greedy` [n] bool take the largest logit
+    instead of a draw. `keys` [n] int64 are from `row_keys`. Returns ids int64 [n] and their log-probabilities fp32 [n]
+    over the whole row. For a row with NaN or +inf, or without finite values, these are a valid id and NaN.
     """
     n, vocab = logits.shape
     at_once = n if logits.is_cuda else max(1, _CACHED_ELEMENTS // vocab)
@@ -72,7 +74,7 @@ def _choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tup
     tops = _by_block(logits, torch.amax)
     top = tops.amax(-1, keepdim=True)
     sums = _by_block((logits - top).exp_(), torch.sum)
-    norm = sums.sum(-1, keepdim=True).log_()  # less `top`: at a low temperature their sum would lose its digits
+    norm = sums.sum(-1, keepdim=True).log_()  # `top` is not added: at a low temperature, `norm` would lose its digits
     if logits.is_cpu and greedy.all():
         ids = logits.argmax(-1, keepdim=True)
     else:
@@ -82,7 +84,7 @@ def _choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tup
 
 
 def _draw(logits: Tensor, tops: Tensor, sums: Tensor, greedy: Tensor, keys: Tensor) -> Tensor:
-    """The two stages, from each block's largest logit and sum of exponentials. [n, 1]"""
+    """The two stages, from the largest logit and the sum of exponentials of each block. Returns ids [n, 1]."""
     counters = torch.arange(-1, -1 - sums.shape[1], -1, device=logits.device)
     scores = torch.where(greedy, tops.double(), gumbel(keys, counters).add_(sums.log()))
     members = scores.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK, device=logits.device)
@@ -93,7 +95,7 @@ def _draw(logits: Tensor, tops: Tensor, sums: Tensor, greedy: Tensor, keys: Tens
 
 
 def _by_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """[n, blocks] from [n, vocab]; the last block may be a shorter one."""
+    """Reduce `values` [n, vocab] to [n, blocks]; the last block may be shorter."""
     whole = values.shape[1] // BLOCK * BLOCK
     reduced = reduce(values[:, :whole].reshape(len(values), whole // BLOCK, BLOCK), dim=-1)
     if whole == values.shape[1]:
@@ -102,13 +104,13 @@ def _by_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp64, for keys [n, 1] and counters [m] or [n, m]: -log(-log(u)), u inside (0, 1)."""
+    """Standard Gumbel noise [n, m], fp64, for keys [n, 1] and counters [m] or [n, m]: -log(-log(u)), 0 < u < 1."""
     if keys.is_cuda:
         return -torch.log(-torch.log((_bits(keys, counters).double() + 0.5) * 2.0**-52))
-    # A few thousand numbers: PyTorch's threads cost more than they bring.
+    # NumPy on one thread: for a few thousand numbers, starting PyTorch's threads costs more time than they save.
     return torch.from_numpy(-np.log(-np.log((_bits(keys.numpy(), counters.numpy()) + 0.5) * 2.0**-52)))
 
 
 def _bits(keys: W, counters: W) -> W:
-    """52 random bits: as uniforms, half a step away from 0 and from 1, they are exact in fp64."""
+    """52 random bits. (bits + 0.5) * 2^-52 is exact in fp64, and half a step away from 0 and from 1."""
     return (mix(keys + counters * GOLDEN) >> 12) & (2**52 - 1)

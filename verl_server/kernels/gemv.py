@@ -1,7 +1,8 @@
-"""A matrix times one vector, at the speed of memory: what a decode step of a single sequence consists of.
+"""The product of a matrix and one vector at memory bandwidth: the main work of a decode step of a single sequence.
 
-Every program holds a few rows of the weight and walks along them. The general product pads one row to a tile, or cuts
-the sum in two and adds the halves in another kernel; this one reads each weight once and writes each output once.
+Every program computes a few output elements, and reads their rows of the weight block by block. The general product of
+PyTorch pads one row to a tile, or splits the sum and adds the halves in another kernel. This one reads each weight once
+and writes each output once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [1, in] @ weight.T [in, out] + bias, summed in fp32; `weight` [out, in], contiguous. Returns [1, out]."""
+    """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Returns [1, out]."""
     rows, size = weight.shape
     assert x.shape == (1, size) and x.is_contiguous() and weight.is_contiguous()
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
@@ -34,8 +35,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _tile(rows: int, size: int) -> tuple[int, int, int]:
-    """(rows of a program, columns at a time, warps); measured on one H200 for Qwen3-0.6B and 8B."""
-    block = min(2048, size & -size)  # the largest power of two that divides it
+    """(rows per program, columns per block, warps), measured on one H200 for Qwen3-0.6B and 8B."""
+    block = min(2048, size & -size)  # the largest power of two that divides `size`
     if block < 256:
         block = min(1024, triton.next_power_of_2(size))
     return (1 if block >= 2048 else 2), block, 4

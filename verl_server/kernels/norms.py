@@ -1,6 +1,6 @@
-"""RMS norm, alone or with the residual addition before it. What `models.layers.RMSNorm` computes, in one pass.
+"""RMS norm, alone or with the addition to the residual before it: the norms of `models.ops` in one pass.
 
-One program a row: at decode a launch lasts as long as one row does, at prefill it runs at memory speed.
+One program computes one row. At decode a launch takes the time of one row, at prefill it runs at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, hidden], contiguous -> the same shape and dtype. `weight` [hidden], of the same dtype."""
+    """The norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
+
+    Returns a new tensor of x's shape and dtype.
+    """
     assert x.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
@@ -22,7 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual` += x, in place and rounded to the dtype of both; returns its norm. Shapes as in `rms_norm`."""
+    """Add x to `residual` in place, rounded to the dtype of both. Returns the norm of the sum.
+
+    Shapes are those of `rms_norm`.
+    """
     assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
@@ -32,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def _warps(block: int) -> int:
-    """Eight elements a thread: 16-byte loads of two-byte types."""
+    """Warps for rows of `block` elements: eight elements for each thread, which are 16-byte loads of 16-bit types."""
     return max(1, min(block // 256, 16))
 
 
@@ -76,7 +82,7 @@ def _add_norm_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normalized(values: tl.tensor, weight: tl.tensor, EPS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
-    """The norm of one fp32 row, zeros beyond SIZE; rounded to the weight's dtype before the weight is applied."""
+    """The norm of one fp32 row, which is zero beyond SIZE; rounded to the weight's dtype before it is multiplied."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + EPS)
     rounded = (values * scale).to(weight.dtype).to(tl.float32)
     return (rounded * weight.to(tl.float32)).to(weight.dtype)

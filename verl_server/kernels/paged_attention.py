@@ -1,8 +1,9 @@
-"""Attention over the paged KV pool on CUDA: `PagedAttention`, its workspaces and how its kernels are launched.
+"""Attention over the paged KV pool on CUDA: `PagedAttention`, its workspaces and the launches of its kernels.
 
-The model runner owns one for all layers and calls it between storing a step's keys and the output projection. A KV
-layer is [pages, page_size, 2 (k, v), kv_heads, head_dim] with any strides but a dense last dimension. Nothing is
-read beyond an entry's length, so pages need no clearing. One stream at a time: layers share the workspaces.
+`models.triton_attention.PagedBackend` owns one `PagedAttention` for all layers, and calls it between storing a step's
+keys and the output projection. A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim] with any strides, except
+that the last dimension is dense. Nothing is read beyond the length of an entry, so pages need not be cleared. Calls
+must be on one stream at a time, because layers share the workspaces.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from torch import Tensor
 from verl_server.kernels.attention_decode import decode_kernel
 from verl_server.kernels.attention_extend import extend_kernel
 from verl_server.kernels.attention_shared import shared_kernel
-from verl_server.kernels.shared_keys import ITEM, LEVELS, Runs, deal_out
+from verl_server.kernels.shared_keys import ITEM, LEVELS, Runs, plan_items
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How decode uses one GPU; chosen by measurement (`benchmarks/attention.py`)."""
+    """Launch parameters for decode, chosen by measurement (`benchmarks/attention.py`)."""
 
     block: int
-    """Keys in a unit of work."""
+    """Keys per unit of work."""
     warps: int
     stages: int
-    """One more than the blocks that are loaded ahead."""
+    """One more than the number of blocks that are loaded ahead."""
     programs_per_sm: int
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
-        """Blocks of at most 16 KiB of keys: three programs fit into a multiprocessor. Small ones come two ahead."""
+        """Blocks of at most 16 KiB of keys, so that three programs fit into a multiprocessor. Of blocks of 16 KiB one
+        is loaded ahead, of smaller ones two."""
         row = triton.next_power_of_2(head_dim) * itemsize
         block = max(16, min(64, 16384 // row))
         return cls(block, warps=4, stages=2 if block * row >= 16384 else 3, programs_per_sm=3)
@@ -44,20 +46,21 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ExtendConfig:
-    """A tile of prefill: `rows` of (token, query head) against blocks of `keys`."""
+    """Launch parameters for prefill: a tile has `rows` of (token, query head), a block has `keys` keys."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int | None
-    """Bound for a thread, so that more than one program fits into a multiprocessor."""
+    """Limit of registers per thread, so that more than one program fits into a multiprocessor; None: no limit."""
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, group: int, max_extend: int) -> ExtendConfig:
-        """Prompts and chunks of middling length hide latency with two small programs in a multiprocessor.
+        """The fastest parameters for a longest chunk of `max_extend` tokens.
 
-        Long ones, and short ones (which matter when they follow long histories), run best as one with large blocks.
+        For 128 to 2,047 tokens, two small programs per multiprocessor hide latency best. For longer and for shorter
+        chunks (which take time when they follow a long history), one program with large blocks is faster.
         """
         row = triton.next_power_of_2(head_dim) * itemsize
         if row > 256:
@@ -70,7 +73,7 @@ class ExtendConfig:
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """A tile of keys that entries share: `rows` of (entry, query head) against blocks of `keys`."""
+    """Launch parameters for shared keys: a tile has `rows` of (entry, query head), a block has `keys` keys."""
 
     rows: int
     keys: int
@@ -82,28 +85,29 @@ class SharedConfig:
     def of(cls, head_dim: int, itemsize: int, group: int) -> SharedConfig:
         row = triton.next_power_of_2(head_dim) * itemsize
         keys = max(16, min(64, 16384 // row))
-        stages = 3 if row <= 256 else 2  # or a program takes more shared memory than GPUs before Hopper have
+        stages = 3 if row <= 256 else 2  # three stages of longer rows exceed the shared memory of GPUs before Hopper
         return cls(max(64, 2 * triton.next_power_of_2(group)), keys, warps=4, stages=stages, programs_per_sm=2)
 
 
 class SharedKeys(NamedTuple):
-    """What decode needs to know of keys that entries share: int32, on the host or the device."""
+    """The shared keys of a step's n decodes: integer arrays on the host, or int32 tensors on the device."""
 
     order: Any
-    """[n] entries; those that share a run stand next to each other."""
+    """[n] entries, sorted so that those that share a run are adjacent."""
     starts: Any
-    """[n] where each entry's own keys begin."""
+    """[n] number of shared keys of each entry: its own keys begin there."""
     levels: Any
-    """[n] in how many runs the keys before lie."""
+    """[n] number of runs that these shared keys consist of."""
     items: Any
-    """How many, n, and `shared_keys.deal_out`'s items; padded."""
+    """[number of items, n, then the items of `shared_keys.plan_items`], padded."""
 
 
 class PagedAttention:
-    """Paged attention for one model's head layout, for all of its layers.
+    """Paged attention for the head layout of one model, for all of its layers.
 
-    `decode_config` overrides the measured choice. On a machine without a GPU the kernels run in Triton's
-    interpreter, which is for tests. With `most_shared`, steps of up to so many entries may have shared keys.
+    `decode_config` and `shared_config` override the measured choices. `max_shared_entries` is the largest number of
+    decodes of a step with shared keys; 0 disables cascade attention. On a machine without a GPU the kernels run in
+    Triton's interpreter, which is for tests.
     """
 
     def __init__(
@@ -117,41 +121,43 @@ class PagedAttention:
         device: torch.device,
         decode_config: DecodeConfig | None = None,
         shared_config: SharedConfig | None = None,
-        most_shared: int = 0,
+        max_shared_entries: int = 0,
     ) -> None:
         self._kv_heads, self._group, self._head_dim = kv_heads, num_heads // kv_heads, head_dim
-        self._page_size, self._dtype, self.most_shared = page_size, dtype, most_shared
+        self._page_size, self._dtype, self.max_shared_entries = page_size, dtype, max_shared_entries
         self.token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
-        """Of a token's keys and values in one layer."""
+        """Bytes of the keys and values of a token in one layer."""
         self._scale = math.log2(math.e) / math.sqrt(head_dim)
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
         self._multiprocessors = _multiprocessors(device)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
-        # Two parts of unfinished heads a program; see decode_kernel.
+        # Each program stores at most two parts of unfinished heads; see decode_kernel.
         self._parts = _softmax_parts(2 * self._programs * self._group, head_dim, device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
         self.shared_config = shared_config or SharedConfig.of(head_dim, dtype.itemsize, self._group)
         self._shared_programs = self._multiprocessors * self.shared_config.programs_per_sm
-        # A slot for each head of a chunk; see shared_keys.deal_out.
+        # One slot for each head of a chunk; see shared_keys.plan_items.
         self._slots = 3 * self._shared_programs // kv_heads + 1
-        rows = LEVELS * most_shared * num_heads
+        rows = LEVELS * max_shared_entries * num_heads
         self._shared = _softmax_parts(rows, head_dim, device)
-        rows = self._slots * kv_heads * self.shared_config.rows if most_shared else 0
+        rows = self._slots * kv_heads * self.shared_config.rows if max_shared_entries else 0
         self._chunks = _softmax_parts(rows, head_dim, device)
         self._chunk_arrivals = torch.zeros(self._slots * kv_heads, dtype=torch.int32, device=device)
 
     def host_metadata(self, kv_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-        """How decode's work is dealt out over the programs, for `kv_lens` [n], each >= 1; n >= 1.
+        """The distribution of decode work over the programs, for `kv_lens` [n], each >= 1; n >= 1.
 
-        Its length never changes: [share, programs with one unit more, programs with any, last entry, then (entry,
-        head, block) of each program's first unit]. Entries beyond n get no work: their output stays unwritten.
+        Returns int32 of constant length: [units per program, number of programs with one unit more, number of programs
+        with any units, index of the last entry, then (entry, head, block) of the first unit of each program]. Entries
+        beyond n get no work: their output is not written.
         """
         blocks = -(-kv_lens.astype(np.int64) // self.decode_config.block)
         ends = np.cumsum(blocks * self._kv_heads)
         units, last = int(ends[-1]), len(ends) - 1
-        # Small steps occupy every multiprocessor, but no more programs than have four units each: parts cost merging.
+        # Small steps use one program per multiprocessor. More programs run only if each has four units, since a head
+        # that is divided between programs must be merged.
         active = min(self._programs, max(min(units, self._multiprocessors), units // 4))
         share, larger = divmod(units, active)
         program = np.arange(self._programs)
@@ -163,16 +169,23 @@ class PagedAttention:
         meta[4:] = np.stack([entry, *np.divmod(within, blocks[entry])], axis=1).reshape(-1)
         return meta
 
-    def most_items(self, entries: int) -> int:
-        """Length of `SharedKeys.items` that is enough for any step of so many entries."""
-        # A tile has two entries at least but for a run's last; without chunks a level has less than one for each entry.
+    def max_items_length(self, entries: int) -> int:
+        """A length of `SharedKeys.items` that suffices for any step with up to `entries` decodes."""
+        # A level has fewer tiles than entries, because every tile except the last of a run has at least two entries.
+        # Tiles that have several chunks need one item more for each slot, at most.
         return 2 + ITEM * (LEVELS * entries + self._slots)
 
     def shared_keys(self, runs: Runs) -> SharedKeys:
-        """For a step whose entries share `runs`; `host_metadata` then takes the lengths less its `starts`."""
-        if len(runs.order) > self.most_shared:
-            raise ValueError(f"{len(runs.order)} entries, but memory for the shared keys of {self.most_shared}.")
-        items = deal_out(
+        """The work on the shared keys of a step. Call `host_metadata` with the lengths less the result's `starts`.
+
+        Raises ValueError if the step has more than `max_shared_entries` decodes.
+        """
+        if len(runs.order) > self.max_shared_entries:
+            raise ValueError(
+                f"The step has {len(runs.order)} decodes, but there is memory for the shared keys of "
+                f"{self.max_shared_entries}."
+            )
+        items = plan_items(
             runs,
             tile=self.shared_config.rows // self._group,
             grain=math.lcm(self.shared_config.keys, self._page_size),
@@ -194,11 +207,11 @@ class PagedAttention:
         out: Tensor | None = None,
         shared: SharedKeys | None = None,
     ) -> Tensor:
-        """Attend from each entry's newest token, whose key is stored: q [n, heads, head_dim] -> [n, heads * head_dim].
+        """Attend from each entry's newest token, q [n, heads, head_dim], whose key and value are in the pool already.
 
-        `rows`, `kv_lens` (the new token included) int32 [n]; `page_table` int32 [rows, columns]; `meta` is
-        `host_metadata` of the same lengths, less what is `shared`; `out`, if given, is where the result goes,
-        contiguous. The launch depends on no value, so it can be captured in a CUDA graph.
+        `rows` and `kv_lens` (the new token included) are int32 [n], `page_table` is int32 [rows, columns], and `meta`
+        is `host_metadata` of the same lengths less `shared.starts`. The result [n, heads * head_dim] is written to
+        `out`, contiguous, or to a new tensor. The launch depends on no value, so it can be captured in a CUDA graph.
         """
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
@@ -241,11 +254,11 @@ class PagedAttention:
         max_extend: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attend from new tokens whose keys are stored, causally: q [T, heads, head_dim] -> [T, heads * head_dim].
+        """Attend causally from new tokens, q [T, heads, head_dim], whose keys and values are in the pool already.
 
-        Entry e's tokens are q_starts[e] .. q_starts[e + 1] of q and follow its cached[e] earlier ones. `rows`,
-        `cached` int32 [m], `q_starts` int32 [m + 1] from 0 to T; `max_extend` is the longest entry's, which decides
-        the tile size.
+        The new tokens of entry e are rows q_starts[e] to q_starts[e + 1] - 1 of q, and follow its cached[e] earlier
+        tokens. `rows` and `cached` are int32 [m], `q_starts` is int32 [m + 1] from 0 to T. `max_extend` is the largest
+        number of new tokens of an entry, which decides the tile size. Returns [T, heads * head_dim]: `out` if given.
         """
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
@@ -263,7 +276,8 @@ class PagedAttention:
 
 
 def _softmax_parts(rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for softmaxes over some of the keys: weighted values [rows, head_dim], maxima [rows], sums [rows]; fp32."""
+    """Workspace for softmaxes over a part of the keys: weighted values [rows, head_dim], maxima [rows], sums [rows],
+    all fp32."""
     acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
     return acc, acc.new_empty(rows), acc.new_empty(rows)
 

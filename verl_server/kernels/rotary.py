@@ -1,7 +1,6 @@
-"""From the fused qkv projection to attention's inputs, in one pass: head norms, rotary embedding, keys and values
-into the pool.
+"""Head norms, rotary embedding and storing of keys and values in one pass, between qkv projection and attention.
 
-A program takes up to eight heads of one token, so that cos and sin are read once for all of them.
+A program computes up to eight heads of one token, so that cos and sin are read once for all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MOST_HEADS = 8
+_MAX_HEADS = 8
 
 
 def norm_rotate_store(
@@ -24,19 +23,20 @@ def norm_rotate_store(
     slots: Tensor,
     kv_layer: Tensor,
 ) -> Tensor:
-    """Normalize and rotate q and k of T tokens, put k and v into the pool, return q [T, heads, head_dim].
+    """Normalize and rotate q and k of T tokens, store k and v in the pool, and return q [T, heads, head_dim].
 
-    `qkv` [T, (heads + 2 * kv_heads) * head_dim], contiguous; `kv_layer` [pages, page_size, 2, kv_heads, head_dim],
-    any strides but 1 in the last dimension, of the same dtype; `slots` [T] = page * page_size + offset of each token.
-    Weights [head_dim]: both, or None for models without head norms. `positions` [T] choose rows of `cos` and `sin`
-    [positions, 1, head_dim] (`RotaryEmbedding`: fp32, both halves of cos alike, sin's first half negated).
-    Rounding as in `models.layers`: to the dtype after the norm, after its weight and after the rotation, which is fp32.
+    `qkv` [T, (heads + 2 * kv_heads) * head_dim] is contiguous. `kv_layer` [pages, page_size, 2, kv_heads, head_dim] has
+    the same dtype and any strides, except that the last dimension is dense. `slots` [T] are page * page_size + offset
+    of each token. `q_weight` and `k_weight` [head_dim] are both None for models without head norms. `positions` [T]
+    index the rows of `cos` and `sin` [max_positions, 1, head_dim] fp32, which are the tables of `RotaryEmbedding`: the
+    halves of cos are equal, and the first half of sin is negated. Values are rounded as in `models.layers`: to the
+    dtype after the norm, after its weight, and after the rotation, which is computed in fp32.
     """
     page_size, _, kv_heads, head_dim = kv_layer.shape[1:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and kv_layer.stride(4) == 1
     q = qkv.new_empty((tokens, heads, head_dim))
-    at_once = min(_MOST_HEADS, triton.next_power_of_2(kv_heads))
+    at_once = min(_MAX_HEADS, triton.next_power_of_2(kv_heads))
     half_block = triton.next_power_of_2(head_dim // 2)
     groups = triton.cdiv(heads, at_once) + 2 * triton.cdiv(kv_heads, at_once)
     normed = q_weight is not None and k_weight is not None
@@ -86,7 +86,7 @@ def _norm_rotate_store(
     AT_ONCE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ) -> None:
-    """Program (token, group): the groups of q come first, then those of k, then those of v. EPS None: no norms."""
+    """Program (token, group). The groups of q come first, then those of k and those of v. EPS is None without norms."""
     q_groups: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
     kv_groups: tl.constexpr = (KV_HEADS + AT_ONCE - 1) // AT_ONCE
     half: tl.constexpr = HEAD_DIM // 2
@@ -97,7 +97,8 @@ def _norm_rotate_store(
     first_head = tl.where(kind == 0, 0, HEADS + (kind - 1) * KV_HEADS)
     column = tl.arange(0, HALF_BLOCK)
     inside = (head < tl.where(kind == 0, HEADS, KV_HEADS))[:, None] & (column < half)[None, :]
-    # For what all heads share: every thread loads its own copy, which needs no exchange between threads.
+    # Weights, cos and sin are the same for all heads. With these offsets every thread loads its own copy, so that
+    # threads need not exchange values.
     every = column[None, :] + tl.zeros_like(head)[:, None]
     source = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + (first_head + head)[:, None] * HEAD_DIM
     low = tl.load(source + column[None, :], mask=inside, other=0.0)
@@ -128,7 +129,7 @@ def _norm_rotate_store(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weighted(values: tl.tensor, weight: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Round fp32 values to the weight's dtype, apply the weight, round again; fp32."""
+    """Round fp32 values to the weight's dtype, multiply by the weight, and round again. Returns fp32."""
     factor = tl.load(weight, mask=inside, other=0.0)
     rounded = values.to(factor.dtype).to(tl.float32)
     return (rounded * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)

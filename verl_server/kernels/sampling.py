@@ -1,7 +1,7 @@
-"""The draw of `kernels.draw` on CUDA: one pass over the logits as the head gave them, then one program a row.
+"""The draw of `kernels.draw` on CUDA: one pass over the logits of the output head, then one program for each row.
 
-The pass leaves each block's largest logit and sum of exponentials; the second kernel makes the normalizer of them and
-draws, so a sampled token's log-probability costs nothing beside the draw.
+The first kernel stores the largest logit and the sum of exponentials of each block. The second kernel computes the
+normalizer from them and draws, so the log-probability of a sampled token needs no further pass.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(draw.GOLDEN), tl.constexpr(draw.MIX_1), t
 _LOWEST = tl.constexpr(draw.LOWEST)
 
 _TILE_BLOCKS = 64
-"""Blocks that a program of the first kernel reads."""
+"""Number of blocks that a program of the first kernel reads."""
 
 
 def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """As `draw.choose`. Rows of `logits` may lie apart, their elements not."""
+    """The same as `draw.choose`. The elements of a row of `logits` must be contiguous; rows may have any stride."""
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, draw.BLOCK)
@@ -62,8 +62,8 @@ def _weigh_blocks(
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Program (row, tile): tops[0, row, block] the largest logit of a block, tops[1, row, block] the sum of
-    exponentials relative to it; -inf and 0 where nothing in a block can be drawn."""
+    """Program (row, tile) stores the largest logit of each block in tops[0, row, block], and the sum of exponentials
+    relative to it in tops[1, row, block]. They are -inf and 0 for a block in which no token can be drawn."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -103,7 +103,7 @@ def _draw_row(
 
     noisy = (largest + tl.log(total)).to(tl.float64) + _gumbel(key, -1 - block)
     score = tl.where(takes_largest, largest.to(tl.float64), noisy)
-    chosen = tl.minimum(tl.argmax(score, 0), BLOCKS - 1)  # among NaN an argmax may be anything
+    chosen = tl.minimum(tl.argmax(score, 0), BLOCKS - 1)  # with NaN scores, argmax may return any number
     token = chosen * _BLOCK + tl.arange(0, _BLOCK)
     value = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32) * scale
     score = value.to(tl.float64) + tl.where(takes_largest, 0.0, _gumbel(key, token + 1))
@@ -116,7 +116,7 @@ def _draw_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gumbel(key: tl.tensor, counter: tl.tensor) -> tl.tensor:
-    """`draw.gumbel`."""
+    """The same as `draw.gumbel`."""
     words = key + counter.to(tl.int64) * _GOLDEN
     words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _MIX_1
     words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _MIX_2

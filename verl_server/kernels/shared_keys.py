@@ -1,8 +1,9 @@
-"""Which keys several entries of a decode step share, and who reads them: the host's part of cascade attention.
+"""The host's part of cascade attention: finding keys that several decodes share, and planning the work on them.
 
-Samples of one prompt have its pages in common, agents their system prompt. Attention over such keys is computed for
-all these entries together, so that the keys are read once and not once for each (Hydragen: Juravsky et al., 2024;
-FlashInfer's cascade). `find_runs` reads the page table, `deal_out` turns what it found into `shared_kernel`'s work.
+Samples of one prompt share its pages, and agents share the pages of their system prompt. Attention over such keys is
+computed for all these entries together, so the keys are read once instead of once for each entry (Hydragen: Juravsky et
+al., 2024; FlashInfer's cascade). `find_runs` searches the page table for runs of shared keys, and `plan_items` divides
+these runs into work items for `shared_kernel`.
 """
 
 from __future__ import annotations
@@ -15,41 +16,45 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 LEVELS = 2
-"""Runs that may follow each other in one entry: a system prompt, and a task's that a group of samples has in common."""
+"""Largest number of runs in one entry: for example a system prompt, then a task prompt that samples share."""
 
-_DEEPEST = 4
-"""Levels among which these are chosen; what is shared below is each entry's own."""
+_MAX_DEPTH = 4
+"""Levels of the tree of shared prefixes that are searched for these runs. Every entry reads by itself what is shared
+only below them."""
 
 ITEM = 8
-"""Integers of an item: first place, entries, first key, end, level; its tile's chunks and first slot, its chunk."""
+"""Number of integers of an item: index in `Runs.order` of its first entry, number of entries, first key, end of the
+keys, level, number of chunks of its tile, first slot of its tile, index of its chunk."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of keys that entries share. Those of run r stand next to each other in `order`."""
+    """Runs of consecutive keys that several entries share."""
 
     order: Ints
-    """[entries] the entries, sorted by their pages."""
+    """[entries] indices of the entries, sorted by their pages, so that those that share a run are adjacent."""
     first: Ints
-    """[runs] place in `order` of the first entry that shares it."""
+    """[runs] index in `order` of the first entry that shares the run."""
     count: Ints
-    """[runs] entries that do, two or more."""
+    """[runs] number of entries that share the run, at least 2."""
     begin: Ints
-    """[runs] first key: 0, or where the run of the level above ends."""
+    """[runs] first key: 0, or the end of the run of the level above."""
     end: Ints
+    """[runs] one more than the last key."""
     level: Ints
+    """[runs] number of runs that come before this one in its entries."""
 
     @property
     def saved(self) -> int:
-        """Keys that need not be read again."""
+        """Number of keys that are not read again."""
         return int(((self.count - 1) * (self.end - self.begin)).sum())
 
     def per_entry(self) -> tuple[Ints, Ints]:
-        """([entries] keys that are shared, [entries] in how many runs); what follows is the entry's own."""
+        """([entries] number of shared keys, [entries] number of runs). The keys behind them are the entry's own."""
         starts, levels = np.zeros_like(self.order), np.zeros_like(self.order)
         if not len(self.first):
             return starts, levels
-        members = self.order[_spread(self.first, self.count)]
+        members = self.order[_ranges(self.first, self.count)]
         np.maximum.at(starts, members, np.repeat(self.end, self.count))
         np.maximum.at(levels, members, np.repeat(self.level + 1, self.count))
         return starts, levels
@@ -57,20 +62,23 @@ class Runs:
 
 @dataclass
 class _Node:
-    """A stretch of pages that entries at neighbouring places have in common, and what some of them share below it."""
+    """A run of pages that adjacent entries share, in the tree of shared prefixes."""
 
     first: int
+    """Index in the sorted order of the first entry that shares the run."""
     count: int
+    """Number of entries that share the run."""
     end: int
-    """First key after it; it begins where the one above ends."""
+    """First key behind the run. The run begins at the end of its parent."""
     below: list[_Node]
+    """Children: runs behind this one that some of the entries share."""
 
 
-def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, least: int) -> Runs:
-    """Runs of at least `least` keys, of whole pages, which no entry's newest token is in.
+def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int) -> Runs:
+    """Find runs of at least `min_keys` shared keys. Runs consist of whole pages without any entry's newest token.
 
-    Entry i, of one or more, has the pages `table[rows[i]]`, of which those beyond its `lens[i]` keys (one at least) may
-    be anything.
+    There is at least one entry. Entry i has `lens[i]` >= 1 keys in the pages `table[rows[i]]`; the page ids behind
+    these keys are not read.
     """
     entry, whole = np.arange(len(rows)), (lens - 1) // page_size
     _, prefix, sharers = np.unique(
@@ -79,27 +87,30 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, least: int) -
     together, alone = np.flatnonzero(sharers[prefix] > 1), np.flatnonzero(sharers[prefix] == 1)
     if not len(together):
         return _runs(entry, [])
-    # Nobody shares what only the longest has; one column more, in which all differ.
+    # No entry shares the pages that only the longest entry has. In one further column all entries differ.
     columns = int(np.partition(whole[together], -2)[-2]) + 1
     valid = np.arange(columns) < np.minimum(whole[together], columns - 1)[:, None]
     pages = np.where(valid, table[rows[together], :columns], -1 - together[:, None])
-    # As bytes: which order it is does not matter, if only equal beginnings come together.
+    # Sorted as bytes: any order serves in which entries with equal first pages are adjacent.
     order = np.argsort(pages.view(f"V{pages.itemsize * columns}").ravel(), kind="stable")
     pages = pages[order]
-    # depth[i]: keys that the entries at places i and i + 1 share; sorted, those between two places share the least.
+    # depth[i] is the number of keys that entries i and i + 1 of the order share. Since the order is sorted, the entries
+    # from i to j all share the minimum of depth[i:j].
     depth = (pages[1:] != pages[:-1]).argmax(1) * page_size
-    _, chosen = _most_saving(_tree(depth, least), 0, LEVELS)
+    _, chosen = _choose_runs(_tree(depth, min_keys), 0, LEVELS)
     return _runs(np.concatenate([together[order], alone]), chosen)
 
 
-def _tree(depth: Ints, least: int) -> list[_Node]:
-    """The stretches of at least `least` keys that neighbours share, `depth[i]` those at places i and i + 1."""
+def _tree(depth: Ints, min_keys: int) -> list[_Node]:
+    """The roots of the tree of shared prefixes, whose nodes have at least `min_keys` keys each.
+
+    Entries i and i + 1 of the sorted order share `depth[i]` keys.
+    """
     roots: list[_Node] = []
     above: list[_Node] = []
-    covered = np.zeros_like(depth)
-    """By the levels above."""
-    for _ in range(_DEEPEST):
-        joined = depth - covered >= least
+    covered = np.zeros_like(depth)  # keys in nodes of the levels above
+    for _ in range(_MAX_DEPTH):
+        joined = depth - covered >= min_keys
         edge = np.diff(np.concatenate(([False], joined, [False])).astype(np.int8))
         firsts, lasts = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
         if not len(firsts):
@@ -112,26 +123,26 @@ def _tree(depth: Ints, least: int) -> list[_Node]:
         parents = np.searchsorted([node.first for node in above], firsts, side="right") - 1
         for node, parent in zip(nodes, parents.tolist(), strict=True):
             (above[parent].below if above else roots).append(node)
-        covered[~joined] = np.iinfo(np.int64).max // 2  # between stretches nothing is shared below either
-        covered[_spread(firsts, lasts - firsts)] = np.repeat(ends, lasts - firsts)
+        covered[~joined] = np.iinfo(np.int64).max // 2  # entries of different nodes share nothing below, either
+        covered[_ranges(firsts, lasts - firsts)] = np.repeat(ends, lasts - firsts)
         above = nodes
     return roots
 
 
-def _most_saving(nodes: list[_Node], begin: int, levels: int) -> tuple[int, list[tuple[int, ...]]]:
-    """Which of `nodes` and those below become runs, at most `levels` after each other, so that most keys are saved.
+def _choose_runs(nodes: list[_Node], begin: int, levels: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Choose the nodes that become runs, at most `levels` on a path, so that the number of saved keys is the largest.
 
-    What is left out goes to the runs below it, which begin where the last chosen one above ends. Returns the keys
-    saved and (first, count, begin, end, level) of each.
+    The keys of a node that is not chosen belong to the runs below it, which begin at `begin`: the end of the last run
+    that was chosen above. Returns (number of saved keys, [(first, count, begin, end, level) of each run]).
     """
     saved = 0
     chosen: list[tuple[int, ...]] = []
     for node in nodes if levels else []:
         inside = (node.count - 1) * (node.end - begin)
-        below, runs = _most_saving(node.below, node.end, levels - 1)
+        below, runs = _choose_runs(node.below, node.end, levels - 1)
         best, best_runs = inside + below, [(node.first, node.count, begin, node.end, LEVELS - levels), *runs]
         if node.below:
-            below, runs = _most_saving(node.below, begin, levels)
+            below, runs = _choose_runs(node.below, begin, levels)
             if below > best:
                 best, best_runs = below, runs
         saved, chosen = saved + best, chosen + best_runs
@@ -142,12 +153,13 @@ def _runs(order: Ints, chosen: list[tuple[int, ...]]) -> Runs:
     return Runs(order, *np.array(chosen, dtype=np.int64).reshape(-1, 5).T)
 
 
-def deal_out(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, slots: int) -> Ints:
-    """Items [items, ITEM], the longest first: chunks of tiles, of at most `tile` entries of a run and full `grain`s of
-    keys but for the last.
+def plan_items(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, slots: int) -> Ints:
+    """Divide runs into work items [items, ITEM], the one with most keys first.
 
-    Every head of an item is a job; program p takes jobs p, p + programs and so on. A tile of several chunks leaves a
-    part for each of them in a slot, of which there are `slots` for each head.
+    The entries of a run are divided into tiles of at most `tile` entries, and the keys of a tile into chunks, whose
+    length is a multiple of `grain` except for the last chunk. An item is one chunk of one tile. Each of the `heads` KV
+    heads of an item is a job; program p of `programs` does jobs p, p + programs and so on. If a tile has several
+    chunks, each one stores its part of the result in a slot; there are `slots` slots for each head.
     """
     if not len(runs.first):
         return np.zeros((0, ITEM), dtype=np.int64)
@@ -157,11 +169,11 @@ def deal_out(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, sl
     low, high = runs.count[run] * index // tiles[run], runs.count[run] * (index + 1) // tiles[run]
     blocks = -(-(runs.end - runs.begin)[run] // grain)
     chunks = np.ones_like(blocks)
-    best = _rounds(blocks, chunks, heads, programs)
+    best = _estimated_time(blocks, chunks, heads, programs)
     even = max(1, -(-int(blocks.sum()) * heads // programs))
     for longest in (-(-even // 2), even, 2 * even, 4 * even):
         cut = -(-blocks // longest)
-        cost = _rounds(blocks, cut, heads, programs)
+        cost = _estimated_time(blocks, cut, heads, programs)
         if cost < best and int(cut[cut > 1].sum()) <= slots:
             chunks, best = cut, cost
     size = -(-blocks // chunks)
@@ -176,14 +188,17 @@ def deal_out(runs: Runs, *, tile: int, grain: int, heads: int, programs: int, sl
     return items[np.argsort(begin - end, kind="stable")]
 
 
-def _rounds(blocks: Ints, chunks: Ints, heads: int, programs: int) -> float:
-    """About how long it takes, in blocks that a program reads: the busiest one's jobs, each one more for its beginning
-    and end, and putting the parts of a tile together, half a block each."""
+def _estimated_time(blocks: Ints, chunks: Ints, heads: int, programs: int) -> float:
+    """An estimate of the kernel's time. The unit is the time in which a program reads a block.
+
+    The estimate is the sum over the jobs of the busiest program, with one block added to each job for its start and
+    end, and half a block for merging each part of a tile.
+    """
     sizes = np.sort(np.repeat(-(-blocks // chunks), chunks))[::-1]
     merge = 0.5 * int(chunks.max()) if chunks.max() > 1 else 0.0
     return float((np.repeat(sizes, heads)[::programs] + 1).sum()) + merge
 
 
-def _spread(first: Ints, count: Ints) -> Ints:
-    """first[0], first[0] + 1, .. (count[0] of them), first[1], .."""
+def _ranges(first: Ints, count: Ints) -> Ints:
+    """The concatenation of the ranges first[i], first[i] + 1, .., first[i] + count[i] - 1."""
     return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))

@@ -1,9 +1,9 @@
-"""Products of a few rows with a weight, at the speed at which the weight comes from memory: small decode steps.
+"""Products of a few rows and a weight at memory bandwidth, for small decode steps.
 
-A program holds 64 rows of the weight; they are the rows of the tensor cores' tile, x's rows its columns, so little of
-the tile is padding. It walks along K with several blocks on their way. Where the weight has too few rows to occupy all
-multiprocessors, programs share a tile's K: each leaves its sums in a workspace, and the one that arrives last adds
-them up, in order, so that the result does not depend on who that is.
+A program computes the outputs of 64 rows of the weight. These are the rows of the tensor cores' tile and the rows of x
+are its columns, so little of the tile is padding. The program iterates over K and loads several blocks ahead. If the
+weight has too few rows to occupy all multiprocessors, several programs divide the K of a tile: each stores its sums in
+a workspace, and the program that finishes last adds them in order, so the result does not depend on which one that is.
 """
 
 from __future__ import annotations
@@ -14,37 +14,41 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_N, _BLOCK_K = 64, 128
-_MOST_ROWS = 32
+_MAX_ROWS = 32
 
 
 class SkinnyProduct:
-    """x @ weight.T + bias for the few rows of x that `takes` accepts, on one GPU and one stream: layers share its
-    workspace. Its choices were measured on one H200 with the weights of Qwen3-0.6B and 8B.
+    """x @ weight.T + bias for few rows of x, on one GPU and one stream, because layers share the workspace.
 
-    On a machine without a GPU the kernel runs in Triton's interpreter, which is for tests.
+    The launch parameters and `is_faster` were measured on one H200 with the weights of Qwen3-0.6B and 8B. On a machine
+    without a GPU the kernel runs in Triton's interpreter, which is for tests.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._programs = _multiprocessors(device)
-        self._parts = torch.empty(self._programs * _BLOCK_N * _MOST_ROWS, dtype=torch.float32, device=device)
+        self._parts = torch.empty(self._programs * _BLOCK_N * _MAX_ROWS, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether this product can be done here, and is not done faster by torch."""
+    def is_faster(self, x: Tensor, weight: Tensor) -> bool:
+        """True if this kernel supports the shapes and dtypes, and computes the product faster than torch."""
         n, k = weight.shape
-        if x.shape[0] > _MOST_ROWS or x.element_size() != 2 or n % _BLOCK_N or k % _BLOCK_K:
+        if x.shape[0] > _MAX_ROWS or x.element_size() != 2 or n % _BLOCK_N or k % _BLOCK_K:
             return False
-        # A short sum is not worth sharing, and a vocabulary's many rows are nothing to improve on.
+        # A short sum is not worth dividing, and torch is as fast for the many rows of a vocabulary.
         return n <= 65536 and k >= (1024 if self._split(n, k) == 1 else 2048)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [m, in] and `weight` [out, in], contiguous, `bias` [out], of one dtype -> [m, out]; summed in fp32."""
+        """x [m, in] @ `weight` [out, in].T + `bias` [out], summed in fp32. Returns [m, out].
+
+        All have one dtype; x and `weight` are contiguous.
+        """
         (m, k), n = x.shape, weight.shape[0]
         assert weight.shape[1] == k and x.is_contiguous() and weight.is_contiguous()
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
         tiles, split = n // _BLOCK_N, self._split(n, k)
         block_m = 16 if m <= 16 else 32
-        # Deep where a multiprocessor has one or two programs; three or more fit into it with shallow ones.
+        # With one or two programs per multiprocessor, several blocks are loaded ahead. Fewer stages let three or more
+        # programs fit into a multiprocessor.
         stages = 3 if tiles > 2 * self._programs else 5 if block_m == 16 else 4
         _skinny[(tiles * split,)](
             x, weight, weight if bias is None else bias, out, self._parts, self._arrivals, m, n, k, split,
@@ -53,7 +57,8 @@ class SkinnyProduct:
         return out
 
     def _split(self, n: int, k: int) -> int:
-        """Programs that share a tile: a power of two, at most one program a multiprocessor, two blocks for each."""
+        """Number of programs that divide the K of a tile: a power of two, so that each multiprocessor has at most one
+        program, and each program at least two blocks."""
         split = 1
         while n // _BLOCK_N * split * 2 <= self._programs and split * 4 * _BLOCK_K <= k:
             split *= 2
@@ -70,7 +75,8 @@ def _skinny(
     m_size: tl.tensor, n_size: tl.tensor, k_size: tl.tensor, split: tl.tensor, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program tile * split + part: its part of K for BLOCK_N rows of the weight. Sizes divide evenly but m_size."""
+    """Program tile * split + part sums one part of K for BLOCK_N rows of the weight. All sizes except m_size are
+    multiples of their block sizes."""
     program = tl.program_id(0)
     tile, part = program // split, program % split
     blocks = k_size // BLOCK_K
@@ -91,9 +97,9 @@ def _skinny(
     else:
         part_at = parts + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         tl.store(part_at + program * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # all of this program's threads have stored before one announces it
+        tl.debug_barrier()  # all threads of this program have stored before one of them counts the part as done
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == split - 1:
-            tl.store(arrivals + tile, 0)  # for the next product
+            tl.store(arrivals + tile, 0)  # the counter starts at 0 for the next product
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for i in tl.range(0, split):
                 total += tl.load(part_at + (tile * split + i) * (BLOCK_N * BLOCK_M))

@@ -1,14 +1,15 @@
 """Attention over the paged KV pool in plain PyTorch: planned once a step, then run by every layer.
 
-`ModelRunner` builds an `AttentionPlan` per step from lengths and the page table; each decoder layer calls its
-`attend`. Entries of similar size are packed into padded groups. Prompts without cached prefix attend to
-their own new tokens; everything else (decode, later chunks, prefix hits) gathers its pages. This is the fallback on
-every device (`paged_attention` and `cpu_attention` have kernels, and the same interface; the latter uses its groups).
+`ModelRunner` builds an `AttentionPlan` per step from the lengths and the page table; each decoder layer calls the
+plan's `attend`. Entries of similar size are packed into padded groups. Prompts without a cached prefix attend to their
+own new tokens; all other entries (decode, later chunks, prefix hits) gather their pages from the pool. This module is
+the fallback on every device. `triton_attention` and `cpu_attention` run kernels behind the same interface, and
+`cpu_attention` uses the groups of this module for prompts.
 
 A KV layer is [pages, page_size, 2 (k, v), kv_heads, head_dim], in memory [pages, 2, kv_heads, page_size, head_dim]:
-a page is gathered by slices, each one head's keys or values. The last page is never written: page lists are padded
-with it. Masked positions still enter `0 * v`, so whatever they hold must be finite, which is why `KVCache` zeroes a
-page when it is handed out.
+a page is gathered in slices, each of which holds one head's keys or values. The last page is never written: page lists
+are padded with it. Masked positions still enter `0 * v`, so their values must be finite, which is why `KVCache` zeroes
+a page when it allocates the page.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ from verl_server.models.layers import RMSNorm, rotate
 from verl_server.models.ops import unit_rms
 
 _FREE_PADDING = 4096
-"""Query-key pairs of padding that cost less than one more group."""
+"""Number of padded query-key pairs that cost less than one more group."""
 
 _GATHERED_BYTES = 2**23
-"""Keys and values gathered at once on the CPU: still in its cache when they are attended to, and from a block that the
-C library keeps. (Those above 32 MiB are mapped anew each time, and filled with zeros first: twice the step's time.)"""
+"""Bytes of keys and values gathered at once on the CPU. They are still in the processor's cache when attention reads
+them, and the C library reuses the block. (A block above 32 MiB is mapped anew and filled with zeros each time, which
+doubles the time of a step.)"""
 
 
 @dataclass(slots=True)
 class Placement:
-    """One step's indices, on the host. Entries in batch order: first those that decode, then prefill chunks."""
+    """One step's indices, int64 on the host. Entries are in batch order: first decodes, then prefill chunks."""
 
     rows: Ints
-    """[entries] rows of the page table."""
+    """[entries] row of each entry in the page table."""
     cached: Ints
-    """[entries] tokens whose keys are in the pool already."""
+    """[entries] number of tokens whose keys and values are in the pool already."""
     extend: Ints
-    """[entries] new tokens."""
+    """[entries] number of new tokens."""
     ids: Ints
-    """[tokens] token ids; -1: what the entry's row sampled last, known to the device only."""
+    """[tokens] token ids. -1 stands for the token that the entry's row sampled last, which only the device knows."""
     positions: Ints
     """[tokens] position of each new token in its sequence."""
     slots: Ints
-    """[tokens] where its key and value go: page * page_size + offset."""
+    """[tokens] where the key and value of each new token are stored: page * page_size + offset."""
     num_decodes: int
-    """Leading entries with one new token."""
+    """Number of leading entries with one new token."""
 
     @property
     def starts(self) -> Ints:
@@ -65,32 +67,34 @@ class Placement:
 
 @dataclass
 class AttentionGroup:
-    """Some entries of the step, padded to `queries` new tokens each."""
+    """Entries of the step that are attended to together, padded to `queries` new tokens each."""
 
     entries: int
     queries: int
     tokens: slice | Tensor
-    """Where the group's tokens are in the step: a run of entries * queries, or an index of that many."""
+    """Where the group's tokens are in the step: a slice of entries * queries tokens, or as many int64 indices."""
     outputs: Tensor | None = None
-    """Positions in the flattened [entries * queries] that are real tokens; None: all of them."""
+    """Positions in the flattened [entries * queries] that are real tokens; None if all are."""
     gathers: list[Gather] | None = None
-    """Its entries in order; None: fresh prompts, attend to the step's own keys."""
+    """The pool reads of the group's entries, in order. None if the entries are prompts without a cached prefix, which
+    attend to the step's own keys."""
     folded: bool = False
-    """Whether the query heads that share a KV head become further query rows, so that keys are not expanded."""
+    """True if the query heads that share a KV head become further query rows, so that keys are not expanded."""
 
 
 @dataclass
 class Gather:
-    """Some entries of a group whose keys and values are taken from the pool at once."""
+    """Entries of a group whose keys and values are read from the pool in one operation."""
 
     slices: Tensor
-    """[entries * 2 (k, v) * kv_heads * pages per entry] of the pool, in this order."""
+    """int64 indices of slices of the pool, flattened from [entries, 2 (k, v), kv_heads, pages per entry]."""
     mask: Tensor
-    """[entries, 1, queries, keys] to add to the scores, or with queries * heads per kv head if `folded`."""
+    """[entries, 1, queries, keys] values added to the scores: 0, or -inf for hidden keys. If the group is `folded`, the
+    third dimension is queries * (query heads per KV head)."""
 
 
 class Heads(Protocol):
-    """What attention needs of a layer's `Attention` module."""
+    """The part of a layer's `Attention` module that attention backends read."""
 
     num_heads: int
     num_kv_heads: int
@@ -100,22 +104,26 @@ class Heads(Protocol):
 
 
 class AttentionStep(Protocol):
-    """How a step attends, in every layer: `AttentionPlan`, or `paged_attention.PagedStep`."""
+    """The attention of one step, called by every layer: an `AttentionPlan`, a `CpuStep` or a `PagedStep`."""
 
     def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
-        """qkv [tokens, (heads + 2 * kv_heads) * head_dim], as projected; may be overwritten. Norms and rotates
-        queries and keys, stores keys and values into `kv_layer`, returns [tokens, heads * head_dim]."""
+        """Norm and rotate queries and keys, store keys and values into `kv_layer`, and attend.
+
+        `qkv` [tokens, (heads + 2 * kv_heads) * head_dim] is the output of the projection, and may be overwritten.
+        Returns [tokens, heads * head_dim] of the same dtype.
+        """
         ...
 
 
 @dataclass
 class AttentionPlan:
     slots: tuple[Tensor, Tensor]
-    """Page and offset [tokens] where each new token's keys and values go."""
+    """(page [tokens], offset in the page [tokens]) where the keys and values of each new token are stored."""
     groups: list[AttentionGroup]
     cos: Tensor
+    """[tokens, 1, head_dim] fp32: the rows of `RotaryEmbedding`'s table at the positions of the new tokens."""
     sin: Tensor
-    """[tokens, 1, head_dim], of the tokens' positions; see `RotaryEmbedding`."""
+    """Same shape and rows as `cos`."""
 
     def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
         states = norm_and_rotate(qkv, heads, self.cos, self.sin)
@@ -131,7 +139,7 @@ def split_heads(states: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
-    """[tokens, heads + 2 * kv_heads, head_dim]: `qkv` itself, with queries and keys normed and rotated in place."""
+    """Norm and rotate queries and keys in place. Returns `qkv` viewed as [tokens, heads + 2 * kv_heads, head_dim]."""
     states = qkv.view(qkv.shape[0], -1, heads.head_dim)
     qk = states[:, : heads.num_heads + heads.num_kv_heads]
     normed = qk
@@ -139,7 +147,7 @@ def norm_and_rotate(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tens
         normed = unit_rms(qk, heads.q_norm.eps)
         normed[:, : heads.num_heads].mul_(heads.q_norm.weight)
         normed[:, heads.num_heads :].mul_(heads.k_norm.weight)
-    qk.copy_(rotate(normed, cos, sin))  # back beside v: keys and values go to the pool in one copy
+    qk.copy_(rotate(normed, cos, sin))  # back to `qkv`, so that keys and values are adjacent, and stored in one copy
     return states
 
 
@@ -152,16 +160,17 @@ def plan_attention(
     kv_layer: Tensor,
     rotary: tuple[Tensor, Tensor],
 ) -> AttentionPlan:
-    """Decide groups and build every index tensor.
+    """Form the groups of a step and build every index tensor.
 
-    `table` is [entries, pages], padded with the padding page; `kv_layer` any layer of the pool, for its shape alone.
+    `table` [entries, pages] holds the page ids of each entry, padded with the padding page. `kv_layer` may be any layer
+    of the pool: only its shape, dtype and device are read. `rotary` is (cos, sin) of the plan.
     """
     pages, offsets = to_device(np.stack(np.divmod(slots, kv_layer.shape[1])), kv_layer.device)
     return AttentionPlan((pages, offsets), plan_groups(cached, extend, table, num_heads, kv_layer), *rotary)
 
 
 def plan_groups(cached: Ints, extend: Ints, table: Ints, num_heads: int, kv_layer: Tensor) -> list[AttentionGroup]:
-    """The entries of a plan, see `plan_attention`, by what is attended to at once."""
+    """Group entries that are attended to together. The arguments are those of `plan_attention`."""
     device = kv_layer.device
     starts = np.concatenate(([0], np.cumsum(extend)))
     fresh = (cached == 0) & (extend > 1)
@@ -170,7 +179,7 @@ def plan_groups(cached: Ints, extend: Ints, table: Ints, num_heads: int, kv_laye
         for members in _pack(np.flatnonzero(fresh == kind), extend, cached + extend):
             group = _group(members, starts, extend, device)
             if not kind:
-                # With a mask, CUDA's fast kernels take no grouped heads.
+                # With a mask, CUDA's fast kernels do not support grouped heads.
                 group.folded = device.type == "cuda" or group.queries == 1
                 rows = num_heads // kv_layer.shape[3] if group.folded else 1
                 group.gathers = _gathers(cached[members], extend[members], table[members], rows, kv_layer)
@@ -179,7 +188,10 @@ def plan_groups(cached: Ints, extend: Ints, table: Ints, num_heads: int, kv_laye
 
 
 def attend_groups(q: Tensor, kv: Tensor, kv_layer: Tensor, groups: list[AttentionGroup]) -> Tensor:
-    """q [tokens, heads, d] attended, [tokens, heads * d]; kv [tokens, 2, kv_heads, d] is in the pool already."""
+    """Attend from q [tokens, heads, d], group by group. Returns [tokens, heads * d].
+
+    kv [tokens, 2, kv_heads, d] are the keys and values of the same tokens, which are in the pool already.
+    """
     tokens, heads, head_dim = q.shape
     if len(groups) == 1 and isinstance(groups[0].tokens, slice):
         return _attend_group(q, kv, kv_layer, groups[0]).reshape(tokens, heads * head_dim)
@@ -196,12 +208,13 @@ def attend_groups(q: Tensor, kv: Tensor, kv_layer: Tensor, groups: list[Attentio
 
 
 def _attend_group(q: Tensor, kv: Tensor, kv_layer: Tensor, group: AttentionGroup) -> Tensor:
-    """[entries, queries, heads in order, head_dim]; the heads may still be apart by KV head."""
+    """Returns [entries, queries, heads, head_dim]. For a folded group, heads are two dimensions: [.., kv_heads, query
+    heads per KV head, ..]."""
     n, length = group.entries, group.queries
     q = q[group.tokens].view(n, length, *q.shape[1:])
     if group.gathers is not None:
         return _attend_gathered(q, kv_layer, group.gathers, group.folded)
-    # Padding is at the end, where the causal mask keeps it from every real query.
+    # The padding is at the end, where the causal mask hides it from every real query.
     kv = kv[group.tokens].view(n, length, *kv.shape[1:])
     k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -228,7 +241,7 @@ def _attend_gathered(q: Tensor, kv_layer: Tensor, gathers: list[Gather], folded:
 
 
 def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:
-    """Cut entries (largest first) into groups whose padding is cheap; batch order where all are alike."""
+    """Cut entries, the largest first, into groups with little padding. One group in batch order if all are alike."""
     if len(entries) < 2:
         return [entries] if len(entries) else []
     q, k = queries[entries], keys[entries]
@@ -250,7 +263,7 @@ def _pack(entries: Ints, queries: Ints, keys: Ints) -> list[Ints]:
 
 
 def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> AttentionGroup:
-    """The group's tokens: a slice if it is a run of equally long entries, else padded indices."""
+    """A group of `members`. Its tokens are a slice if these are adjacent and equally long, else padded indices."""
     queries = int(extend[members].max())
     first = starts[members]
     if (extend[members] == queries).all() and (np.diff(first) == queries).all():
@@ -263,13 +276,13 @@ def _group(members: Ints, starts: Ints, extend: Ints, device: torch.device) -> A
 
 
 def _gathers(cached: Ints, extend: Ints, table: Ints, rows_per_query: int, kv_layer: Tensor) -> list[Gather]:
-    """What the entries of a group gather, few enough at a time to stay in the CPU's cache."""
+    """The pool reads of a group's entries, on the CPU each small enough to stay in the processor's cache."""
     _, page_size, _, kv_heads, _ = kv_layer.shape
     n, queries, device = len(cached), int(extend.max()), kv_layer.device
     pages = table[:, : -(-int((cached + extend).max()) // page_size)]
-    # In memory a page is 2 * kv_heads slices.
+    # In memory a page consists of 2 * kv_heads slices.
     slices = to_device((pages[:, None] * (2 * kv_heads) + np.arange(2 * kv_heads)[:, None]).reshape(-1), device)
-    # Query i of an entry sees cached + i + 1 keys.
+    # Query i of an entry attends to its first cached + i + 1 keys.
     seen = to_device(cached + 1, device).view(n, 1, 1, 1, 1) + torch.arange(queries, device=device).view(-1, 1, 1)
     hidden = torch.arange(pages.shape[1] * page_size, device=device) >= seen
     mask = torch.zeros(hidden.shape, dtype=kv_layer.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -1,8 +1,8 @@
-"""`ModelConfig`: what the decoder needs to know of a Hugging Face config, checked before any memory is taken.
+"""`ModelConfig`: the part of a Hugging Face config that the decoder needs, checked before any memory is allocated.
 
-`load_model_config` is called by every `ModelRunner`. It reads `config.json` as transformers does (defaults of each
-model type, old and new keys) without an import of transformers, which takes as long as that of torch. It raises
-`BadRequestError` that names the architecture or setting, what is supported, and the remedy.
+Every `ModelRunner` calls `load_model_config`. It reads `config.json` as transformers does (with the defaults of each
+model type, and with old and new keys), but does not import transformers, because that takes as long as importing torch.
+It raises `BadRequestError` that names the architecture or setting, the supported values, and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-"""Values of keys that a config.json leaves out, where they differ from one architecture to another."""
+"""Architecture -> key -> value if config.json lacks the key, for the keys whose defaults differ between architectures.
+"""
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_THETA = 10000.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One dense decoder; the flags are all that tells the supported families apart."""
+    """One dense decoder. The supported families differ in the flags only."""
 
     architecture: str
     vocab_size: int
@@ -57,9 +58,9 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     rope: dict[str, Any]
-    """Keys as in transformers' `rope_parameters`: rope_theta, rope_type and the type's own."""
+    """Keys as in transformers' `rope_parameters`: rope_theta, rope_type and the keys of that rope_type."""
     dtype: torch.dtype
-    """The checkpoint's."""
+    """The dtype of the checkpoint."""
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -68,7 +69,7 @@ class ModelConfig:
 
 
 class _ConfigFile(msgspec.Struct):
-    """The keys of config.json that matter here, with their types; transformers' defaults."""
+    """The keys of config.json that the decoder needs, with their types and the defaults of transformers."""
 
     vocab_size: int
     hidden_size: int
@@ -96,7 +97,10 @@ class _ConfigFile(msgspec.Struct):
 
 
 def load_model_config(folder: Path, context_length: int | None = None) -> ModelConfig:
-    """Read `folder`/config.json. `context_length` decides whether a sliding window would be active."""
+    """Read `folder`/config.json. Raises BadRequestError if the model is not supported.
+
+    A sliding window is an error only if `context_length` (default: the model's) is longer than the window.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise BadRequestError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
@@ -147,7 +151,7 @@ def _refuse_unsupported(file: _ConfigFile, architecture: str, context_length: in
         raise BadRequestError(f"{architecture} with {what} is not supported: {remedy}")
 
     if file.quantization_config:
-        refuse("quantization_config", "give an unquantized checkpoint (float32, bfloat16 or float16).")
+        refuse("quantization_config", "use an unquantized checkpoint (float32, bfloat16 or float16).")
     if file.hidden_act != "silu":
         refuse(f"hidden_act={file.hidden_act!r}", "only silu is implemented.")
     window = file.sliding_window if file.use_sliding_window else None

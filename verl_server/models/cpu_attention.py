@@ -1,8 +1,8 @@
-"""Attention over the paged KV pool on the CPU: the compiled kernel of `kernels.cpu`, wired to a step.
+"""Attention over the paged KV pool on the CPU, with the compiled kernel of `kernels.cpu`.
 
-`ModelRunner` owns one `CpuAttention` and has it plan a `CpuStep` for each step, which every decoder layer calls. The
-kernel norms, rotates and stores all new tokens, and attends from those that are decoded to their pages, where they
-lie; tokens of prompts are attended to in PyTorch, in the groups of `attention.plan_groups`.
+`ModelRunner` owns one `CpuAttention`, which plans a `CpuStep` for each step; every decoder layer calls that step. The
+kernel norms, rotates and stores all new tokens. For decodes it also computes attention, and reads their pages in place.
+Attention of prompt tokens is computed in PyTorch, in the groups of `attention.plan_groups`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_server.models.layers import RotaryEmbedding
 
 
 class PagedPool(Protocol):
-    """What this backend needs of a `KVCache`."""
+    """The part of a `KVCache` that this backend reads."""
 
     kv_heads: int
     page_size: int
@@ -33,13 +33,13 @@ class PagedPool(Protocol):
 class CpuStep:
     kernels: CpuKernels
     args: AttentionArgs
-    """Filled but for what each layer has of its own."""
+    """Arguments of the kernel. `attend` fills in the fields that differ between layers."""
     placement: Placement
-    """Whose arrays `args` points to."""
+    """Keeps the arrays alive that `args` points to."""
     scores: Tensor
-    """Scratch, which it points to, too."""
+    """Scratch memory [threads, query heads per KV head, stride] fp32, which `args` points to as well."""
     groups: list[AttentionGroup]
-    """Of the entries behind those that decode."""
+    """Groups of the entries that do not decode; these follow the decodes in the batch."""
 
     def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
         args, decodes = self.args, self.placement.num_decodes

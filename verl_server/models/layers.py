@@ -1,7 +1,8 @@
 """The decoder's building blocks: norm, rotary embedding, tensor-parallel linear and embedding layers.
 
-Each layer that holds weights names them as Hugging Face does (`slots`), as pieces of its own fused and
-sharded storage; `transformer.Decoder` collects them into the `WeightMap`. A layer's parameters never move.
+Each layer that holds weights yields a `WeightSlot` for each of its Hugging Face tensors (`slots`). A slot maps the
+tensor to pieces of the layer's fused and sharded storage. `transformer.Decoder` collects the slots in the `WeightMap`.
+The parameters of a layer never move.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from verl_server.models.ops import TORCH_OPS, Ops
 
 
 def _weight(*shape: int) -> nn.Parameter:
-    """A placeholder of the default dtype and device: `ModelRunner` puts its weights arena behind it."""
+    """A placeholder of the default dtype and device, whose storage `ModelRunner` replaces by its weights arena."""
     return nn.Parameter(torch.zeros(*shape), requires_grad=False)
 
 
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds `x` to `residual` in place and norms the sum."""
+        """Add `x` to `residual` in place. Returns the norm of the sum."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -43,10 +44,13 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding:
-    """cos/sin of every position, in fp32; `sin` carries the sign of rotate_half, so rotating is a roll."""
+    """Tables of cos and sin for every position, in fp32.
+
+    The first half of `sin` is negated. So a rotation is x * cos + (x with its halves swapped) * sin.
+    """
 
     def __init__(self, head_dim: int, max_positions: int, rope: dict[str, Any], device: torch.device) -> None:
-        # On the CPU whatever the device: transformers computes the frequencies there too.
+        # transformers computes the frequencies on the CPU, so we do it there for every device.
         with torch.device("cpu"):
             inv_freq = _inverse_frequencies(head_dim, rope)
             angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
@@ -57,16 +61,16 @@ class RotaryEmbedding:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position [max_positions, 1, head_dim], for kernels that look up themselves."""
+        """(cos, sin) of every position, each [max_positions, 1, head_dim], for kernels that index the tables."""
         return self._cos, self._sin
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, head_dim] of some positions."""
+        """(cos, sin), each [tokens, 1, head_dim], at `positions` [tokens]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x [tokens, heads, head_dim], in fp32 whatever x is."""
+    """Apply the rotary embedding to x [tokens, heads, head_dim]: computed in fp32, returned in x's dtype."""
     half = x.shape[-1] // 2
     rotated = x * cos
     rotated[..., :half].addcmul_(x[..., half:], sin[..., :half])
@@ -80,7 +84,7 @@ def _inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
     if rope["rope_type"] == "linear":
         return inv_freq / float(rope["factor"])
     if rope["rope_type"] == "llama3":
-        # Long wavelengths are stretched by `factor`, short ones kept, those between are interpolated.
+        # Long wavelengths are stretched by `factor`, short ones are kept, and those between are interpolated.
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         context = float(rope["original_max_position_embeddings"])
         wavelength = 2 * math.pi / inv_freq
@@ -90,10 +94,10 @@ def _inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
 
 
 class FusedColumnLinear(nn.Module):
-    """Several Hugging Face linears over one input, output rows sharded over the ranks, in one product.
+    """Several Hugging Face linear layers over one input as one product, with output rows sharded over the ranks.
 
-    `parts`: name -> (full output rows, how many equal shards they fall into). With fewer shards than ranks
-    (KV heads under a larger `tp_size`) neighbouring ranks hold copies of the same shard.
+    `parts`: name -> (full number of output rows, number of equal shards). If there are fewer shards than ranks (KV
+    heads under a larger `tp_size`), neighbouring ranks hold copies of the same shard.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class FusedColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear whose input columns are sharded over the ranks; the partial products are summed."""
+    """A linear layer whose input columns are sharded over the ranks; the partial products are summed."""
 
     def __init__(self, tp: TpGroup, in_size: int, out_size: int, bias: bool, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
@@ -152,7 +156,7 @@ class RowLinear(nn.Module):
 
 
 class VocabParallel(nn.Module):
-    """An embedding table or output head, rows sharded over the ranks; the last shard is padded."""
+    """An embedding table or output head, with rows sharded over the ranks; the last shard is padded."""
 
     def __init__(self, tp: TpGroup, vocab_size: int, hidden_size: int, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
@@ -171,12 +175,12 @@ class VocabParallel(nn.Module):
         return self._tp.all_reduce(out.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Full-vocabulary logits in the compute dtype, on every rank."""
+        """Logits [n, vocab_size] in the compute dtype, on every rank, of `hidden` [n, hidden_size]."""
         out = self._tp.all_gather_last_dim(self._ops.linear(hidden, self.weight, None))
         return out[..., : self._vocab_size]
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
-        # Padding rows are in no piece: they keep their zeros, and `logits` cuts them off.
+        # No piece contains the padding rows: they stay zero, and `logits` cuts them off.
         shape = (self._vocab_size, self.weight.shape[1])
         source = slice(self._first, self._first + self._real)
         pieces = [(self.weight[: self._real], (source, slice(None)))] if self._real else []

@@ -1,8 +1,8 @@
-"""From (name, tensor) streams to parameters: the `WeightMap` and checkpoint reading.
+"""The `WeightMap` from checkpoint tensors to parameters, and the reading of checkpoints.
 
-The map says, for every tensor of a Hugging Face checkpoint, where its parts live in this rank's fused and
-sharded parameters. Loading a checkpoint, random initialization and every later weight update are the same
-copies through it, into storage that never moves.
+For every tensor of a Hugging Face checkpoint, the map holds the places of its parts in this rank's fused and sharded
+parameters. Loading a checkpoint, random initialization and every later weight update copy through the map, into storage
+that never moves.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Index = tuple[slice, ...]
 
 @dataclass
 class WeightSlot:
-    """One checkpoint tensor. `dst.copy_(source[index])` for all pieces installs it on this rank."""
+    """One checkpoint tensor. `view.copy_(source[index])` for all pieces installs the tensor on this rank."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the full tensor, as Hugging Face stores it."""
+    """Shape of the full tensor, as Hugging Face stores it."""
     dtype: torch.dtype
-    """Of this rank's parameter; a copy converts."""
+    """Dtype of this rank's parameter. A source of another dtype is converted by the copy."""
     pieces: list[tuple[Tensor, Index]]
     """(view into this rank's parameter, index into the full source); empty if this rank holds only padding."""
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor) -> WeightSlot:
-        """A tensor that every rank holds in full."""
+        """The slot of a tensor that every rank holds in full."""
         return cls(name, tuple(parameter.shape), parameter.dtype, [(parameter.data, (slice(None),) * parameter.dim())])
 
     def copy_from(self, source: Tensor) -> None:
-        """Install the full tensor `source`; its shape is the caller's to check."""
+        """Install the full tensor `source`. The caller has checked its shape."""
         for destination, index in self.pieces:
             destination.copy_(source[index])
 
@@ -48,9 +48,9 @@ class WeightSlot:
 @dataclass
 class WeightMap:
     slots: dict[str, WeightSlot] = field(default_factory=dict)
-    """Every parameter once, in model order."""
+    """Hugging Face name -> slot, once for every parameter, in model order."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Names a checkpoint may carry besides: tied `lm_head.weight` -> the embedding's name."""
+    """Further names that a checkpoint may use: a tied `lm_head.weight` -> the name of the embedding."""
 
     def add(self, slots: Iterable[WeightSlot]) -> None:
         for slot in slots:
@@ -61,7 +61,7 @@ class WeightMap:
         return self.aliases.get(name, name)
 
     def read(self, name: str) -> Tensor:
-        """This rank's part of a tensor (all of it where replicated), float32 on the CPU."""
+        """A copy of this rank's part of a tensor (the whole tensor if it is replicated), float32 on the CPU."""
         slot = self.slots[self.canonical(name)]
         if not slot.pieces:
             return torch.empty((0, *slot.shape[1:]))
@@ -69,17 +69,17 @@ class WeightMap:
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that are no parameter (buffers that old checkpoints carry do not count)."""
+        """The names that belong to no parameter. Buffers that old checkpoints contain are not listed."""
         return [n for n in names if self.canonical(n) not in self.slots and not n.endswith("rotary_emb.inv_freq")]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Parameters that `names` does not cover."""
+        """The parameters that `names` does not contain."""
         given = {self.canonical(n) for n in names}
         return [n for n in self.slots if n not in given]
 
 
 def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder's safetensors checkpoint, memory-mapped, shard by shard."""
+    """Yield (name, memory-mapped tensor) of a safetensors checkpoint, file by file. Raises BadRequestError."""
     for file in checkpoint_files(Path(folder)):
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
@@ -90,7 +90,7 @@ def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a checkpoint, read from the headers only."""
+    """Name -> shape of every tensor of a checkpoint, read from the file headers only. Raises BadRequestError."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_files(Path(folder)):
         try:
@@ -106,15 +106,15 @@ def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
     """Install a whole checkpoint. Names and shapes are checked before the first byte is written."""
     check_covers(weight_map, checkpoint_shapes(folder), str(folder))
     for name, tensor in iter_checkpoint(folder):
-        # A tied head that the checkpoint stores besides the embedding is the same tensor: nothing to do.
+        # A checkpoint may store a tied head beside the embedding: the same tensor, which is installed already.
         slot = weight_map.slots.get(name)
         if slot is not None:
             slot.copy_from(tensor)
 
 
 def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raise BadRequestError listing what `shapes` lacks, has besides, or has in another shape."""
-    # Only the head is stored of a tied pair: refuse, the embedding's own name is the contract.
+    """Raise BadRequestError that lists missing tensors, unknown tensors and tensors of another shape in `shapes`."""
+    # A checkpoint that stores only the head of a tied pair is refused: the embedding's own name is required.
     missing = [n for n in weight_map.slots if n not in shapes]
     unknown = weight_map.unknown(shapes)
     wrong = [
@@ -132,12 +132,12 @@ def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], wher
 
 
 def fill_dummy(weight_map: WeightMap, device: torch.device) -> None:
-    """Random weights, the same at every start: each full tensor has a seed of its own, which follows from its name.
+    """Fill with random weights that are the same at every start: the seed of each full tensor follows from its name.
 
-    So all ranks and all replicas agree, whatever `tp_size` and `random_seed` are.
+    So all ranks and all replicas have the same model, for every `tp_size` and `random_seed`.
     """
     for name, slot in weight_map.slots.items():
-        # 32 bits: the CPU generator ignores the upper half of a seed.
+        # The CPU generator ignores the upper half of a seed, so 32 bits are enough.
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"0:{name}".encode()))
         full = torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02, generator=generator)
         if "norm" in name:
@@ -146,16 +146,17 @@ def fill_dummy(weight_map: WeightMap, device: torch.device) -> None:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The index's shards, else model.safetensors, else all safetensors (an index or model.safetensors wins
+    """The files that the index names, else model.safetensors, else all safetensors files of the folder.
 
-    because some repositories also hold a consolidated copy under other names).
+    An index or model.safetensors comes first because some repositories also hold a consolidated copy under other names.
+    Raises BadRequestError if there are none, or if the index names a missing file.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = _shards_of(index)
         absent = [n for n in names if not (folder / n).is_file()]
         if absent:
-            raise BadRequestError(f"{index} names shards that are not there: {', '.join(absent)}.")
+            raise BadRequestError(f"{index} names files that do not exist: {', '.join(absent)}.")
         return [folder / n for n in names]
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
@@ -168,11 +169,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _shards_of(index: Path) -> list[str]:
-    """The files that an index names, which are all in its folder."""
+    """The names of the files that an index lists. Raises BadRequestError unless all are in the index's folder."""
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if not names or any(name != Path(name).name for name in names):
-            raise ValueError("its weight_map must name files of its folder")
+            raise ValueError("weight_map must name files in the folder of the index")
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise BadRequestError(f"Cannot read {index}: {type(error).__name__}: {error}. Is it complete?") from None
     return names

@@ -1,6 +1,7 @@
-"""`Ops`: the decoder's elementwise operators, in plain PyTorch or as fused kernels.
+"""`Ops`: the decoder's norms, activation and matrix product, in plain PyTorch or as fused kernels.
 
-The `ModelRunner` picks one for its device; the layers call it. Both round where transformers rounds.
+The `ModelRunner` chooses the `Ops` of its device, and the layers call them. All of them round where transformers
+rounds.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ _MOST_ROWS = 64
 @dataclass(frozen=True)
 class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """(x [..., size], weight [size], eps): statistics in fp32, rounded to x's dtype before the weight is applied."""
+    """(x [..., size], weight [size], eps) -> RMS norm of x times weight, in x's dtype. Statistics are computed in fp32,
+    and the norm is rounded to x's dtype before the product with the weight."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    """(x, residual, weight, eps): adds x to residual in place, in their dtype, and norms the sum."""
+    """(x, residual, weight, eps) -> RMS norm of residual + x, which is stored in residual, times weight."""
     silu_mul: Callable[[Tensor], Tensor]
-    """(gate_up [tokens, 2 * size]): silu(gate) * up [tokens, size]."""
+    """(gate_up [tokens, 2 * size]) -> silu(gate) * up [tokens, size]."""
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x [tokens, in], weight [out, in], bias [out] or None): x @ weight.T + bias."""
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x [..., size] over its root mean square: a norm before its weight. Statistics in fp32, rounded to x's dtype."""
+    """x [..., size] divided by its root mean square: an RMS norm without its weight.
+
+    Statistics are computed in fp32, and the result is rounded to x's dtype.
+    """
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).to(x.dtype)
@@ -55,10 +60,11 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """On the CPU in fp32 by the faster of two libraries, on the same plain weights; torch itself always calls MKL.
+    """x @ weight.T + bias. In fp32 on the CPU, the faster of two libraries computes it; torch alone always uses MKL.
 
-    MKL leaves AVX-512 unused on AMD, where oneDNN takes less than half the time. On Intel it is as fast for small
-    weights and ahead below 4 and above 256 rows; from 4 to 16 rows oneDNN takes down to half its time.
+    Both read the same plain weights. MKL does not use AVX-512 on AMD, where oneDNN takes less than half the time. On
+    Intel, MKL is as fast for small weights, and faster below 4 and above 256 rows; from 4 to 16 rows oneDNN takes down
+    to half the time of MKL.
     """
     if not _ONEDNN or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -81,7 +87,7 @@ def cpu_ops(kernels: CpuKernels) -> Ops:
 
 
 def cuda_ops(device: torch.device) -> Ops:
-    """The Triton kernels for one GPU; ImportError where Triton is missing."""
+    """The Triton kernels for one GPU. Raises ImportError if Triton is not installed."""
     from verl_server.kernels.activation import silu_mul
     from verl_server.kernels.gemv import gemv
     from verl_server.kernels.norms import add_rms_norm, rms_norm
@@ -92,6 +98,6 @@ def cuda_ops(device: torch.device) -> Ops:
     def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] == 1:
             return gemv(x, weight, bias)
-        return skinny(x, weight, bias) if skinny.takes(x, weight) else F.linear(x, weight, bias)
+        return skinny(x, weight, bias) if skinny.is_faster(x, weight) else F.linear(x, weight, bias)
 
     return Ops(rms_norm, add_rms_norm, silu_mul, fastest_linear)

@@ -1,8 +1,8 @@
-"""Model folders made on the spot: random weights, a byte-level tokenizer, no download.
+"""Generated model folders: random weights and a byte-level tokenizer, without a download.
 
-Used by tests, benchmarks and the demo, and handy for trying a setup before the real checkpoint is there.
-The folder looks like any from the hub (config.json, model.safetensors, tokenizer.json, ...), so it takes the
-real loading path.
+Tests, benchmarks and the demo use them. With such a folder, a setup can also be tried before the real checkpoint is
+available. It has the files of a hub snapshot (config.json, model.safetensors, tokenizer.json, ...), so the server loads
+it through the same code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 Arch = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
-"""Ids 0..4; byte b has some id in 5..260."""
+"""Tokens 0 to 4. Bytes have the ids 5 to 260, in the order of the byte-level alphabet."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -36,17 +36,17 @@ TINY_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""Small enough for tests; grouped-query attention, two layers."""
+"""A model small enough for tests, with two layers and grouped-query attention."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte plus `SPECIAL_TOKENS`; decoding any ids gives text (with replacements)."""
+    """One token per UTF-8 byte plus `SPECIAL_TOKENS`. Any ids decode to text, with replacement characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    build: Any = PreTrainedTokenizerFast  # transformers is only partly typed
+    build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
     fast: PreTrainedTokenizerFast = build(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -70,10 +70,11 @@ def make_model_folder(
     weights: bool = True,
     **shape: Any,
 ) -> Path:
-    """Write a random model of `arch` with `TINY_SHAPE` updated by `shape`, and its tokenizer; returns `path`.
+    """Write a random model of `arch` and its tokenizer. Returns `path`.
 
-    `init_std` scales the weight matrices: large enough that greedy decoding is not decided by rounding.
-    `weights=False` writes config and tokenizer only (for `load_format="dummy"`).
+    `shape` overrides entries of `TINY_SHAPE`. `init_std` scales the weight matrices: the default is large enough that
+    rounding does not decide greedy decoding. `weights=False` writes config and tokenizer only (for
+    `load_format="dummy"`). `tokenizer` defaults to `byte_tokenizer()`.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def make_model_folder(
 
 
 def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, init_std: float = 0.5) -> Any:
-    """A transformers model whose every weight depends on `seed` alone (norms and biases are random too)."""
+    """A transformers model with random weights, norms and biases included, that are a function of `seed` alone."""
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)

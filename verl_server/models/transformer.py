@@ -1,7 +1,7 @@
 """The decoder: Llama, Mistral, Qwen2 and Qwen3 (dense) are one network with flags (`ModelConfig`).
 
-`ModelRunner` builds it, fills it through `weight_map`, and runs `forward` once a step on a flat list of new
-tokens. Residuals are added and rounded in the compute dtype, as transformers does.
+`ModelRunner` builds the decoder, fills its weights through `weight_map`, and runs `forward` once a step on a flat list
+of new tokens. Residuals are added and rounded in the compute dtype, as transformers does.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Adds to the residual stream in place, one layer late: each norm adds what the sublayer before it gave."""
+    """Attention and MLP. Each norm first adds the output of the sublayer before it to the residual, in place.
+
+    So `forward` returns the output of the MLP, which the first norm of the next layer adds.
+    """
 
     def __init__(self, config: ModelConfig, tp: TpGroup, ops: Ops) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Built under the default device and dtype that the caller sets."""
+    """The whole network. The caller sets the default device and dtype in which the parameters are created."""
 
     def __init__(
         self, config: ModelConfig, tp: TpGroup, max_positions: int, device: torch.device, ops: Ops = TORCH_OPS
@@ -111,7 +114,10 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
 
     def forward(self, ids: Tensor, kv_layers: list[Tensor], step: AttentionStep) -> Tensor:
-        """Hidden states of the step's tokens before the final norm; keys and values go to the pool."""
+        """Hidden states [tokens, hidden_size] before the final norm, of the token ids `ids` [tokens].
+
+        Stores the keys and values of the tokens into `kv_layers`.
+        """
         residual = self.embed_tokens.embed(ids)
         x = None
         for layer, kv_layer in zip(self.layers, kv_layers, strict=True):
@@ -120,7 +126,7 @@ class Decoder(nn.Module):
         return residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] in the compute dtype, of some rows of `forward`'s result."""
+        """Logits [n, vocab_size] in the compute dtype, of rows [n, hidden_size] of `forward`'s result."""
         return self.lm_head.logits(self.norm(hidden))
 
     def weight_map(self) -> WeightMap:
@@ -138,7 +144,7 @@ class Decoder(nn.Module):
 
 
 def check_tp(config: ModelConfig, tp_size: int) -> None:
-    """Refuse a `tp_size` that does not divide the model."""
+    """Raise BadRequestError if `tp_size` does not divide the heads and the MLP of the model."""
     kv_heads = config.num_kv_heads
     wrong = [
         f"{name}={value}"

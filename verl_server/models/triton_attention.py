@@ -1,8 +1,8 @@
-"""Attention over the paged KV pool on CUDA: the kernels of `verl_server.kernels`, wired to a step.
+"""Attention over the paged KV pool on CUDA, with the Triton kernels of `verl_server.kernels`.
 
-`ModelRunner` owns one `PagedBackend` and has it make a `PagedStep` for each step, which every decoder layer calls.
-Entries that decode go to one kernel, whose grid does not depend on lengths (so it can be captured in a CUDA graph),
-prefill chunks to another. All indices are int32 tensors on the device.
+`ModelRunner` owns one `PagedBackend` and builds a `PagedStep` for each step, which every decoder layer calls. One
+kernel computes decodes; its grid does not depend on lengths, so it can be captured in a CUDA graph. Another kernel
+computes prefill chunks. All indices are int32 tensors on the device.
 """
 
 from __future__ import annotations
@@ -21,47 +21,49 @@ from verl_server.kernels.shared_keys import find_runs
 from verl_server.models.attention import Heads, norm_and_rotate
 from verl_server.models.layers import RotaryEmbedding
 
-_LEAST_KEYS = 64
-"""Shorter runs are each entry's own."""
-_LEAST_SAVED = 256 * 2**20
-"""Bytes of a layer's keys and values that are not read again, from which on a second kernel pays. (On one H200 126 MB
-cost 7 us more than they saved, 470 MB saved 95 us; on four, of whose KV heads each has two, 251 MB cost a step 4 %.)"""
+_MIN_RUN_KEYS = 64
+"""Number of keys that a shared run must have. Every entry reads shorter runs by itself."""
+_MIN_SAVED_BYTES = 256 * 2**20
+"""Bytes of keys and values of a layer that cascade attention must save to be worth a second kernel. (Measured on one
+H200: saving 126 MB cost 7 us, saving 470 MB gained 95 us. On four H200s with two KV heads each: saving 251 MB made a
+step 4 % slower.)"""
 
 
 @dataclass
 class DecodePart:
-    """Entries with one new token: the first ones of the step."""
+    """The first entries of the step, which have one new token each."""
 
     rows: Tensor
-    """[n] of the page table."""
+    """[n] rows of the page table."""
     kv_lens: Tensor
-    """[n] tokens to attend to, the new one included."""
+    """[n] number of tokens to attend to, the new one included."""
     work: Tensor
-    """How the kernel's programs share the work, see `PagedAttention.host_metadata`."""
+    """The part of the work that each program of the kernel does, see `PagedAttention.host_metadata`."""
     shared: SharedKeys | None = None
-    """Keys that entries have in common, if it pays to read them once."""
+    """Runs of keys that several entries share, if cascade attention reads them once for all of these."""
 
 
 @dataclass
 class ExtendPart:
-    """The other entries: chunks of prompts."""
+    """The other entries of the step, which are chunks of prompts."""
 
     rows: Tensor
+    """[m] rows of the page table."""
     cached: Tensor
-    """[m] tokens of each entry that come before its new ones."""
+    """[m] number of tokens that come before the entry's new tokens."""
     starts: Tensor
-    """[m + 1] first new token of each entry, and the end of the last one's."""
+    """[m + 1] index of each entry's first new token, and last the number of new tokens of all entries."""
     longest: int
-    """Most new tokens that an entry may have."""
+    """Upper bound of the number of new tokens of an entry."""
 
 
 @dataclass
 class PagedStep:
     backend: PagedBackend
     positions: Tensor
-    """[tokens]"""
+    """[tokens] position of each new token in its sequence."""
     slots: Tensor
-    """[tokens] where each token's key and value go in the pool."""
+    """[tokens] where the key and value of each token are stored in the pool: page * page_size + offset."""
     decode: DecodePart | None
     extend: ExtendPart | None
 
@@ -78,19 +80,22 @@ class PagedStep:
 
 
 @dataclass
-class _Found:
-    """What entries were found to share. It holds while the same ones decode: what they append is each one's own."""
+class _SharedSearch:
+    """A result of the search for shared keys. It stays valid while the same entries decode, since the keys that an
+    entry appends are never shared."""
 
     rows: Ints
+    """[n] row of each entry in the page table."""
     kv_lens: Ints
-    """[n] when they were last seen."""
+    """[n] lengths of the entries in the last step that used this result."""
     pages: Ints
-    """[n, columns] the page table's then, as far as anything is shared."""
+    """[n, columns] page ids of the entries at the time of the search, up to the last column that is shared."""
     shared: SharedKeys | None
-    """None if it is too little to pay for a second kernel."""
+    """None if reading the shared keys once saves too little to be worth a second kernel."""
 
-    def holds(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
-        """A row may have been given to another request meanwhile: lengths and pages are looked at, too."""
+    def is_valid_for(self, table: Ints, rows: Ints, kv_lens: Ints) -> bool:
+        """True if the entries are the same. Lengths and pages are compared as well as rows, because a row may have been
+        assigned to another request."""
         return (
             np.array_equal(rows, self.rows)
             and bool(((kv_lens == self.kv_lens) | (kv_lens == self.kv_lens + 1)).all())
@@ -100,7 +105,7 @@ class _Found:
 
 @dataclass
 class DecodeWork:
-    """How the kernels deal out a step's decodes, on the host."""
+    """The assignment of a step's decodes to the programs of the kernels, on the host."""
 
     work: npt.NDArray[np.int32]
     shared: SharedKeys | None
@@ -111,7 +116,11 @@ class DecodeWork:
 
 
 class PagedBackend:
-    """`page_table` is the one on the device, `host_table` the one that a step's work is planned by."""
+    """Plans and runs attention with `kernels`.
+
+    `page_table` [rows, columns] int32 is on the device and is read by the kernels. `host_table` holds the same ids on
+    the host and is read when a step is planned. `fused` selects the fused kernel for norm, rotation and storing.
+    """
 
     def __init__(
         self,
@@ -126,48 +135,51 @@ class PagedBackend:
         self.kernels, self.page_table = kernels, page_table
         self._rotary, self._host_table, self._page_size = rotary, host_table, page_size
         self._fused = fused
-        self.cascade = kernels.most_shared > 0
-        """Whether keys that entries share may be read once for all of them."""
-        self._found: _Found | None = None
+        self.cascade = kernels.max_shared_entries > 0
+        """True if cascade attention is enabled: keys that entries share may be read once for all of them."""
+        self._last_search: _SharedSearch | None = None
 
-    def deal_out(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
-        """The work of entries that decode, maybe none; `work` is always of the same length.
+    def plan_decodes(self, rows: Ints, kv_lens: Ints, *, cascade: bool = True) -> DecodeWork:
+        """The work of the entries that decode, of which there may be none. `work` always has the same length.
 
-        With `cascade`, if there is any, keys that they share are apart where it pays.
+        With `cascade`, keys that entries share are read once if this saves at least `_MIN_SAVED_BYTES`.
         """
         if not len(rows):
-            return self.no_work()
+            return self.empty_work()
         shared = self._shared_keys(rows, kv_lens) if cascade and self.cascade and len(rows) > 1 else None
         own = kv_lens if shared is None else kv_lens - shared.starts
         return DecodeWork(self.kernels.host_metadata(own), shared)
 
-    def no_work(self, *, shared: bool = False) -> DecodeWork:
-        """Of a step without decodes; with arrays for shared keys, if these are wanted."""
+    def empty_work(self, *, shared: bool = False) -> DecodeWork:
+        """The work of a step without decodes. With `shared` it has (empty) arrays for shared keys."""
         work = np.zeros_like(self.kernels.host_metadata(np.ones(1, dtype=np.int64)))
         none = np.zeros(0, dtype=np.int64)
         return DecodeWork(work, SharedKeys(none, none, none, np.zeros(2, dtype=np.int64)) if shared else None)
 
     def capacities(self, entries: int, *, shared: bool) -> list[int]:
-        """Lengths that are enough for `DecodeWork.arrays` of so many entries."""
-        work = len(self.no_work().work)
-        return [work, *[entries] * 3, self.kernels.most_items(entries)] if shared else [work]
+        """Lengths that suffice for `DecodeWork.arrays` of any step with up to `entries` decodes."""
+        work = len(self.empty_work().work)
+        return [work, *[entries] * 3, self.kernels.max_items_length(entries)] if shared else [work]
 
     def _shared_keys(self, rows: Ints, kv_lens: Ints) -> SharedKeys | None:
-        """None if too little is shared to pay for a second kernel. All ranks find the same."""
-        if self._found is None or not self._found.holds(self._host_table, rows, kv_lens):
-            self._found = self._find(rows, kv_lens)
-        self._found.kv_lens = kv_lens.copy()
-        return self._found.shared
+        """The shared keys of these entries, or None if too few are shared. The result is the same on all ranks."""
+        if self._last_search is None or not self._last_search.is_valid_for(self._host_table, rows, kv_lens):
+            self._last_search = self._search(rows, kv_lens)
+        self._last_search.kv_lens = kv_lens.copy()
+        return self._last_search.shared
 
-    def _find(self, rows: Ints, kv_lens: Ints) -> _Found:
-        runs = find_runs(self._host_table, rows, kv_lens, self._page_size, _LEAST_KEYS)
-        pays = runs.saved * self.kernels.token_bytes >= _LEAST_SAVED
+    def _search(self, rows: Ints, kv_lens: Ints) -> _SharedSearch:
+        runs = find_runs(self._host_table, rows, kv_lens, self._page_size, _MIN_RUN_KEYS)
+        is_worth_it = runs.saved * self.kernels.token_bytes >= _MIN_SAVED_BYTES
         columns = int(runs.end.max(initial=0)) // self._page_size
-        shared = self.kernels.shared_keys(runs) if pays else None
-        return _Found(rows.copy(), kv_lens.copy(), self._host_table[rows, :columns], shared)
+        shared = self.kernels.shared_keys(runs) if is_worth_it else None
+        return _SharedSearch(rows.copy(), kv_lens.copy(), self._host_table[rows, :columns], shared)
 
     def rotate_and_store(self, qkv: Tensor, heads: Heads, kv_layer: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Norm and rotate; keys and values go to the pool. Returns the queries [tokens, heads, head_dim]."""
+        """Norm and rotate queries and keys, and store keys and values in the pool.
+
+        Returns the queries [tokens, heads, head_dim].
+        """
         if self._fused:
             q_weight = None if heads.q_norm is None else heads.q_norm.weight
             k_weight = None if heads.k_norm is None else heads.k_norm.weight

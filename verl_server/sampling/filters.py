@@ -1,9 +1,10 @@
-"""`Filters`: top-k, top-p and min-p, for those rows of a batch that ask for them.
+"""`Filters`: top-k, top-p and min-p, for those rows of a batch that request them.
 
-Each cuts the unfiltered distribution on its own; a token stays if all of them keep it: top-k if fewer than k tokens are
-more likely, top-p if those weigh less than p, min-p if it is at least min_p times as likely as the most likely one. So
-tokens of one probability (there are many among bf16 logits) stay or go together, and every filter is a lowest logit.
-What is below becomes -inf, and the draw decides among the others with the same noise as without filters.
+Each filter is applied to the unfiltered distribution, and a token stays if all filters keep it. Top-k keeps a token if
+fewer than k tokens are more likely. Top-p keeps a token if the tokens that are more likely have a total probability
+below p. Min-p keeps a token if it is at least min_p times as likely as the most likely token. So tokens of equal
+probability (bf16 logits have many) are kept or removed together, and every filter amounts to a lowest logit. Lower
+logits become -inf, and the draw chooses among the other tokens with the same noise as without filters.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 from verl_server.kernels.device_arrays import to_device
 from verl_server.sampling.spec import SampleSpec
 
-_FEW = 1024
-"""Candidates that are looked at before all are sorted."""
+_FIRST_CANDIDATES = 1024
+"""Number of the largest logits that are tried on the CPU before all logits are sorted."""
 
 
 class Filters:
     def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
-        """The rows of a batch. Greedy ones are not filtered: the most likely token always stays."""
+        """`specs` are the rows of a batch. Greedy rows are not filtered, since the most likely token always stays."""
 
         def column(values: npt.NDArray[np.generic]) -> Tensor:
             return to_device(values, device).unsqueeze(1)
@@ -35,14 +36,15 @@ class Filters:
             self._log_min_p = column(np.log(min_p)) if min_p.any() else None
         ranked = [i for i, p in enumerate(params) if not p.is_greedy and (p.top_p < 1.0 or p.top_k < vocab_size)]
         self._ranked = to_device(np.array(ranked, dtype=np.int64), device) if ranked else None
-        """Rows with top-k or top-p; the columns below are theirs."""
+        """int64 indices of the rows with top-k or top-p, or None. `_top_k` and `_top_p` [rows, 1] are for these rows.
+        """
         if ranked:
             top_k = np.array([min(params[i].top_k, vocab_size) for i in ranked], dtype=np.int64)
             self._top_k, self._width = column(top_k), int(top_k.max())
             self._top_p = column(np.array([params[i].top_p for i in ranked], dtype=np.float64))
 
     def __call__(self, logits: Tensor, norms: Tensor) -> Tensor:
-        """`logits` [n, vocab] fp32 with -inf for what is cut; they are kept. `norms` [n, 1] are their logsumexp."""
+        """A copy of `logits` [n, vocab] fp32 with -inf for removed tokens. `norms` [n, 1] are the rows' logsumexp."""
         if self._log_min_p is not None:
             lowest = logits.amax(-1, keepdim=True) + self._log_min_p
         else:
@@ -54,18 +56,21 @@ class Filters:
         return logits.masked_fill(logits < lowest, -torch.inf)
 
     def _lowest_by_rank(self, logits: Tensor, norms: Tensor) -> Tensor:
-        """[rows, 1], for the rows with top-k or top-p."""
+        """The lowest logit [rows, 1] that top-k and top-p keep, for the rows that have one of these filters."""
         vocab = logits.shape[1]
         if self._width < vocab:
             return self._lowest_of(logits.topk(self._width, dim=-1).values, norms)[0]
-        if logits.is_cpu and vocab > _FEW:  # a GPU would have to be waited for to know whether these suffice
-            lowest, suffices = self._lowest_of(logits.topk(_FEW, dim=-1).values, norms)
+        if logits.is_cpu and vocab > _FIRST_CANDIDATES:  # on a GPU, the check below would wait for the device
+            lowest, suffices = self._lowest_of(logits.topk(_FIRST_CANDIDATES, dim=-1).values, norms)
             if suffices.all():
                 return lowest
         return self._lowest_of(logits.sort(dim=-1, descending=True).values, norms)[0]
 
     def _lowest_of(self, values: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the largest logits in order: the last that is kept [rows, 1], and whether one after it is not [rows]."""
+        """(lowest kept logit [rows, 1], bool [rows]) of each row's largest logits `values`, in descending order.
+
+        The bool is False if all of `values` are kept, so that further logits of the row may have to be kept as well.
+        """
         before = (values - norms).double().exp_().cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0.0
         ranks = torch.arange(values.shape[1], device=values.device)

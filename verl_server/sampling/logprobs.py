@@ -1,6 +1,6 @@
-"""Log-probabilities beside the sampled token's: of the most likely tokens, of named ones, and of prompts.
+"""Further log-probabilities: of the most likely tokens, of requested token ids, and of prompt tokens.
 
-Each is launched with a step and read when the step is done: between, its results are on their way to the host.
+Each class launches its work with a step and is read after the step. In between, the results are copied to the host.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from verl_server.kernels.draw import LOWEST
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """On the host as soon as the work submitted so far is done: into pinned memory, without waiting."""
+    """Copy to pinned memory on the host, without waiting. The result is valid once the submitted work is done."""
     return tensor if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
 
 
 class Candidates(Protocol):
+    """Log-probabilities of several tokens for each row of a step."""
+
     def read(self) -> list[TokenLogprobs]:
-        """One for each row it was launched with, once the step is done."""
+        """One `TokenLogprobs` for each row. Call it after the step is done."""
         ...
 
 
 class TopCandidates:
-    """The `nums[i]` >= 1 most likely tokens of each row of logits [n, vocab], most likely first.
+    """The `nums[i]` >= 1 most likely tokens of each row i of logits [n, vocab] fp32, the most likely first.
 
-    `norms` [n, 1] are the rows' logsumexp, here and below.
+    In this module, `norms` [n, 1] are the logsumexp of the rows.
     """
 
     def __init__(self, logits: Tensor, norms: Tensor, nums: Sequence[int]) -> None:
@@ -43,23 +45,23 @@ class TopCandidates:
         return [TokenLogprobs(values[:num], ids[:num]) for values, ids, num in rows]
 
 
-class NamedTokens:
-    """Token ids that some rows ask for, as the index that picks them from [rows, vocab] on the device."""
+class RequestedTokens:
+    """Token ids whose log-probabilities some rows request, as an index into [rows, vocab] on the device."""
 
-    def __init__(self, asked: Sequence[tuple[int, list[int]]], device: torch.device) -> None:
-        """`asked`: (row, ids)."""
-        self.ids = [ids for _, ids in asked]
-        rows = [row for row, ids in asked for _ in ids]
+    def __init__(self, requests: Sequence[tuple[int, list[int]]], device: torch.device) -> None:
+        """`requests`: (row, token ids) of each row that requests log-probabilities."""
+        self.ids = [ids for _, ids in requests]
+        rows = [row for row, ids in requests for _ in ids]
         columns = [token for ids in self.ids for token in ids]
         self.rows, self.columns = to_device(np.array([rows, columns], dtype=np.int64), device)
 
 
-class NamedCandidates:
-    """Log-probabilities of the tokens that each row named, in its order; one gather for all rows."""
+class RequestedCandidates:
+    """Log-probabilities of the requested tokens of each row, in the order of the request; one gather for all rows."""
 
-    def __init__(self, logits: Tensor, norms: Tensor, named: NamedTokens) -> None:
-        values = logits[named.rows, named.columns] - norms[named.rows, 0]
-        self._values, self._ids = to_host(values.clamp_(min=LOWEST)), named.ids
+    def __init__(self, logits: Tensor, norms: Tensor, requested: RequestedTokens) -> None:
+        values = logits[requested.rows, requested.columns] - norms[requested.rows, 0]
+        self._values, self._ids = to_host(values.clamp_(min=LOWEST)), requested.ids
 
     def read(self) -> list[TokenLogprobs]:
         values, start, result = self._values.tolist(), 0, []
@@ -73,14 +75,15 @@ class PromptCandidates:
     """Log-probabilities of the prompt tokens `targets` from the model's raw logits, launched chunk after chunk."""
 
     def __init__(self, targets: list[int], top_num: int, requested: list[int] | None) -> None:
+        """At each position, report the `top_num` most likely tokens and the token ids `requested`."""
         self._targets, self._top_num, self._requested = targets, top_num, requested
         self._launched = 0
         self._values: list[Tensor] = []
         self._top: list[Candidates] = []
-        self._named: list[Candidates] = []
+        self._requested_candidates: list[Candidates] = []
 
     def launch(self, logits: Tensor) -> None:
-        """`logits` [n, vocab], of any float dtype, that the next n targets follow. They may be overwritten."""
+        """`logits` [n, vocab], of any float dtype, predict the next n targets. They may be overwritten."""
         logits, n = logits.float(), logits.shape[0]
         targets = self._targets[self._launched : self._launched + n]
         self._launched += n
@@ -90,14 +93,17 @@ class PromptCandidates:
         if self._top_num:
             self._top.append(TopCandidates(logits, norms, [self._top_num] * n))
         if self._requested is not None:
-            named = NamedTokens([(row, self._requested) for row in range(n)], logits.device)
-            self._named.append(NamedCandidates(logits, norms, named))
+            requested = RequestedTokens([(row, self._requested) for row in range(n)], logits.device)
+            self._requested_candidates.append(RequestedCandidates(logits, norms, requested))
 
     def read(self) -> PromptLogprobs:
-        """All chunks together, once the step is done."""
+        """The log-probabilities of all chunks. Call it after the last step is done."""
+        requested = None
+        if self._requested is not None:
+            requested = [c for chunk in self._requested_candidates for c in chunk.read()]
         return PromptLogprobs(
             token_ids=self._targets,
             logprobs=[value for chunk in self._values for value in chunk.tolist()],
             top=[c for chunk in self._top for c in chunk.read()] if self._top_num else None,
-            requested=None if self._requested is None else [c for chunk in self._named for c in chunk.read()],
+            requested=requested,
         )

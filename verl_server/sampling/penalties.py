@@ -1,8 +1,8 @@
-"""`Penalties`: what is added to logits before temperature, for those rows of a batch that ask for it.
+"""`Penalties`: changes of the logits before temperature, for those rows of a batch that request them.
 
-Owned by the `Sampler`. Repetition, frequency and presence penalties read token counts that are kept on the
-device and grow by the new output tokens of each step, which must be known by then (`SampleSpec.reads_outputs`);
-`logit_bias` and `min_new_tokens` are sparse, and need no values.
+The `Sampler` owns it. Repetition, frequency and presence penalties read token counts on the device. Each step adds the
+new output tokens to the counts, so it must know all earlier tokens on the host (`SampleSpec.reads_outputs`).
+`logit_bias` and `min_new_tokens` change few logits, and do not depend on output tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class _Counted:
     row: int
     spec: SampleSpec
     seen_outputs: int
+    """Number of output tokens that the counts contain."""
 
 
 @dataclass
 class _Counts:
-    """Counted rows, their factors ([n, 1] each) and token counts ([n, vocab])."""
+    """The n rows whose penalties read token counts, their penalties ([n, 1] each) and token counts ([n, vocab])."""
 
     members: list[_Counted]
     rows: Tensor
@@ -37,9 +38,9 @@ class _Counts:
     frequency: Tensor
     presence: Tensor
     outputs: Tensor
-    """fp32 counts of output tokens."""
+    """fp32: number of times that a token is in the output."""
     prompts: Tensor
-    """bool, whether a token is in the prompt."""
+    """bool: whether a token is in the prompt."""
 
 
 class Penalties:
@@ -47,7 +48,7 @@ class Penalties:
         self._vocab_size, self._device = vocab_size, device
         self._counts: _Counts | None = None
         self._bias: tuple[Tensor, Tensor] | None = None
-        """Places in the flattened logits, and what to add there."""
+        """(indices into the flattened logits, values to add there), or None."""
         self._min_new: list[tuple[int, SampleSpec]] = []
 
     def forget(self) -> None:
@@ -55,7 +56,7 @@ class Penalties:
         self._counts = None
 
     def set_batch(self, specs: list[SampleSpec]) -> None:
-        """A new batch composition. Counts of rows that stay are carried over."""
+        """Prepare for a batch of other rows. Counts of rows that stay in the batch are kept."""
         counted = [
             _Counted(i, s, 0)
             for i, s in enumerate(specs)
@@ -66,7 +67,10 @@ class Penalties:
         self._min_new = [(i, s) for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
 
     def apply(self, logits: Tensor, positions: Ints) -> None:
-        """Change `logits` [n, vocab], contiguous, in place. `positions` [n] of the tokens to be sampled."""
+        """Change `logits` [n, vocab], contiguous, in place.
+
+        `positions` [n] are the positions of the tokens to sample in their sequences, prompt included.
+        """
         if self._counts is not None:
             self._apply_counts(self._counts, logits)
         if self._bias is not None:
@@ -130,7 +134,7 @@ class Penalties:
             (row * self._vocab_size + int(token), bias)
             for row, s in enumerate(specs)
             for token, bias in (s.params.logit_bias or {}).items()
-            if 0 <= int(token) < self._vocab_size  # the front end refuses others
+            if 0 <= int(token) < self._vocab_size  # the front end refuses other ids
         ]
         if not entries:
             return None

@@ -1,6 +1,6 @@
-"""What sampling takes and returns in one step: a `SampleSpec` for each sampled entry, and one `ForwardOutput`.
+"""Inputs and output of sampling in one step: a `SampleSpec` for each sampled entry, and one `ForwardOutput`.
 
-The scheduler builds the specs when it admits requests and reads the output; the `Sampler` is between the two.
+The scheduler builds a spec when it admits a request, the `Sampler` reads the specs, and the scheduler reads the output.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from verl_server.sampling_params import TOP_K_ALL, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class SampleSpec:
-    """What the sampler needs of one request. Built once by the scheduler; the lists are live references.
+    """The part of a request that the sampler reads. The scheduler builds it once; the lists are those of the request.
 
-    Compared by identity: a batch of the same specs has the same parameters.
+    Specs are compared by identity: a batch of the same specs has the same parameters.
     """
 
     params: SamplingParams
     seed: int
-    """int64: `params.sampling_seed`, or the scheduler's choice. A draw depends on (seed, position, distribution)."""
+    """int64: `params.sampling_seed`, or a number that the scheduler chose. A draw is a function of (seed, position,
+    distribution)."""
     prompt_ids: list[int]
     output_ids: list[int]
-    """Grows as the request does; penalties read it."""
+    """Output tokens so far, which the scheduler appends. Penalties read them."""
     stop_ids: list[int]
+    """Token ids that end the request, which `min_new_tokens` masks."""
     return_logprob: bool
     top_logprobs_num: int = 0
+    """Number of most likely tokens whose log-probabilities are requested."""
     token_ids_logprob: list[int] | None = None
+    """Token ids whose log-probabilities are requested."""
     reads_outputs: bool = field(init=False)
-    """Whether sampling needs the values of all earlier output tokens on the host."""
+    """True if sampling needs the values of all earlier output tokens on the host."""
     filtered: bool = field(init=False)
-    """Whether top-k, top-p or min-p may cut tokens."""
+    """True if top-k, top-p or min-p may remove tokens."""
     special: bool = field(init=False)
-    """Whether sampling takes more than a temperature and a draw."""
+    """True if sampling needs more than a temperature and a draw."""
 
     def __post_init__(self) -> None:
         p = self.params
@@ -46,13 +50,17 @@ class SampleSpec:
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """What a step gave. Lists are parallel to `ForwardBatch.sample`."""
+    """The tokens and log-probabilities of a step. Lists are parallel to `ForwardBatch.sample`."""
 
     next_ids: list[int]
+    """Sampled token ids."""
     logprobs: list[float]
-    """Of the sampled token; see `Sampler` for the definition. Always filled."""
+    """Log-probabilities of the sampled tokens, always filled. `Sampler` defines them."""
     top_logprobs: list[TokenLogprobs | None]
+    """Log-probabilities of the most likely tokens; None for entries that did not request them."""
     token_ids_logprobs: list[TokenLogprobs | None]
+    """Log-probabilities of requested token ids; None for entries that did not request them."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    """Batch entry -> this chunk's part: item j is about the token after new-token offset first+j, from raw
-    logits. The scheduler concatenates chunks and puts the leading null in front."""
+    """Batch entry -> log-probabilities of the prompt tokens that this chunk predicts, from raw logits. Item j belongs
+    to the token after new token first + j of the chunk, where `first` is the one of `ForwardBatch.prompt_logprobs`. The
+    scheduler concatenates the chunks and puts the leading null in front."""

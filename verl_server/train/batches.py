@@ -1,7 +1,7 @@
-"""From trajectories to tensors: micro-batches whose padded size stays within a token budget.
+"""Packing of trajectories into tensors: micro-batches whose size, padding included, stays within a token budget.
 
 `PolicyTrainer` packs the trajectories of each optimizer step. Trajectories of similar length share a micro-batch, so
-little of it is padding, and the size counts the padding.
+little of it is padding.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ class Sample:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The samples of one forward pass. The sampled tokens of all rows follow each other in the last three tensors."""
+    """The samples of one forward pass. The last three tensors concatenate the sampled tokens of all rows."""
 
     tokens: Tensor
     """[rows, length] int64, padded with 0 on the right."""
     positions: Tensor
-    """[n] int64: where the sampled tokens are in the flattened `tokens`."""
+    """[n] int64: indices of the sampled tokens in the flattened `tokens`."""
     behaviour_logprobs: Tensor
-    """[n] fp32: what the server said when it sampled them."""
+    """[n] fp32: the log-probabilities that the server returned with the sampled tokens."""
     advantages: Tensor
-    """[n] fp32."""
+    """[n] fp32: the advantage of each sampled token's trajectory."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-        """No samples make a batch of two tokens of which none was sampled: its gradients are 0."""
+        """Pad `samples` to a batch on `device`.
+
+        Without samples, the batch has two tokens of which none was sampled, so its gradients are 0.
+        """
         length = max((len(sample.trajectory.tokens) for sample in samples), default=2)
         tokens = torch.zeros((max(1, len(samples)), length), dtype=torch.long)
         positions = [torch.zeros(0, dtype=torch.long)]
@@ -55,16 +58,17 @@ class MicroBatch:
 
 
 def sampled_positions(trajectory: Trajectory) -> Tensor:
-    """Positions of the tokens that are trained on, int64. The first token follows nothing, so it is none of them."""
+    """Positions of the tokens that are trained on, int64 [n]. The first token, which has no context, is never one."""
     mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     mask[:1] = False
     return mask.nonzero().squeeze(1)
 
 
 def pack(samples: Sequence[Sample], token_budget: int) -> list[list[Sample]]:
-    """The samples in as few micro-batches as rows x longest row <= `token_budget` permits, the longest first.
+    """Divide the samples, the longest first, into micro-batches with rows x longest row <= `token_budget`.
 
-    A sample that is longer than the budget gets a micro-batch of its own.
+    There are as few micro-batches as this order permits. A sample that is longer than the budget gets a micro-batch of
+    its own.
     """
     batches: list[list[Sample]] = []
     room = 0

@@ -29,17 +29,18 @@ from verl_server.train.policy import Policy
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; run.json of its checkpoint."""
+    """The progress of a run, stored as run.json in its checkpoint."""
 
     next_step: int
+    """The step to run next."""
     version: int
-    """Version under which the server is given these weights."""
+    """Version under which these weights are pushed to the server."""
     has_optimizer_state: bool = True
     """False before the first optimizer step."""
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """The finished checkpoint of the highest step. run.json is written last, so one without it was cut off."""
+    """The finished checkpoint of the highest step, or None. A checkpoint is finished once it contains run.json."""
     finished = [file.parent for file in out.glob("checkpoint-*/run.json")]
     return max(finished, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 
@@ -47,7 +48,10 @@ def latest_checkpoint(out: Path) -> Path | None:
 def save_checkpoint(
     out: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, next_step: int, version: int
 ) -> Path:
-    """Write a checkpoint to a folder of its own, then remove the older ones. Does nothing if it is there already."""
+    """Write a checkpoint to a folder of its own, then remove the older ones. Returns the folder.
+
+    Does nothing if the newest checkpoint is of this step already.
+    """
     folder = out / f"checkpoint-{next_step}"
     if latest_checkpoint(out) == folder:
         return folder
@@ -70,7 +74,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore model and optimizer in place."""
+    """Restore model and optimizer in place, and return the progress of the run."""
     progress = Progress(**json.loads((folder / "run.json").read_text()))
     state = _state(policy, optimizer, progress)
     state_dict_loader.load(state, checkpoint_id=folder)
@@ -81,7 +85,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
-    """What is saved, sharded as it is held; torch makes the optimizer's state if there is none yet."""
+    """The state dictionaries to save, in this rank's shards. If the optimizer has no state yet, torch creates it."""
     state: dict[str, Any] = {"model": get_model_state_dict(policy)}
     if progress.has_optimizer_state:
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)

@@ -1,8 +1,8 @@
-"""`verl-server demo`: the whole loop on one machine, learning something that a person can see.
+"""`verl-server demo`: the whole training loop on one machine, with a game whose progress a person can see.
 
-Three processes talk over HTTP: this one trains, a rollout server samples, an environment server plays a
-guessing game whose every answer takes a heavy-tailed time. The policy starts from random weights. Leaves
-metrics.jsonl, trajectories.jsonl, summary.json and report.html in the output folder.
+Three parties communicate over HTTP: this process trains, a rollout server samples, and an environment server plays a
+guessing game. Each answer of the game takes a random time with a heavy-tailed distribution. The policy starts from
+random weights. The demo writes metrics.jsonl, trajectories.jsonl, summary.json and report.html to the output folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from verl_server.train.skipped_steps import SkippedSteps
 
 _WORDS = ("<pad>", "<bos>", "<eos>", "guess", "to", "higher", "lower", "correct", "what")
 _VOCABULARY = (*_WORDS, *(str(n) for n in range(1, 40 - len(_WORDS) + 1)))
-"""40 tokens, every one of which the policy may say at any time."""
+"""40 tokens. The policy may sample each of them at any time."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": len(_VOCABULARY),
@@ -60,34 +60,35 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _HELD_OUT = 2**30
-"""Evaluation seeds begin here; training seeds end here."""
+"""First evaluation seed. All training seeds are smaller."""
 
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Train a tiny policy from random weights on a game in which it must use what it is told."""
+    """Train a tiny policy from random weights on a game in which it must use the environment's answers."""
 
     out: Path = Path("runs/demo")
-    """Folder for the results; an earlier demo's results in it are replaced."""
+    """Folder for the results. Results of an earlier demo in it are replaced."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where trainer and server compute."""
+    """Device of trainer and server."""
     seed: int = 0
-    """Of weights, games, waits and sampling."""
+    """Seed of the weights, the games, the environment's delays and sampling."""
     steps: int = 140
-    """Most training steps."""
+    """Largest number of training steps."""
     target: float = 0.96
-    """Training ends when the success over the last four steps is above it."""
+    """Training ends when the mean success rate of the last four steps reaches this."""
     time_limit: float = 420.0
-    """Most seconds of training."""
+    """Training ends after this many seconds."""
     numbers: int = 12
     """The hidden number is between 1 and this."""
     guesses: int = 5
+    """Number of guesses in a game."""
     latency: float = 0.03
-    """Median of the seconds that the environment takes to answer (lognormal, sigma 1.5, at most 20 medians)."""
+    """Median seconds that the environment takes to answer (lognormal, sigma 1.5, at most 20 medians)."""
     episodes: int = 768
-    """Held-out episodes of each evaluation."""
+    """Held-out episodes in each evaluation."""
     pace_episodes: int = 256
-    """Episodes of the comparison with lock step."""
+    """Episodes for the comparison of lock step and own pace."""
 
     def __post_init__(self) -> None:
         if not 1 < self.guesses < self.numbers <= len(_VOCABULARY) - len(_WORDS):
@@ -98,7 +99,7 @@ class DemoArgs:
 
 
 class Demo:
-    """One run. `run()` does it all and returns the summary."""
+    """One run of the demo. `run()` trains, evaluates, writes the report and returns the summary."""
 
     def __init__(self, args: DemoArgs, display: DemoDisplay) -> None:
         self.args = args
@@ -143,7 +144,7 @@ class Demo:
         device = setup_ranks(args.device)
         stack.callback(dist.destroy_process_group)
         torch.manual_seed(args.seed)
-        torch.set_num_threads(1)  # the model is tiny, and the servers want the other cores
+        torch.set_num_threads(1)  # the model is tiny, and the servers need the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
         environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
         settings = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
@@ -219,7 +220,7 @@ class Demo:
         }
 
     def _setup(self) -> dict[str, str]:
-        """What the report says about the run."""
+        """Description of the run in the report."""
         args = self.args
         return {
             "game": f"guess a number from 1 to {args.numbers} in {args.guesses} guesses",
@@ -232,7 +233,7 @@ class Demo:
 
 
 class _Interrupt:
-    """Ctrl-C that is not lost: Python drops a KeyboardInterrupt that lands in a finalizer."""
+    """Remembers Ctrl-C until `check`, because Python discards a KeyboardInterrupt that is raised in a finalizer."""
 
     def __enter__(self) -> _Interrupt:
         self._requested = False
@@ -252,7 +253,7 @@ class _Interrupt:
 
 
 def make_policy_folder(folder: Path, seed: int) -> Path:
-    """A random Llama whose tokens are the game's words."""
+    """Write a Llama model with random weights whose tokens are the words of the game. Returns `folder`."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -262,7 +263,7 @@ def make_policy_folder(folder: Path, seed: int) -> Path:
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """Share of the scored episodes in which the number was found. Failed environments count on neither side."""
+    """Share of the episodes with a reward in which the number was found. Failed episodes have no reward."""
     scored = [t for t in trajectories if t.reward is not None]
     return sum((t.reward or 0.0) > 0 for t in scored) / max(1, len(scored))
 
@@ -281,7 +282,7 @@ def _clean_folder(folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if the policy learned the game."""
+    """Run the demo. Returns the exit status: 0 if the policy learned the game (success of 0.9 at least), else 1."""
     import tyro
     from transformers.utils import logging
 

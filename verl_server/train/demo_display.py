@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live panel on a terminal, plain lines elsewhere."""
+"""The display of the demo while it runs: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = 60
 
 
 class DemoDisplay:
-    """A context manager; the demo tells it what happens."""
+    """A context manager that shows the progress of a demo. The demo calls its methods at each event."""
 
     def __init__(self, console: Console, best_without_feedback: float) -> None:
         self._console = console
@@ -48,19 +48,19 @@ class DemoDisplay:
     def phase(self, name: str) -> None:
         self._phase = name
         if self._live is None:
-            self._say(name)
+            self._log(name)
 
     def evaluated(self, name: str, success: float) -> None:
         self._evaluations.append(f"{name} {success:.3f}")
         if self._live is None:
-            self._say(f"success {name}: {success:.3f}")
+            self._log(f"success {name}: {success:.3f}")
 
     def step(self, metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> None:
         self._phase = "training"
         self._history.append(metrics)
-        self._game = spoken(trajectories[0])
+        self._game = dialogue(trajectories[0])
         if self._live is None and metrics.step % 5 == 0:
-            self._say(
+            self._log(
                 f"step {metrics.step:3d}  success {metrics.success:.2f}  reward {metrics.reward or 0:.2f}  "
                 f"{metrics.tokens_per_s:4.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s "
                 f"(env {self._env_share(metrics):.0%})  train {metrics.train_seconds:.2f} s  "
@@ -68,7 +68,7 @@ class DemoDisplay:
             )
 
     def result(self, summary: dict[str, Any], out: Path) -> None:
-        """The headline figures, printed when everything is done."""
+        """Print the main figures of the finished demo."""
         if self._live is not None:
             self._live.stop()
         table = Table(box=None, show_header=False, padding=(0, 2))
@@ -144,14 +144,14 @@ class DemoDisplay:
     def _env_share(m: StepMetrics) -> float:
         return m.env_seconds / max(1e-9, m.env_seconds + m.generate_seconds)
 
-    def _say(self, text: str) -> None:
-        """A line of a log: never cut in two, however narrow the console is taken to be."""
+    def _log(self, text: str) -> None:
+        """Print one line, which is not wrapped even if the console is narrow."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def spoken(trajectory: Trajectory) -> Text:
-    """An episode as a dialogue on one line."""
+def dialogue(trajectory: Trajectory) -> Text:
+    """The guesses and answers of an episode on one line."""
     text = Text("a game  ", style="dim")
     answers = [turn.observation.get("text", "") for turn in trajectory.turns[1:]]
     answers.append((trajectory.final_observation or {}).get("text", ""))

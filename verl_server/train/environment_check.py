@@ -1,4 +1,4 @@
-"""`check_environment`: one reset before anything expensive starts, so that a wrong URL is reported at once."""
+"""`check_environment`: one reset before the model is loaded, so that a wrong URL is reported at once."""
 
 from __future__ import annotations
 

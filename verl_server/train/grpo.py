@@ -2,14 +2,14 @@
 
     python -m verl_server.train.grpo --model-path MODEL --env-url http://HOST:PORT
 
-trains a policy on any OpenEnv environment that talks text; under `torchrun --nproc-per-node N` the model is
-sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server. The
-behaviour policy is what the server's log-probabilities say it was, token by token. To change the algorithm,
-copy this file. The other modules of this folder hold what is no part of the algorithm: `policy` (the model),
+trains a policy on any OpenEnv environment whose observations and actions are text. Under `torchrun --nproc-per-node N`
+the model is sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server.
+The log-probabilities that the server returns with each token are those of the behaviour policy. To change the
+algorithm, copy this file. The other modules of this folder are not part of the algorithm: `policy` (the model),
 `batches` (packing), `metrics`, `run_folder` and `checkpoints` (files), `ranks` (processes).
 
-Exit status: 0 the run is complete, 1 an error (a message says which), 2 wrong options, 3 gave up because several
-steps in a row had nothing to train on. After 3 everything is saved and `--resume` continues.
+Exit status: 0 if the run is complete, 1 after an error (with a message), 2 for wrong options, 3 if several steps in a
+row had nothing to train on. After status 3 everything is saved, and `--resume` continues the run.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 
 
 def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
-    """The trajectories that can be trained on, each with its reward less its group's mean.
+    """The trajectories that can be trained on. The advantage of each is its reward less the mean of its group.
 
-    Episodes without a reward (the environment or the server failed) are left out; so are groups with equal rewards,
-    for their advantages are 0.
+    Episodes without a reward (the environment or the server failed) are left out, and so are groups with equal rewards,
+    because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
     """
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -82,7 +82,10 @@ def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) ->
 def policy_loss(
     logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: MicroBatch, config: GRPOConfig, entropy_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped surrogate, summed over the sampled tokens, and the sums that its metrics are made of."""
+    """(clipped surrogate loss, summed over the sampled tokens; metric name -> sum over the sampled tokens).
+
+    `logprobs` and `entropy` [n] fp32 are the policy's at the sampled tokens of `batch`.
+    """
     ratio = (logprobs - batch.behaviour_logprobs).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).sum()
@@ -95,10 +98,10 @@ def policy_loss(
 
 
 class PolicyTrainer:
-    """The policy that learns and its optimizer: one rank's part of them under torchrun."""
+    """The policy and its optimizer; under torchrun, the shards of one rank."""
 
     def __init__(self, policy: Policy, config: GRPOConfig, steps: int, device: torch.device) -> None:
-        """`steps` is the length of the whole run, over which the learning rate falls."""
+        """`steps` is the number of steps of the whole run, over which the learning rate falls."""
         self.policy = policy
         self.config = config
         self.device = device
@@ -108,10 +111,10 @@ class PolicyTrainer:
         self._steps = steps
 
     def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float | None:
-        """Largest |server - trainer| log-probability of a token that was sampled under `version`.
+        """Largest difference of server's and trainer's log-probability, over tokens that were sampled under `version`.
 
-        Called by all ranks while this model holds that version. Compares the longest trajectories of each rank, as many
-        as fit one forward pass; None if no rank has any such token.
+        All ranks call it while this model holds that version. It compares the longest trajectories of each rank, as
+        many as fit one forward pass. Returns None if no rank has such a token.
         """
         samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
         packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
@@ -128,7 +131,7 @@ class PolicyTrainer:
         return gap if gap >= 0 else None
 
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
-        """Train on this rank's samples of a step; called by all ranks, of which one has a sample at least."""
+        """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample."""
         config = self.config
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         minibatches = min(config.minibatches, most)
@@ -136,7 +139,7 @@ class PolicyTrainer:
         warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * warmup * max(config.final_learning_rate, 1.0 - progress)
-        # A function of the step, so that a run that is resumed trains in the same order.
+        # The order is a function of the step, so that a resumed run trains in the same order.
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         results = []
         for _ in range(config.epochs):
@@ -147,10 +150,13 @@ class PolicyTrainer:
         return Learned(losses, sum(r.tokens for r in results), sum(r.padded_tokens for r in results))
 
     def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float) -> Learned:
-        """One step along the mean over the sampled tokens of all ranks, however they are cut into micro-batches."""
+        """One optimizer step on the mean loss over the sampled tokens of all ranks.
+
+        The division into micro-batches does not change the gradient.
+        """
         config = self.config
         packed = pack(minibatch, config.micro_batch_tokens)
-        # Ranks must do the same number of passes; those with fewer micro-batches add empty ones.
+        # All ranks must run the same number of passes, so ranks with fewer micro-batches add empty ones.
         passes = int(over_ranks(torch.tensor(len(packed)), dist.ReduceOp.MAX))
         packed += [[]] * (passes - len(packed))
         lengths = [len(sample.trajectory.tokens) for sample in minibatch]
@@ -176,7 +182,10 @@ class PolicyTrainer:
 
 
 def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
-    """Groups first_group.. of a step. Seeds are below 2**30 and a function of (config.seed, step, group)."""
+    """The tasks of a step's groups first_group to first_group + groups - 1.
+
+    Seeds are below 2**30 and a function of (config.seed, step, group).
+    """
     tasks = []
     for group in range(first_group, first_group + groups):
         seed = (config.seed * 1_000_003 + step * config.groups + group) % 2**30
@@ -189,18 +198,18 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
 
 @dataclass
 class Step:
-    """What `GRPO.step` returns."""
+    """The result of `GRPO.step`."""
 
     metrics: StepMetrics
-    """Over all ranks, the same on each."""
+    """Metrics over all ranks, equal on each rank."""
     rollout: Rollout
-    """This rank's episodes."""
+    """The episodes of this rank."""
     failures: list[Failure]
-    """Episodes of all ranks that failed."""
+    """The failed episodes of all ranks."""
 
 
 class GRPO:
-    """One rank's run: its share of the groups, its part of the model, and the engine that all ranks share."""
+    """A training run on one rank: its share of the groups, its shards of the model, and the engine of all ranks."""
 
     def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: AgentLoop, ranks: RankGroup) -> None:
         self.trainer = trainer
@@ -208,7 +217,7 @@ class GRPO:
         self.loop = loop
         self.next_step = 0
         self.version = 0
-        """Version of the served weights: the number of the step after the one that made them."""
+        """Version of the served weights: one more than the number of the step that trained them; 0 before training."""
         self._ranks = ranks
         if trainer.config.groups % ranks.size:
             raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
@@ -216,9 +225,9 @@ class GRPO:
         self._first_group = ranks.rank * self._groups
 
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
-        """Roll out under the current weights, learn from it, push the result.
+        """Roll out with the current weights, train on the episodes, and push the new weights.
 
-        If no rank has anything to learn from, weights and version stay, and `metrics.skipped` says why.
+        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason.
         """
         step, version = self.next_step, str(self.version)
         rollout, samples, report = self._roll_out(on_finish)
@@ -247,9 +256,9 @@ class GRPO:
             self.engine.heal(named_weights(), version=version)
 
     def _roll_out(self, on_finish: Callable[[Trajectory], None] | None) -> tuple[Rollout, list[Sample], RolloutReport]:
-        """This rank's episodes and what can be learned from them, and the report over all ranks.
+        """(this rank's episodes, its samples to train on, the report over all ranks).
 
-        The ranks meet here: an error of one rank's rollout is raised on all of them.
+        All ranks exchange their reports here. If the rollout of one rank fails, its error is raised on all ranks.
         """
         config = self.trainer.config
         tasks = make_tasks(self.next_step, config, self._first_group, self._groups)
@@ -279,10 +288,10 @@ class GRPO:
 
 
 def train(args: TrainArgs) -> None:
-    """The whole run on this rank; called by every rank under torchrun."""
+    """Run the training on this rank. Every rank calls it under torchrun."""
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
-    if ranks.rank > 0:  # all ranks know the same, so one of them logs it
+    if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         logging.getLogger("verl_server.train").setLevel(logging.ERROR)
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
@@ -307,7 +316,7 @@ def train(args: TrainArgs) -> None:
         try:
             _run_steps(args, run, folder)
         except UnansweredError:
-            raise  # another rank is gone, and would be missing when the others save together
+            raise  # another rank is gone, and saving needs all ranks
         except VerlServerError as error:
             _save(args, run, tokenizer)
             error.add_note(f"Checkpoint, model and metrics are saved in {args.out}; --resume continues the run.")
@@ -317,7 +326,7 @@ def train(args: TrainArgs) -> None:
 
 @contextlib.contextmanager
 def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Iterator[tuple[VerlEngine, AgentLoop]]:
-    """The rollout server, launched or attached to, and this rank's loop over it."""
+    """Launch the rollout server or attach to it. Yields (engine, this rank's agent loop)."""
     settings = args.server_settings
     with contextlib.ExitStack() as stack:
         if args.server_url is None:
@@ -341,7 +350,7 @@ def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Itera
 def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
-        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # for models with dropout
+        torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
         step = run.step()
         if dist.get_rank() == 0:
             folder.record(step.metrics, step.rollout.trajectories, step.failures)
@@ -356,7 +365,7 @@ def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
 
 
 def _save(args: TrainArgs, run: GRPO, tokenizer: Any) -> None:
-    """Write the checkpoint and the model; called by all ranks."""
+    """Write the checkpoint and the model. All ranks call it."""
     _save_checkpoint(args, run)
     save_policy(run.trainer.policy, args.out / "model", tokenizer)
 
@@ -367,7 +376,7 @@ def _save_checkpoint(args: TrainArgs, run: GRPO) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. An error that the user can act on is a message, not a traceback."""
+    """Run the command and return the exit status. A `VerlServerError` is printed as a message, without a traceback."""
     import tyro
 
     prog = "python -m verl_server.train.grpo"
@@ -380,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train(args)
     except VerlServerError as error:
-        # Every rank has the same error; only of another rank's end may rank 0 know nothing.
+        # Every rank has the same error, so rank 0 prints it. But rank 0 may be the rank that is gone.
         if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
             print(" ".join([f"{prog}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
         return 3 if isinstance(error, NothingToTrainError) else 1

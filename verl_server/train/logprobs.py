@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk: int = 2048, entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target under softmax(hidden @ head.T / temperature), and the entropy there.
+    """The log-probability of each target under softmax(hidden @ head.T / temperature), and the entropy of each row.
 
-    hidden [n, width] and head [vocabulary, width] are of one dtype, in which the products are computed; targets [n]
-    are token ids. Returns two fp32 tensors of [n], both differentiable; the second is None without `entropy`. The
-    softmax is computed in fp32. Gradients of `head` are summed over the chunks in fp32.
+    hidden [n, width] and head [vocabulary, width] have one dtype, in which the products are computed; targets [n] are
+    token ids. Returns two differentiable fp32 tensors [n]; the second one is None without `entropy`. The softmax is
+    computed in fp32. Gradients of `head` are summed over the chunks in fp32.
     """
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, entropy)  # type: ignore[no-untyped-call]
     return logprobs, entropies
@@ -76,7 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _log_softmax(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """[rows, vocabulary] in fp32."""
+    """log_softmax(hidden @ head.T / temperature), [rows, vocabulary] in fp32."""
     logits = hidden @ head.T
     if temperature != 1.0:
         logits = logits.float().div_(temperature)

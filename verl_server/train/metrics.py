@@ -1,7 +1,7 @@
-"""What a step did, over all ranks: the rollout's figures, its failures, and one line of metrics.jsonl.
+"""Metrics of a training step over all ranks: the figures of the rollout, its failures, and a line of metrics.jsonl.
 
-Each rank describes its own episodes with a `RolloutReport`; the ranks exchange the reports, and every rank merges them
-to the same totals, on which it decides what to do next.
+Each rank describes its own episodes in a `RolloutReport`. The ranks exchange the reports, and every rank merges them to
+the same totals, so that all ranks decide alike whether the step has something to train on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from verl_server.rollout.trajectory import StopReason, Trajectory
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """An episode that the environment or the server broke off; one line of errors.jsonl."""
+    """An episode that ended with an error of the environment or the server; one line of errors.jsonl."""
 
     step: int
     rank: int
     url: str
-    """The environment server's, or the rollout server's if the generation failed."""
+    """URL of the environment server, or of the rollout server if the generation failed."""
     stop_reason: str
     error: str
     seed: int
     group: int
     episode_id: str | None
     turns: int
-    """Turns that the episode had begun."""
+    """Number of turns that the episode had begun."""
 
 
 class RolloutReport(msgspec.Struct, kw_only=True):
@@ -40,6 +40,7 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     scored: int = 0
     """Episodes that have a reward."""
     reward: float = 0.0
+    """Sum of the rewards."""
     trainable: int = 0
     """Scored episodes in which the policy sampled at least one token."""
     kept: int = 0
@@ -47,9 +48,11 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     turns: int = 0
     sampled_tokens: int = 0
     generate_seconds: float = 0.0
+    """Time spent waiting for the server, summed over the episodes."""
     env_seconds: float = 0.0
+    """Time spent waiting for the environment, summed over the episodes."""
     seconds: float = 0.0
-    """Wall time of the rollout; after a merge that of the slowest rank."""
+    """Wall time of the rollout; after a merge, that of the slowest rank."""
     stop_reasons: dict[str, int] = {}
     failures: list[Failure] = []
 
@@ -58,7 +61,7 @@ class RolloutReport(msgspec.Struct, kw_only=True):
         return self.reward / self.scored if self.scored else None
 
     def obstacle(self) -> str | None:
-        """Why there is nothing to train on, with the errors and how many episodes had each; None if there is."""
+        """The reason why there is nothing to train on, with the errors and their counts; None if there is something."""
         if self.kept:
             return None
         failed = f"{len(self.failures)} of {self.episodes} episodes failed: {count_errors(self.failures)}"
@@ -84,7 +87,7 @@ def report_rollout(
     env_url: str,
     server_url: str,
 ) -> RolloutReport:
-    """The figures of this rank's episodes."""
+    """The report of this rank's episodes. `kept` is the number of episodes that the step learns from."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     failures = [
         Failure(
@@ -118,7 +121,7 @@ def report_rollout(
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """The totals over the ranks."""
+    """The sums of the reports over the ranks."""
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(report.stop_reasons)
@@ -140,14 +143,14 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
 
 @dataclass
 class Learned:
-    """What the optimizer steps of one training step did, over all ranks."""
+    """Losses and token counts of the optimizer steps of one training step, over all ranks."""
 
     losses: dict[str, float]
-    """Means over the sampled tokens of each optimizer step, then over the optimizer steps."""
+    """Name -> mean over the optimizer steps of the mean over the sampled tokens."""
     tokens: int
-    """Tokens of the trajectories, once for each epoch."""
+    """Tokens of the trajectories, counted once for each epoch."""
     padded_tokens: int
-    """Tokens that the forward passes computed: `tokens` and the padding."""
+    """Tokens of the forward passes: `tokens` and the padding."""
 
 
 @dataclass
@@ -156,18 +159,23 @@ class StepMetrics:
 
     step: int
     weight_version: str
-    """Version of the weights that sampled the step's trajectories."""
+    """Version of the weights with which the step's trajectories were sampled."""
     ranks: int
+    """Number of trainer ranks."""
     reward: float | None
-    """Mean over the episodes that have one."""
+    """Mean reward of the episodes that have one."""
     trajectories: int
+    """Number of episodes."""
     failed: int
-    """Episodes that an environment or the server broke off; each is in errors.jsonl."""
+    """Episodes that ended with an error of the environment or the server; each is in errors.jsonl."""
     trainable: int
+    """Episodes that have a reward and at least one sampled token."""
     kept: int
-    """Trajectories that the step learned from: trainable, and of groups whose rewards differ."""
+    """Episodes that the step learned from: trainable, and in groups whose rewards differ."""
     stop_reasons: dict[str, int]
+    """Stop reason -> number of episodes."""
     turns: float
+    """Mean number of turns."""
     sampled_tokens: int
     tokens_per_s: float
     """Sampled tokens per second of rollout."""
@@ -175,26 +183,29 @@ class StepMetrics:
     """Largest difference between the server's and the trainer's log-probability of a sampled token, before the step's
     first update, when both hold the same weights. None if no token could be compared."""
     rollout_seconds: float
-    """The slowest rank's."""
+    """Wall time of the rollout on the slowest rank."""
     generate_seconds: float
-    """Mean over trajectories of the time spent waiting for the server."""
+    """Mean over episodes of the time spent waiting for the server."""
     env_seconds: float
-    """Mean over trajectories of the time spent waiting for the environment."""
+    """Mean over episodes of the time spent waiting for the environment."""
     train_seconds: float = 0.0
+    """Time of the optimizer steps and of the comparison for `logprob_gap`."""
     sync_seconds: float = 0.0
+    """Time of the weight push."""
     trained_tokens: int = 0
-    """Tokens of the trajectories that the step learned from, once for each epoch."""
+    """Tokens of the trajectories that the step learned from, counted once for each epoch."""
     padded_tokens: int = 0
-    """Tokens that the passes computed: `trained_tokens` and the padding."""
+    """Tokens of the forward passes: `trained_tokens` and the padding."""
     losses: dict[str, float] = field(default_factory=dict)
+    """Loss, entropy, clip fraction and gradient norm: means as in `Learned.losses`."""
     skipped: str | None = None
-    """Why the step learned nothing; the weights and their version stay."""
+    """The reason if the step had nothing to train on; weights and version stay."""
     success: float | None = None
-    """Share of episodes that succeeded, where the caller knows what that means."""
+    """Share of episodes that succeeded, if the caller defines success."""
 
 
 def describe_rollout(report: RolloutReport, *, step: int, version: str, ranks: int, gap: float | None) -> StepMetrics:
-    """The metrics of a step before anything was learned."""
+    """The metrics of a step after its rollout; the fields about training are not set."""
     episodes = max(1, report.episodes)
     return StepMetrics(
         step=step,
@@ -218,7 +229,7 @@ def describe_rollout(report: RolloutReport, *, step: int, version: str, ranks: i
 
 
 def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
-    """The most frequent errors: "12 x <error>; 3 x ...", with the URL where the error does not name it."""
+    """The `most` most frequent errors: "12 x <error>; 3 x ...". The URL is added if the error does not name it."""
     counts = Counter(_with_url(failure) for failure in failures).most_common()
     shown = "; ".join(f"{count} x {error.rstrip('.')}" for error, count in counts[:most])
     more = len(counts) - most
@@ -226,7 +237,7 @@ def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """A step on one line of the log."""
+    """A line of text for the log."""
     reward = math.nan if metrics.reward is None else metrics.reward
     gap = "none" if metrics.logprob_gap is None else f"{metrics.logprob_gap:.1e}"
     line = (

@@ -1,7 +1,7 @@
 """The options of a training run: `GRPOConfig` for the algorithm, `TrainArgs` for everything else.
 
-The command line of `verl_server.train.grpo` is generated from these classes: each docstring below is that option's
-help.
+The command line of `verl_server.train.grpo` is generated from these classes: each docstring below a field is the help
+text of that option.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GRPOConfig:
     """Settings of the algorithm."""
 
     groups: int = 16
-    """Groups per step, over all ranks; each plays one environment seed."""
+    """Groups per step, over all ranks. The episodes of a group have the same environment seed."""
     group_size: int = 16
     """Trajectories per group."""
     epochs: int = 2
@@ -33,26 +33,30 @@ class GRPOConfig:
     minibatches: int = 4
     """Optimizer steps per pass."""
     micro_batch_tokens: int = 8192
-    """Most tokens of one forward pass of a rank, padding included; a longer trajectory gets a pass of its own.
-    Gradients are summed over the passes, so this changes memory and speed only."""
+    """Largest number of tokens of one forward pass of a rank, padding included. A longer trajectory gets a pass of its
+    own. Gradients are summed over the passes, so this changes memory and speed only."""
     learning_rate: float = 1e-6
+    """Learning rate of AdamW after the warm-up."""
     final_learning_rate: float = 0.15
-    """Share of the learning rate that is left at the last step; it falls linearly."""
+    """Share of the learning rate that remains at the last step. The learning rate falls linearly."""
     warmup_steps: int = 5
+    """Steps over which the learning rate rises linearly."""
     clip_low: float = 0.2
-    clip_high: float = 0.28
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = 0.28
+    """See clip_low."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus at the first step; it falls linearly to 0."""
+    """Weight of the entropy bonus at the first step. The weight falls linearly to 0."""
     track_entropy: bool = True
-    """Report the policy's entropy where there is no entropy bonus, too. Without it training is a little faster."""
+    """Report the policy's entropy even without an entropy bonus. If this is off, training is a little faster."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation, which favours groups that are nearly solved."""
     max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
     temperature: float = 1.0
-    """Temperature of sampling, hence of the log-probabilities that are trained."""
+    """Temperature of sampling, and of the log-probabilities in training."""
     seed: int = 0
-    """Seed of the environments, of sampling and of the order of training: the same seed repeats the run."""
+    """Seed of the environments, of sampling and of the order of training. The same seed repeats the run."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
@@ -64,52 +68,53 @@ class GRPOConfig:
 class TrainArgs:
     """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol).
 
-    Exit status: 0 complete, 1 an error, 2 wrong options, 3 gave up after steps with nothing to train on (everything is
-    saved; --resume continues).
+    Exit status: 0 if the run is complete, 1 after an error, 2 for wrong options, 3 if several steps in a row had
+    nothing to train on (everything is saved, and --resume continues the run).
     """
 
     model_path: str
-    """Folder or hub id of the policy to start from."""
+    """Model folder or hub id with the initial weights of the policy."""
     env_url: str
     """URL of the environment server."""
     steps: int = 100
-    """Steps of the whole run, those before a --resume included."""
+    """Steps of the whole run, including the steps before a --resume."""
     out: Path = Path("runs/grpo")
     """Folder for metrics.jsonl, trajectories.jsonl, errors.jsonl, the checkpoint and the trained model."""
     resume: bool = False
     """Continue the run in --out from its checkpoint."""
     save_every: int = 50
-    """Steps between checkpoints; 0 saves at the end only. Only the newest checkpoint is kept."""
+    """Steps between checkpoints. 0 saves at the end only. Only the newest checkpoint is kept."""
     max_skipped_steps: int = 5
-    """Steps in a row with nothing to train on (failed episodes, equal rewards) after which the run gives up."""
+    """The run ends after this many steps in a row with nothing to train on (failed episodes, equal rewards)."""
     retry_pause: float = 10.0
-    """Seconds to wait after a skipped step with failed episodes; doubled after each further one."""
+    """Seconds to wait after a skipped step with failed episodes. Each further skipped step doubles the pause."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the policy is trained; the launched server follows, unless --server.device names another device."""
+    """Device of the policy, and of the launched server unless --server.device names another one."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What passes are computed in; auto: bfloat16 on CUDA, float32 on the CPU. Weights and optimizer are fp32."""
+    """Dtype of forward and backward passes. auto: bfloat16 on CUDA, float32 on the CPU. Weights and optimizer are fp32.
+    """
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
     logprob_chunk: int = 2048
-    """Tokens whose logits exist at one time: memory is a few times this x vocabulary x 4 bytes."""
+    """Number of tokens whose logits are in memory at one time. They need a few times this x vocabulary x 4 bytes."""
     chat: bool = True
-    """Observations are user messages of the model's chat template; otherwise plain text."""
+    """Render observations as user messages of the model's chat template. Otherwise they are plain text."""
     observation_key: str = "text"
     """Key of the text in the environment's observations."""
     action_key: str = "text"
-    """Key under which the environment wants the policy's text."""
+    """Key of the policy's text in the actions that the environment receives."""
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(
         default_factory=lambda: Limits(max_turns=8, max_new_tokens=512)
     )
     max_concurrency: int | None = None
-    """Most environment sessions at one time, per rank."""
+    """Largest number of environment sessions at one time, per rank."""
     rank_timeout: float = RANK_TIMEOUT
-    """Seconds that one rank waits for another; must exceed --trajectory-timeout."""
+    """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
     server_url: Annotated[str | None, tyro.conf.arg(name="server")] = None
-    """URL of a rollout server of the same model that runs on this host; default: a server is launched."""
+    """URL of a running rollout server of the same model on this host. By default a server is launched."""
     server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))
-    """Settings of the launched server. Model, device, port and weight version follow from the run unless they are set;
-    with --server only the keys count."""
+    """Settings of the launched server. Model, device, port and weight version follow from the run unless they are set.
+    With --server, only the API keys may be set."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self) -> None:
@@ -120,16 +125,18 @@ class TrainArgs:
         if self.rank_timeout <= self.limits.trajectory_timeout:
             raise BadRequestError(
                 f"rank_timeout={self.rank_timeout:g} must exceed trajectory_timeout="
-                f"{self.limits.trajectory_timeout:g}: a rank waits for the slowest episode of the others."
+                f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
         if self.server_url is not None and given:
             flags = ", ".join(f"--server.{name.replace('_', '-')}" for name in sorted(given))
-            raise BadRequestError(f"The server at --server {self.server_url} has its settings already: drop {flags}.")
+            raise BadRequestError(
+                f"The server at --server {self.server_url} is running already and has its own settings: remove {flags}."
+            )
 
     @property
     def torch_compute_dtype(self) -> torch.dtype | None:
-        """None stands for the device's own choice."""
+        """`compute_dtype` as a torch dtype; None for "auto"."""
         names = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
         return names[self.compute_dtype]
 

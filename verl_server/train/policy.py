@@ -1,7 +1,7 @@
-"""`Policy`: the model that learns, from token ids to the log-probabilities of the tokens that were sampled.
+"""`Policy`: the model that is trained. It maps token ids to the log-probabilities of the sampled tokens.
 
-`PolicyTrainer` calls it. The weights are kept in fp32. With another compute dtype, or over several ranks, FSDP2 shards
-them and casts them for each pass. `load_policy` and `save_policy` read and write Hugging Face folders.
+`PolicyTrainer` calls it. The weights are fp32. With another compute dtype, or over several ranks, FSDP2 shards the
+weights and casts them for each pass. `load_policy` and `save_policy` read and write Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from verl_server.weight_sync.trainer.sender import gather_full_tensors
 
 
 class Policy(nn.Module):
-    """A causal language model of transformers. A module of its own, so that FSDP gathers the head for `forward`."""
+    """A causal language model of transformers, wrapped in a module, so that FSDP gathers the head for `forward`."""
 
     def __init__(self, language_model: Any, logprob_chunk: int = 2048) -> None:
-        """`logprob_chunk` is the number of tokens whose logits exist at one time."""
+        """`logprob_chunk` is the number of tokens whose logits are in memory at one time."""
         super().__init__()
         _check_head(language_model)
         self.language_model = language_model
@@ -34,11 +34,11 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, temperature: float, entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of the tokens at `positions`, given those before them in their row, and the entropy there.
+        """(log-probability of each token at `positions` given the tokens before it, entropy of its distribution).
 
-        tokens [rows, length] int64, padded on the right: attention is causal, so no token sees the padding behind it.
-        positions [n] int64 index the flattened tokens; none is the first of its row. Both results are fp32 of [n];
-        the entropy is None if it is not asked for.
+        tokens [rows, length] int64 are padded on the right: attention is causal, so no token attends to the padding
+        behind it. positions [n] int64 index the flattened tokens; none is the first token of its row. Both results are
+        fp32 [n]. Without `entropy`, the second result is None.
         """
         hidden = self.language_model.model(input_ids=tokens, use_cache=False).last_hidden_state
         before = hidden.flatten(0, 1).index_select(0, positions - 1)
@@ -47,7 +47,7 @@ class Policy(nn.Module):
         return token_logprobs(before, head, targets, temperature=temperature, chunk=self.logprob_chunk, entropy=entropy)
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name; this rank's shard of it if it is sharded."""
+        """[(Hugging Face name, parameter)]. Sharded parameters are this rank's DTensors."""
         return list(self.language_model.named_parameters())
 
 
@@ -59,14 +59,14 @@ def load_policy(
     gradient_checkpointing: bool = False,
     logprob_chunk: int = 2048,
 ) -> Policy:
-    """The policy of a Hugging Face folder, in fp32, sharded over the ranks if there are several.
+    """Load the policy of a Hugging Face folder in fp32, sharded over the ranks if there are several.
 
-    Passes are computed in `compute_dtype`: bfloat16 on CUDA and float32 on the CPU if it is None. All ranks call it.
+    Passes are computed in `compute_dtype`; None means bfloat16 on CUDA and float32 on the CPU. All ranks call it.
     """
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     language_model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     if gradient_checkpointing:
-        # transformers renames the method: the new name is not in the oldest release that we support.
+        # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)
         (enable or language_model.gradient_checkpointing_enable)()
     policy = Policy(language_model.to(device), logprob_chunk)
@@ -75,13 +75,14 @@ def load_policy(
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in language_model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        # A root that stays gathered after a forward without backward would be pushed as temporaries.
+        # The root is resharded after each forward pass. Otherwise a push after a forward pass without a backward pass
+        # would read gathered, temporary tensors.
         fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return policy.train()
 
 
 def save_policy(policy: Policy, folder: Path, tokenizer: Any) -> None:
-    """Write a Hugging Face folder. All ranks call it; rank 0 writes."""
+    """Write a Hugging Face folder. All ranks call it, and rank 0 writes."""
     state = {name: tensor.detach().cpu() for name, tensor in gather_full_tensors(policy.named_weights())}
     if dist.get_rank() == 0:
         policy.language_model.save_pretrained(folder, state_dict=state)
@@ -89,17 +90,17 @@ def save_policy(policy: Policy, folder: Path, tokenizer: Any) -> None:
 
 
 def _check_head(language_model: Any) -> None:
-    """Refuse a model whose logits are more than hidden states times the head's weight."""
+    """Raise BadRequestError if the logits of the model are not exactly hidden states times the head's weight."""
     config = language_model.config
-    extras = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if _matters(config, name)]
+    extras = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if _is_set(config, name)]
     if getattr(language_model.lm_head, "bias", None) is not None:
         extras.append("lm_head.bias")
     if extras:
         raise BadRequestError(
             f"{type(language_model).__name__} computes its logits with {', '.join(extras)}, which this trainer does "
-            "not implement. Its models are those that the server serves: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3."
+            "not implement. It trains the models that the server serves: Llama, Mistral, Qwen2, Qwen2.5 and Qwen3."
         )
 
 
-def _matters(config: Any, name: str) -> bool:
+def _is_set(config: Any, name: str) -> bool:
     return getattr(config, name, None) not in (None, 1.0)

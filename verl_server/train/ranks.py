@@ -1,6 +1,6 @@
-"""What a trainer rank needs besides the algorithm: its process group, and the rollout server.
+"""The process group of the trainer's ranks, and the rollout server that they share.
 
-Used by `grpo.py` and the demo. A single process is a group of one rank, so there is one code path.
+`grpo.py` and the demo use it. A single process is a group of one rank, so there is one code path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_server.engine.verl_engine import VerlEngine
 
 
 def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
-    """Join torchrun's process group, or make one of a single rank; returns this rank's device.
+    """Join torchrun's process group, or make one of a single rank. Returns this rank's device.
 
     `timeout`: seconds that one rank waits for another in a collective.
     """
@@ -37,12 +37,12 @@ def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TI
 
 
 def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
-    """Calls of all trainer ranks together: what one of them raises is raised on all."""
+    """The group of all trainer ranks for collective calls. An error of one rank is raised on all ranks."""
     return RankGroup(list(range(dist.get_world_size())), timeout, timeout)
 
 
 def launch_engine(model_path: str, device: torch.device, **settings: Any) -> VerlEngine:
-    """A rollout server in a process of its own, shared by all ranks."""
+    """Launch a rollout server in a process of its own, which all ranks share. `settings` are fields of `ServerArgs`."""
     defaults: dict[str, Any] = {"tp_size": 1, "device": device.type, "weight_version": "0"}
     return VerlEngine(_cpu_mesh(), launch_server=True, **(defaults | {"model_path": model_path} | settings))
 
@@ -53,7 +53,7 @@ def attach_engine(
     admin_api_key: str | None = None,
     rank_timeout: float = RANK_TIMEOUT,
 ) -> VerlEngine:
-    """A rollout server that runs already on this host; it keeps running when the engine is shut down."""
+    """Attach to a rollout server that is running on this host. It keeps running when the engine is shut down."""
     return VerlEngine(
         _cpu_mesh(), server_url=url, api_key=api_key, admin_api_key=admin_api_key, rank_timeout=rank_timeout
     )
@@ -64,13 +64,13 @@ def _cpu_mesh() -> DeviceMesh:
 
 
 def over_ranks(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """`value` (on CPU) combined over the ranks."""
+    """The CPU tensor `value` reduced over the ranks by `op`, as a new tensor."""
     value = value.clone()
     dist.all_reduce(value, op)
     return value
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """A DTensor as a whole."""
+    """The full tensor of a DTensor; another tensor is returned as it is."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full

@@ -3,8 +3,8 @@
     metrics.jsonl        one line for each step
     trajectories.jsonl   a few trajectories of each step
     errors.jsonl         one line for each episode that failed
-    checkpoint-STEP/     from which `--resume` continues (see `checkpoints`)
-    model/               the trained policy, a Hugging Face folder
+    checkpoint-STEP/     the state from which `--resume` continues (see `checkpoints`)
+    model/               the trained policy as a Hugging Face folder
 
 Only rank 0 writes the jsonl files.
 """
@@ -33,7 +33,7 @@ class RunFolder:
         self.path = path
 
     def start(self) -> None:
-        """Make the folder. Raises if it already holds a run."""
+        """Create the folder. Raises BadRequestError if it already contains a run."""
         found = [name for name in (*_FILES, "model") if (self.path / name).exists()]
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is not None:
@@ -47,12 +47,15 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> Path:
-        """The checkpoint to continue from; steps after it are removed from the jsonl files, for they are run again."""
+        """The checkpoint to continue from. Raises BadRequestError if there is none.
+
+        Lines of later steps are removed from the jsonl files, because these steps run again.
+        """
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is None:
             raise BadRequestError(
-                f"There is nothing to resume in {self.path}: it holds no finished checkpoint. Start a new run without "
-                "--resume, or name the folder of an older one with --out."
+                f"There is nothing to resume in {self.path}: it contains no finished checkpoint. Start a new run "
+                "without --resume, or name the folder of an earlier run with --out."
             )
         step = json.loads((checkpoint / "run.json").read_text())["next_step"]
         for name in _FILES:
@@ -71,7 +74,7 @@ class RunFolder:
 
 
 def _drop_from(file: Path, step: int) -> None:
-    """Remove the lines of `step` and later ones, and a last line that was cut off."""
+    """Remove the lines of `step` and of later steps, and an incomplete last line."""
     if not file.exists():
         return
     kept = []

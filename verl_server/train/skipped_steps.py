@@ -1,6 +1,6 @@
-"""When to give up: `SkippedSteps` counts the steps in a row that had nothing to train on.
+"""`SkippedSteps`: ends a run after several steps in a row with nothing to train on.
 
-The training loop calls `note` after each step. All ranks see the same metrics, so all of them decide alike.
+The training loop calls `note` after each step. All ranks have the same metrics, so all of them decide alike.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class NothingToTrainError(VerlServerError):
 
 class SkippedSteps:
     def __init__(self, most: int, pause: float) -> None:
-        """Raise at the `most`-th skipped step in a row. After a step with failed episodes wait `pause` seconds, and
-        twice as long after each further one."""
+        """`most`: number of skipped steps in a row that ends the run. `pause`: seconds to wait after a skipped step
+        with failed episodes, doubled for each further skipped step in a row."""
         self._most = most
         self._pause = pause
         self._in_a_row = 0
 
     def note(self, metrics: StepMetrics) -> None:
-        """Take a step into account: waits, or raises `NothingToTrainError`."""
+        """Count a step that was skipped: wait, or raise `NothingToTrainError`. Any other step resets the count."""
         if metrics.skipped is None:
             self._in_a_row = 0
             return

@@ -198,10 +198,10 @@ class ModelRunner:
         n = placement.num_decodes
         lens = placement.cached[:n] + 1
         starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
-        dealt = backend.deal_out(placement.rows[:n], lens)
+        decodes = backend.plan_decodes(placement.rows[:n], lens)
         arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens]
         arrays += [placement.rows[n:], placement.cached[n:], starts]
-        on_device = upload([*arrays, *dealt.arrays], self.device)
+        on_device = upload([*arrays, *decodes.arrays], self.device)
         ids, positions, slots, rows, kv_lens, chunk_rows, cached, chunk_starts, work, *shared = on_device
         decode, chunks = None, None
         if n:
@@ -383,7 +383,7 @@ class ModelRunner:
             page_size=self.page_size,
             dtype=self.dtype,
             device=self.device,
-            most_shared=self.max_rows if cascade else 0,
+            max_shared_entries=self.max_rows if cascade else 0,
         )
         return PagedBackend(
             kernels,

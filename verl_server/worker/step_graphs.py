@@ -106,7 +106,7 @@ class StepGraphs:
         size = sizes[bisect.bisect_left(sizes, tokens)]
         rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
         for cascade in (True, False):  # without memory for the one graph there may be the other
-            work = self._backend.deal_out(rows, lens, cascade=cascade)
+            work = self._backend.plan_decodes(rows, lens, cascade=cascade)
             captured = self._at_hand(_Key(kind, size, work.shared is not None), placement, work, last)
             if captured is not None or work.shared is None:
                 break
@@ -130,7 +130,7 @@ class StepGraphs:
             key = next(key for key in self._all if key not in self._captured)
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)
-            work = self._backend.no_work(shared=key.shared)
+            work = self._backend.empty_work(shared=key.shared)
             self._at_hand(key, nothing, work, None if key.kind == "decode" else none)
 
     def release(self) -> None:

@@ -212,7 +212,7 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match=r"has no \*\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    with pytest.raises(BadRequestError, match=r"names shards that are not there: model-1\.safetensors"):
+    with pytest.raises(BadRequestError, match=r"names files that do not exist: model-1\.safetensors"):
         Checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "a.safetensors").mkdir()
