@@ -14,8 +14,8 @@ from collections import deque
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
-_CHUNKS_AT_ONCE = 64
-"""Read by one call: a writer that never pauses must not keep the reader from the rest of its loop."""
+_CHUNKS_AT_ONCE = 16
+"""Read or sent by one call: a peer that never pauses must not keep this end from the rest of its loop."""
 
 
 class MessageSocket:
@@ -43,22 +43,28 @@ class MessageSocket:
 
     @property
     def unsent(self) -> bool:
-        """Whether messages wait for room in the socket."""
+        """Whether messages wait for room in the socket, or for the next `flush`."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
         """Send, or keep to send it with `flush`; never waits."""
-        if self._peer_listens:
+        had_unsent = bool(self._unsent)
+        if self._peer_listens and len(message) < _CHUNK:
             self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
-        if len(self._unsent) == 1:
+        elif self._peer_listens:  # a copy of a large message would take longer than a second call does
+            self._unsent += (memoryview(_LENGTH.pack(len(message))), memoryview(message))
+        if not had_unsent:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much of what is unsent as there is room for."""
+        """Send what there is room for, though not all of a long message at once: a fast reader would keep its sender
+        from the rest of its loop."""
         unsent = self._unsent
+        left = _CHUNK * _CHUNKS_AT_ONCE
         try:
-            while unsent:
-                sent = self._socket.send(unsent[0])
+            while unsent and left > 0:
+                sent = self._socket.send(unsent[0][:left])
+                left -= sent
                 if sent < len(unsent[0]):
                     unsent[0] = unsent[0][sent:]
                 else:
