@@ -26,6 +26,9 @@ test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
+breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
+	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
+
 test-cuda: $(STAMP)  ## only the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)
 

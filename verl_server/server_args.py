@@ -19,6 +19,17 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 
+_COUNTS_FROM_ZERO = (
+    "max_top_logprobs",
+    "max_token_ids_logprob",
+    "max_logprobs_per_request",
+    "max_stop_strings",
+    "max_stop_length",
+    "max_stop_token_ids",
+    "max_logit_bias",
+)
+"""Limits for which 0 means that the server refuses the feature."""
+
 
 @dataclass(frozen=True)
 class ServerArgs:
@@ -46,6 +57,9 @@ class ServerArgs:
     """Name in `/v1/models`; default: `model_path`."""
     chat_template: str | None = None
     """Path of a Jinja chat template that replaces the tokenizer's."""
+    allowed_chat_templates: tuple[str, ...] = ()
+    """Paths of Jinja chat templates that a request may send in `chat_template_kwargs.chat_template`. A template is a
+    program: one that is not byte for byte in this list (or the served model's own) is refused."""
     weight_version: str = "default"
     """Version label of the weights loaded at start."""
 
@@ -128,6 +142,35 @@ class ServerArgs:
     sync_timeout: float = 60.0
     """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
 
+    # -- limits of one request -----------------------------------------------------------------------------
+    text_workers: int = 2
+    """Most processes that render chat templates and tokenize short texts, and as many again for long ones. They start
+    when they are needed."""
+    text_timeout: float = 30.0
+    """Seconds after which a process that renders or tokenizes for one request is killed (the request is answered 400),
+    and that a request waits for such a process (then 503)."""
+    max_text_length: int | None = None
+    """Most characters in the texts of a request, or token ids in one to `/detokenize`. Default: 8 for each token of the
+    context, at least 4194304."""
+    max_samples_per_request: int = 16384
+    """Most samples of a request: prompts times `n`."""
+    max_prompt_tokens_per_request: int = 2**25
+    """Most prompt tokens of a request, counted once for each sample."""
+    max_top_logprobs: int = 256
+    """Largest `top_logprobs_num`, `top_logprobs` or `logprobs`: candidates at one position."""
+    max_token_ids_logprob: int = 1024
+    """Most ids in `token_ids_logprob`."""
+    max_logprobs_per_request: int = 2**20
+    """Most log-probabilities of candidates in a reply: candidates at one position times positions, over all samples."""
+    max_stop_strings: int = 32
+    """Most `stop` strings."""
+    max_stop_length: int = 1024
+    """Most characters of one `stop` string."""
+    max_stop_token_ids: int = 1024
+    """Most `stop_token_ids`."""
+    max_logit_bias: int = 1024
+    """Most entries in `logit_bias`."""
+
     # -- HTTP ----------------------------------------------------------------------------------------------
     host: str = "127.0.0.1"
     """Bind address. A non-loopback address needs `api_key` or `allow_unauthenticated`."""
@@ -166,16 +209,20 @@ class ServerArgs:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
         for name in ("api_key", "admin_api_key"):
             self._read_key(name)
-        sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs")
-        for name in (*sizes, "weight_receive_bytes"):
+        sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs", "weight_receive_bytes")
+        for name in (*sizes, "text_workers", "max_samples_per_request", "max_prompt_tokens_per_request"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
         optional = ("context_length", "max_total_tokens", "max_queued_requests", "chunked_prefill_size", "cpu_threads")
-        for name in optional:
+        for name in (*optional, "max_text_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
-        for name in ("startup_timeout", "control_timeout", "sync_timeout", "weight_update_lease", "kv_cache_gib"):
+        for name in _COUNTS_FROM_ZERO:
+            if getattr(self, name) < 0:
+                raise BadRequestError(f"ServerArgs.{name} must be at least 0, not {getattr(self, name)}.")
+        times = ("startup_timeout", "control_timeout", "sync_timeout", "text_timeout", "weight_update_lease")
+        for name in (*times, "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         bound = self.paused_request_timeout
@@ -259,7 +306,8 @@ class ServerArgs:
     @classmethod
     def from_json(cls, text: str) -> ServerArgs:
         fields = json.loads(text)
-        fields["gpu_uuids"] = tuple(fields["gpu_uuids"])
+        for name in ("gpu_uuids", "allowed_chat_templates"):
+            fields[name] = tuple(fields[name])
         return cls(**fields)
 
     @classmethod

@@ -6,24 +6,33 @@ from typing import Any
 
 import pytest
 
+from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
-from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+from verl_server.server.generate_request import GenerateReqInput, Samples, unknown_fields
+from verl_server.server.limits import Limits
 
 
-def samples(**body: Any) -> list[Any]:
-    return GenerateReqInput.parse(body).expand()
+def expand(body: dict[str, Any]) -> list[Samples]:
+    """Of each prompt."""
+    obj = GenerateReqInput.parse(body)
+    limits = Limits.of(ServerArgs(model_path="model"), context_length=512)
+    return list(obj.expand(len(obj.prompts()), obj.is_single, limits))
+
+
+def samples(**body: Any) -> list[Samples]:
+    return expand(body)
 
 
 def test_batch_and_n_expand_prompt_by_prompt() -> None:
     out = samples(input_ids=[[1], [2]], sampling_params={"n": 3}, rid=["a", "b"])
-    assert [s.input_ids for s in out] == [[1], [1], [1], [2], [2], [2]]
-    assert [s.rid for s in out] == ["a_0", "a_1", "a_2", "b_0", "b_1", "b_2"]
+    assert [s.rids for s in out] == [["a_0", "a_1", "a_2"], ["b_0", "b_1", "b_2"]]
 
 
 def test_sampling_seed_counts_up_over_n() -> None:
-    out = samples(text="x", sampling_params={"n": 3, "sampling_seed": 2**63 - 2})
-    assert [s.sampling.sampling_seed for s in out] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert all(s.sampling.n == 1 for s in out)
+    (out,) = samples(text="x", sampling_params={"n": 3, "sampling_seed": 2**63 - 2})
+    each = [out.sampling_of(k) for k in range(3)]
+    assert [s.sampling_seed for s in each] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert all(s.n == 1 for s in each)
 
 
 def test_null_is_the_default() -> None:
@@ -32,8 +41,8 @@ def test_null_is_the_default() -> None:
 
 
 def test_string_rid_of_a_batch_is_numbered() -> None:
-    assert [s.rid for s in samples(text=["a", "b"], rid="r")] == ["r_0", "r_1"]
-    assert [s.rid for s in samples(text="a", rid="r")] == ["r"]
+    assert [s.rids for s in samples(text=["a", "b"], rid="r")] == [["r_0"], ["r_1"]]
+    assert [s.rids for s in samples(text="a", rid="r")] == [["r"]]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_string_rid_of_a_batch_is_numbered() -> None:
 )
 def test_refusals_name_the_fault(body: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        GenerateReqInput.parse(body).expand()
+        expand(body)
     assert says in str(caught.value)
 
 

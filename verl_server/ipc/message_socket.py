@@ -15,8 +15,8 @@ from collections import deque
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
-_CHUNKS_AT_ONCE = 64
-"""Chunks that one call reads: a writer that never pauses must not keep the reader from the rest of its loop."""
+_CHUNKS_AT_ONCE = 16
+"""Chunks that one call reads or sends: a peer that never pauses must not keep this end from the rest of its loop."""
 
 
 class MessageSocket:
@@ -47,22 +47,28 @@ class MessageSocket:
 
     @property
     def unsent(self) -> bool:
-        """True while messages wait for room in the socket."""
+        """True while messages wait for room in the socket, or for the next `flush`."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
         """Send a message, or store it until `flush` if the socket has no room. Never waits."""
-        if self._peer_listens:
+        had_unsent = bool(self._unsent)
+        if self._peer_listens and len(message) < _CHUNK:
             self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
-        if len(self._unsent) == 1:
+        elif self._peer_listens:  # a copy of a large message would take longer than a second call does
+            self._unsent += (memoryview(_LENGTH.pack(len(message))), memoryview(message))
+        if not had_unsent:
             self.flush()
 
     def flush(self) -> None:
-        """Send stored messages, as many bytes as the socket has room for."""
+        """Send stored messages, as many bytes as the socket has room for, but not all of a long message in one call: a
+        fast reader would keep its sender from the rest of its loop."""
         unsent = self._unsent
+        left = _CHUNK * _CHUNKS_AT_ONCE
         try:
-            while unsent:
-                sent = self._socket.send(unsent[0])
+            while unsent and left > 0:
+                sent = self._socket.send(unsent[0][:left])
+                left -= sent
                 if sent < len(unsent[0]):
                     unsent[0] = unsent[0][sent:]
                 else:

@@ -6,7 +6,7 @@ alone: how the scheduler grouped tokens into messages changes no result.
 
 from __future__ import annotations
 
-from verl_server.server.tokenizer import Decoder
+from verl_server.server.text_tools import Decoder
 
 _REPLACEMENT = "�"
 _MAX_HELD_TOKENS = 256
@@ -89,8 +89,13 @@ class OutputText:
         """Without a tail that may turn out to be the start of a stop string: what a stream may show now."""
         if self.matched is not None or self._no_stop_trim or not self._stop:
             return self._text
-        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
-            tail = self._text[-length:]
-            if any(s.startswith(tail) for s in self._stop):
-                return self._text[:-length]
-        return self._text
+        held = max(self._held(stop) for stop in self._stop)
+        return self._text[: len(self._text) - held]
+
+    def _held(self, stop: str) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        text = self._text
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        return len(text) - start if start >= 0 else 0

@@ -1,13 +1,15 @@
 """`GenerateReqInput`: what a caller of `/generate` or `Engine.generate` asks for, and how it becomes samples.
 
 `parse` decodes strictly (a boolean is no integer, null is the default, a field of SGLang's that we do not
-implement is refused when set); `expand` turns batches and `n` into one `Sample` each, in SGLang's order.
-Called by the TokenizerManager; knows nothing of tokenizers or sockets.
+implement is refused when set); `read_generate` does that with the body of a request and tokenizes its prompts, on the
+event loop or in a text worker; `expand` returns the `Samples` of each prompt. Called by the TokenizerManager.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,9 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
+from verl_server.server.json_body import parse_json
+from verl_server.server.limits import Limits
+from verl_server.server.text_tools import Ids, Job, ModelBounds, TextTools
 
 _NO_MULTIMODAL = "only text and token ids are served"
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
@@ -57,8 +62,6 @@ UNSUPPORTED_FIELDS = {
 ACCEPTED_HINTS = ("session_id", "routing_key", "no_logs", "log_metrics", "custom_labels", "background")
 """SGLang's request fields that change no result; accepted and without effect here."""
 
-_MAX_SAMPLES = 1 << 16
-"""Most samples of one call: prompts times `n`."""
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -111,43 +114,36 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             return isinstance(self.text, str)
         return not (self.input_ids and isinstance(self.input_ids[0], list))
 
-    def expand(self) -> list[Sample]:
-        """One `Sample` per completion: prompt 0 n times, prompt 1 n times, and so on."""
-        prompts = self._prompts()
-        count = len(prompts)
+    def expand(self, count: int, is_single: bool, limits: Limits) -> Iterator[Samples]:
+        """The samples of each of `count` prompts, one prompt at a time: its caller may do something else in between.
+
+        What concerns all prompts is checked at once. Raises BadRequestError, later ones while iterating.
+        """
         params = self._sampling_params(count)
         n = params[0].n
-        if any(p.n != n for p in params):
-            raise BadRequestError("sampling_params.n must be the same for all prompts of a batch.")
-        if count * n > _MAX_SAMPLES:
-            raise BadRequestError(
-                f"{count} prompt(s) with n={n} are {count * n} samples; one call takes {_MAX_SAMPLES}."
-            )
+        limits.check_samples(count, n)
         flags = _per_prompt("return_logprob", self.return_logprob, count, n)
         starts = _per_prompt("logprob_start_len", self.logprob_start_len, count, n)
         tops = _per_prompt("top_logprobs_num", self.top_logprobs_num, count, n)
         wanted = self._token_ids_logprob(count, n)
-        rids = self._rids(count, n)
+        rids = self._rids(count, n, is_single, limits)
         if self.columnar and self.return_text_in_logprobs:
             raise BadRequestError("columnar replies hold no text of tokens: leave return_text_in_logprobs unset.")
-        samples = []
-        for i, prompt in enumerate(prompts):
-            for k in range(n):
-                samples.append(
-                    Sample(
-                        rid=rids[i * n + k],
-                        text=prompt if isinstance(prompt, str) else None,
-                        input_ids=None if isinstance(prompt, str) else prompt,
-                        sampling=_nth_sample(params[i], k),
-                        return_logprob=flags[i],
-                        logprob_start_len=starts[i],
-                        top_logprobs_num=tops[i],
-                        token_ids_logprob=wanted[i],
-                    )
-                )
-        return samples
+        return (
+            _checked_samples(
+                limits,
+                n,
+                rids=rids[i * n : (i + 1) * n] if rids else [uuid.uuid4().hex for _ in range(n)],
+                sampling=params[i],
+                return_logprob=flags[i],
+                logprob_start_len=starts[i],
+                top_logprobs_num=tops[i],
+                token_ids_logprob=wanted[i],
+            )
+            for i in range(count)
+        )
 
-    def _prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         if (self.text is None) == (self.input_ids is None):
             given = "Both were given" if self.text is not None else "Neither was given"
             raise BadRequestError(f"Either text, input_ids or input_embeds should be provided. {given}.")
@@ -170,13 +166,14 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 raise BadRequestError(f"input_ids cannot be empty (prompt {i} of the batch is).")
         return list(nested)
 
-    def _sampling_params(self, count: int) -> list[SamplingParams]:
+    def _sampling_params(self, count: int) -> list[Any]:
+        """Of each prompt; those after the first may not be parsed yet."""
         raw = self.sampling_params
         if not isinstance(raw, list):
             return [SamplingParams.parse(raw)] * count
         if len(raw) != count:
             raise BadRequestError(f"sampling_params has {len(raw)} entries for {count} prompt(s).")
-        return [SamplingParams.parse(one) for one in raw]
+        return [SamplingParams.parse(raw[0]), *raw[1:]]
 
     def _token_ids_logprob(self, count: int, n: int) -> list[list[int] | None]:
         raw = self.token_ids_logprob
@@ -188,35 +185,86 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             raise BadRequestError("token_ids_logprob mixes token ids and lists.")
         return _per_prompt("token_ids_logprob", raw, count, n)  # type: ignore[arg-type]
 
-    def _rids(self, count: int, n: int) -> list[str]:
+    def _rids(self, count: int, n: int, is_single: bool, limits: Limits) -> list[str]:
+        """Of all samples; [] if the caller chose none."""
         rid = self.rid
-        total = count * n
         if rid is None or rid == "":
-            return [uuid.uuid4().hex for _ in range(total)]
+            return []
+        for one in [rid] if isinstance(rid, str) else rid:
+            limits.check_rid(one)
         if isinstance(rid, str):
-            rids = [rid] if self.is_single and n == 1 else [f"{rid}_{i}" for i in range(total)]
-        else:
-            if len(rid) != count:
-                raise BadRequestError(f"rid has {len(rid)} entries for {count} prompt(s).")
-            rids = list(rid) if n == 1 else [f"{one}_{k}" for one in rid for k in range(n)]
+            return [rid] if is_single and n == 1 else [f"{rid}_{i}" for i in range(count * n)]
+        if len(rid) != count:
+            raise BadRequestError(f"rid has {len(rid)} entries for {count} prompt(s).")
+        rids = list(rid) if n == 1 else [f"{one}_{k}" for one in rid for k in range(n)]
         if len(set(rids)) != len(rids):
-            twice = list(dict.fromkeys(r for r in rids if rids.count(r) > 1))
-            raise BadRequestError(f"Duplicate request IDs detected within the request: {twice}")
+            twice = [name for name, times in Counter(rids).items() if times > 1]
+            shown = f"{twice[:8]}" + (f" and {len(twice) - 8} more" if len(twice) > 8 else "")
+            raise BadRequestError(f"Duplicate request IDs detected within the request: {shown}")
         return rids
 
 
 @dataclass(slots=True)
-class Sample:
-    """One completion to generate, before tokenizing."""
+class Samples:
+    """The completions of one prompt: `rids` names them, the rest is the same for all but the seed."""
 
-    rid: str
-    text: str | None
-    input_ids: list[int] | None
+    rids: list[str]
     sampling: SamplingParams
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
+
+    def sampling_of(self, k: int) -> SamplingParams:
+        """A copy for sample k of n: its seed is `sampling_seed + k`, so n seeded samples differ and repeat."""
+        copy = msgspec.structs.replace(self.sampling, n=1)
+        if copy.sampling_seed is not None and k:
+            copy.sampling_seed = (copy.sampling_seed + k + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
+        return copy
+
+    def candidates(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Log-probabilities of candidates in the reply, over all samples."""
+        if not self.return_logprob:
+            return 0
+        start = self.logprob_start_len
+        positions = new_tokens + (prompt_tokens - start if start >= 0 else 0)
+        return len(self.rids) * positions * (self.top_logprobs_num + len(self.token_ids_logprob or ()))
+
+
+class ReadRequest(msgspec.Struct, kw_only=True):
+    """A request whose prompts are token ids, checked against the model."""
+
+    request: GenerateReqInput
+    """Without `text` and `input_ids`."""
+    prompts: list[Ids]
+    is_single: bool
+    unknown_fields: int = 0
+
+
+def read_generate(tools: TextTools, body: bytes) -> ReadRequest:
+    """The body of a `/generate` request. Raises BadRequestError, and NeedsWorkerError as `tools` does."""
+    raw = parse_json(body)
+    request = GenerateReqInput.parse(raw)
+    read = read_prompts(tools, request)
+    read.unknown_fields = len(unknown_fields(raw))
+    return read
+
+
+def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
+    """`request` with its prompts taken out and tokenized."""
+    given = request.prompts()
+    if tools.in_worker:  # a refused request is not sent back, however long it is
+        for _ in request.expand(len(given), request.is_single, tools.limits):
+            pass
+    tools.limits.check_samples(len(given), 1)
+    return ReadRequest(
+        request=msgspec.structs.replace(request, text=None, input_ids=None),
+        prompts=tools.prompts(given),
+        is_single=request.is_single,
+    )
+
+
+GENERATE = Job("generate", read_generate, ReadRequest)
 
 
 def unknown_fields(body: dict[str, Any]) -> list[str]:
@@ -225,24 +273,10 @@ def unknown_fields(body: dict[str, Any]) -> list[str]:
     return [k for k in body if k not in known and k not in UNSUPPORTED_FIELDS and k not in ACCEPTED_HINTS]
 
 
-def check_sample(sample: Sample, input_ids: list[int], scheduler_info: dict[str, Any], has_tokenizer: bool) -> None:
-    """Lengths, ids and options against the served model; SGLang's messages where it has them."""
-    context = int(scheduler_info["context_length"])
-    vocab = int(scheduler_info["vocab_size"])
-    count = len(input_ids)
-    if count == 0:
-        raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
-    if count >= context:
-        raise BadRequestError(
-            f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
-        )
-    longest = scheduler_info.get("max_req_input_len")
-    if longest is not None and count > longest:
-        raise BadRequestError(
-            f"The input ({count} tokens) is longer than the KV cache allows ({longest} tokens): raise "
-            "max_total_tokens, kv_cache_gib or mem_fraction_static."
-        )
-    new = sample.sampling.max_new_tokens
+def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has_tokenizer: bool) -> None:
+    """Options of one prompt's samples against the served model; SGLang's messages where it has them."""
+    count, context = prompt_tokens, bounds.context_length
+    new = samples.sampling.max_new_tokens
     if new is not None and count + new > context:
         raise BadRequestError(
             f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
@@ -250,23 +284,16 @@ def check_sample(sample: Sample, input_ids: list[int], scheduler_info: dict[str,
             "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
             "the limit."
         )
-    _check_ids("input_ids", input_ids, vocab)
-    _check_ids("sampling_params.stop_token_ids", sample.sampling.stop_token_ids, vocab)
-    _check_ids("sampling_params.logit_bias", [int(t) for t in sample.sampling.logit_bias or ()], vocab)
-    _check_ids("token_ids_logprob", sample.token_ids_logprob, vocab)
-    if sample.sampling.stop and not has_tokenizer:
+    bounds.check_ids("sampling_params.stop_token_ids", samples.sampling.stop_token_ids)
+    bounds.check_ids("sampling_params.logit_bias", [int(token) for token in samples.sampling.logit_bias or ()])
+    bounds.check_ids("token_ids_logprob", samples.token_ids_logprob)
+    if samples.sampling.stop and not has_tokenizer:
         raise BadRequestError("`stop` strings need a tokenizer: use stop_token_ids on a skip_tokenizer_init server.")
-    start = sample.logprob_start_len
+    start = samples.logprob_start_len
     if start < -1 or start > count:
         raise BadRequestError(f"logprob_start_len must be -1 or in 0..{count} (the prompt's length), not {start}.")
-    if not 0 <= sample.top_logprobs_num <= vocab:
-        raise BadRequestError(f"top_logprobs_num must be in 0..{vocab}, not {sample.top_logprobs_num}.")
-
-
-def _check_ids(name: str, ids: list[int] | None, vocab: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        wrong = next(i for i in ids if not 0 <= i < vocab)
-        raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab} tokens.")
+    if not 0 <= samples.top_logprobs_num <= bounds.vocab_size:
+        raise BadRequestError(f"top_logprobs_num must be in 0..{bounds.vocab_size}, not {samples.top_logprobs_num}.")
 
 
 def _is_unset(value: Any) -> bool:
@@ -283,9 +310,12 @@ def _per_prompt(name: str, value: Any, count: int, n: int) -> list[Any]:
     return value
 
 
-def _nth_sample(params: SamplingParams, k: int) -> SamplingParams:
-    """A copy for sample k of n: its seed is `sampling_seed + k`, so n seeded samples differ and repeat."""
-    copy = msgspec.structs.replace(params, n=1)
-    if copy.sampling_seed is not None and k:
-        copy.sampling_seed = (copy.sampling_seed + k + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
-    return copy
+def _checked_samples(limits: Limits, n: int, sampling: Any, **fields: Any) -> Samples:
+    """`sampling` may be unparsed."""
+    params = sampling if isinstance(sampling, SamplingParams) else SamplingParams.parse(sampling)
+    if params.n != n:
+        raise BadRequestError("sampling_params.n must be the same for all prompts of a batch.")
+    limits.check_sampling(params)
+    samples = Samples(sampling=params, **fields)
+    limits.check_candidates(samples.top_logprobs_num, samples.token_ids_logprob)
+    return samples

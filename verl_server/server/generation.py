@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_server.errors import error_for_status
 from verl_server.server.request_state import ReqState
+from verl_server.server.slices import Slices
 
 
 class Generation:
@@ -24,7 +25,7 @@ class Generation:
         self._index = {state.req.rid: i for i, state in enumerate(states)}
         self._running = len(states)
         self._news: dict[int, ReqState] = {}  # of a stream; in the order in which it came
-        self._results: dict[int, dict[str, Any]] = {}
+        self._results: dict[int, Any] = {}
         self._collects = False
         self._wake = asyncio.Event()
         for state in states:
@@ -34,9 +35,9 @@ class Generation:
         i = self._index[state.req.rid]
         if state.done:
             self._running -= 1
-            if self._collects and state.error is None:
+            if self._collects and state.error is None and not state.has_candidates:
                 # Now, while the others are still computed, rather than for all of a batch at its end.
-                self._results[i] = state.result()
+                self._results[i] = state.written_result()
         if state.stream:
             self._news[i] = state
         if state.stream or not self._running or failure(state) is not None:
@@ -49,11 +50,19 @@ class Generation:
             if (error := failure(state)) is not None:
                 raise error
 
-    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The finished object, or a list for a batch or n > 1. Raises as `wait`. Not for streams."""
+    async def result(self) -> Any:
+        """The finished object, or a list for a batch or n > 1. Raises as `wait`. Not for streams.
+
+        With a `Write`, each object is encoded already.
+        """
         self._collects = True
         await self.wait()
-        results = [self._results.get(i) or state.result() for i, state in enumerate(self.states)]
+        slices = Slices()
+        results = []
+        for i, state in enumerate(self.states):
+            await state.write_candidates()
+            results.append(self._results.get(i) or state.written_result())
+            await slices.end()
         return results[0] if self._is_single else results
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
@@ -64,9 +73,10 @@ class Generation:
             self._wake.clear()
             news, self._news = self._news, {}
             for i, state in news.items():
-                if i not in pending:  # it ended between its news and its turn, and was told as done
+                if i not in pending:  # it ended between its news and its turn, and was yielded as done
                     continue
-                if state.done:
+                await state.write_candidates()
+                if state.done:  # it may have ended only now
                     pending.discard(i)
                     if (error := failure(state)) is not None:
                         raise error

@@ -14,10 +14,13 @@ from typing import Any
 from verl_server import columns
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
 from verl_server.server.detokenizer import OutputText
-from verl_server.server.tokenizer import Decoder
+from verl_server.server.slices import Slices
+from verl_server.server.text_tools import Decoder
 
 Triple = list[Any]
 """[log-probability | None, token id, text | None]"""
+Write = Callable[[Any], Any]
+"""Encodes a part of a reply in the reply's format, as an object that the format's encoder copies as it is."""
 
 
 class ReqState:
@@ -33,6 +36,7 @@ class ReqState:
         logprob_text: bool = False,
         return_prompt_token_ids: bool = False,
         columnar: bool = False,
+        write: Write | None = None,
     ) -> None:
         self.rid = rid
         self.req = req
@@ -40,6 +44,8 @@ class ReqState:
         self.stream = stream
         self.return_prompt_token_ids = return_prompt_token_ids
         self.columnar = columnar
+        self._write = write
+        self._written: dict[str, list[Any]] = {}
         self._logprob_decode = decode if logprob_text else None
         self.created = time.monotonic()
         self.first_token: float | None = None
@@ -158,6 +164,14 @@ class ReqState:
             result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
         return result
 
+    def written_result(self) -> Any:
+        """`result`, encoded if the state has a `Write`."""
+        return self.result() if self._write is None else self._write(self.result())
+
+    @property
+    def has_candidates(self) -> bool:
+        return self.req.top_logprobs_num > 0 or self.req.token_ids_logprob is not None
+
     def meta_info(self) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -180,19 +194,40 @@ class ReqState:
         return meta
 
     def _logprob_lists(self) -> dict[str, Any]:
-        prompt = self.prompt_logprobs
         lists: dict[str, Any] = {
             "input_token_logprobs": self.prompt_triples(),
             "output_token_logprobs": self.output_triples(),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
-        if self.req.top_logprobs_num > 0:
-            lists["input_top_logprobs"] = [self.triples(c) for c in (prompt and prompt.top) or []]
-            lists["output_top_logprobs"] = [self.triples(c) for c in self.output_top]
-        if self.req.token_ids_logprob is not None:
-            lists["input_token_ids_logprobs"] = [self.triples(c) for c in (prompt and prompt.requested) or []]
-            lists["output_token_ids_logprobs"] = [self.triples(c) for c in self.output_requested]
+        for name, positions in self._candidates().items():
+            lists[name] = [*(written := self._written.get(name, []))]
+            lists[name] += [self.triples(c) for c in positions[len(written) :]]
         return lists
+
+    def _candidates(self) -> dict[str, list[TokenLogprobs | None]]:
+        """Those that were asked for, by their names in the result."""
+        prompt = self.prompt_logprobs
+        found: dict[str, Any] = {}
+        if self.req.top_logprobs_num > 0:
+            found |= {"input_top_logprobs": (prompt and prompt.top) or [], "output_top_logprobs": self.output_top}
+        if self.req.token_ids_logprob is not None:
+            found["input_token_ids_logprobs"] = (prompt and prompt.requested) or []
+            found["output_token_ids_logprobs"] = self.output_requested
+        return found
+
+    async def write_candidates(self) -> None:
+        """Encode the candidates that are new, before `result`: there may be hundreds of them at each position.
+
+        They are kept encoded, since objects by the hundred thousand would make every garbage collection long.
+        """
+        if self._write is None or self.columnar:
+            return
+        slices = Slices()
+        for name, positions in self._candidates().items():
+            written = self._written.setdefault(name, [])
+            for candidates in positions[len(written) :]:
+                written.append(self._write(self.triples(candidates)))
+                await slices.end()
 
     def _logprob_columns(self) -> dict[str, Any]:
         """`_logprob_lists`, laid out by `columns`."""
@@ -203,13 +238,7 @@ class ReqState:
             "output_token_logprobs": columns.logprobs(self.output_logprobs),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
-        if self.req.top_logprobs_num > 0:
-            arrays["input_top_logprobs"] = columns.candidates((prompt and prompt.top) or [])
-            arrays["output_top_logprobs"] = columns.candidates(self.output_top)
-        if self.req.token_ids_logprob is not None:
-            arrays["input_token_ids_logprobs"] = columns.candidates((prompt and prompt.requested) or [])
-            arrays["output_token_ids_logprobs"] = columns.candidates(self.output_requested)
-        return arrays
+        return arrays | {name: columns.candidates(positions) for name, positions in self._candidates().items()}
 
     def output_triples(self, start: int = 0) -> list[Triple]:
         """[log-probability, id, text] of the output from token `start` on; [] if they were not asked for."""

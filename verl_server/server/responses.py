@@ -22,10 +22,17 @@ from starlette.types import Receive, Scope, Send
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.server.json_body import parse_json
+from verl_server.server.request_state import Write
+from verl_server.server.text_service import TextService
+from verl_server.server.text_tools import Job
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 ERROR_HEADER = "X-Verl-Error"
+_PIECE = 256 * 1024
+"""Bytes of a reply that are handed to the connection at once."""
 _DISCARD_SECONDS = 1.0
 """How long a body that is too large is read and thrown away, so that its sender can read our answer."""
 
@@ -39,14 +46,43 @@ class ClientDisconnectedError(Exception):
 
 
 def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_json(content), status_code, headers, media_type="application/json")
+    return encoded_response(_json(content), "application/json", status_code, headers)
+
+
+def encoded_response(
+    body: bytes | memoryview, media_type: str, status_code: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A long body is sent in pieces, between which the loop does what else there is to do."""
+    if len(body) <= _PIECE:
+        return Response(bytes(body), status_code, headers, media_type)
+    length = {"Content-Length": str(len(body))}
+    return StreamingResponse(_pieces(body), status_code, (headers or {}) | length, media_type)
+
+
+async def _pieces(body: bytes | memoryview) -> AsyncIterator[bytes]:
+    view = memoryview(body)
+    for start in range(0, len(view), _PIECE):
+        yield bytes(view[start : start + _PIECE])
+        await asyncio.sleep(0)
 
 
 def result_response(request: Request, content: Any) -> Response:
     """What `/generate` returns: msgpack to a client whose Accept header names it, else JSON."""
     if MSGPACK not in request.headers.get("accept", ""):
         return json_response(content)
-    return Response(msgspec.msgpack.encode(content), media_type=MSGPACK)
+    return encoded_response(msgspec.msgpack.encode(content), MSGPACK)
+
+
+def result_writer(request: Request, stream: bool) -> Write:
+    """Encodes parts of what `result_response`, or `sse` of a stream, will send."""
+    if stream or MSGPACK not in request.headers.get("accept", ""):
+        return write_json
+    return lambda content: msgspec.Raw(msgspec.msgpack.encode(content))
+
+
+def write_json(content: Any) -> orjson.Fragment:
+    """A part of a JSON reply, encoded."""
+    return orjson.Fragment(_json(content))
 
 
 def _json(content: Any) -> bytes:
@@ -137,14 +173,14 @@ async def _discard(request: Request) -> None:
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The decoded body, {} if there is none. NaN, Infinity and malformed JSON are BadRequestError."""
-    body = await read_body(request, limit)
-    if not body.strip():
-        return {}
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"The body is not valid JSON: {error}. (NaN and Infinity are not JSON.)") from None
+    """`parse_json` of the whole body. For bodies whose sender may hold the loop: those of control routes."""
+    return parse_json(await read_body(request, limit))
+
+
+async def run_job(request: Request, text: TextService, job: Job[R], body: bytes) -> R:
+    """The result of `job` on the body of `request`, abandoned as soon as the client closes the connection."""
+    done = text.on_loop(job, body)
+    return done if done is not None else await unless_disconnected(request, text.in_worker(job, body))
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

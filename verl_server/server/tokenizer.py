@@ -1,20 +1,48 @@
 """What a model folder says about text: tokenizer, chat template, end-of-sequence ids, architecture.
 
 `ModelText` is made once by the launcher and used by the TokenizerManager and the OpenAI routes. With
-`skip_tokenizer_init` it knows the ids of the config only, and refuses text with the remedy.
+`skip_tokenizer_init` it knows the ids of the config only, and refuses text with the remedy. Text workers have the
+tokenizer as `FastTokens`, without transformers, where that is possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.model_folder import hub_problem, local_folder, read_json, resolve_model_folder
+from verl_server.server.limits import Limits
+from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs
 
-Decoder = Callable[[list[int]], str]
+
+class FastTokens:
+    """A tokenizer of the `tokenizers` library, as transformers' wrapper uses it, several times faster."""
+
+    def __init__(self, backend: Any) -> None:
+        """`backend`: `tokenizers.Tokenizer`."""
+        backend.no_truncation()  # which a tokenizer's file may ask for, and transformers switches off
+        backend.no_padding()
+        self._backend = backend
+
+    @classmethod
+    def from_json(cls, data: bytes) -> FastTokens:
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_buffer(data))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, ValueError) as error:  # lone surrogates
+            raise _untokenizable(error) from None
+        return ids
+
+    def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
+        """See `ModelText.decoder`; spaces between special tokens are the tokenizer's own matter."""
+        decode = self._backend.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 class ModelText:
@@ -28,9 +56,14 @@ class ModelText:
         except BadRequestError as error:
             raise ServerLaunchError(str(error)) from error
         self.tokenizer: Any = None
-        self.chat_template: str | None = None
+        self._fast: FastTokens | None = None
+        self._tokenizer_json: bytes | None = None
+        self._chat_template: str | None = None
         if server_args.chat_template is not None:
-            self.chat_template = _read_template(server_args.chat_template)
+            self._chat_template = _read_template("chat_template", server_args.chat_template)
+        self._allowed_templates = [
+            _read_template("allowed_chat_templates", path) for path in server_args.allowed_chat_templates
+        ]
 
     def _read_configs(self) -> None:
         args = self._server_args
@@ -44,8 +77,25 @@ class ModelText:
 
     def load_tokenizer(self) -> None:
         """The slow part (seconds), apart so that it overlaps with loading the model; nothing if it is unwanted."""
-        if not self._server_args.skip_tokenizer_init:
-            self.tokenizer = _load_tokenizer(self._server_args, self._tokenizer_source)
+        if self._server_args.skip_tokenizer_init:
+            return
+        self.tokenizer = _load_tokenizer(self._server_args, self._tokenizer_source)
+        if _is_plain_fast(self.tokenizer):
+            self._fast = FastTokens(self.tokenizer.backend_tokenizer)
+            self._tokenizer_json = self.tokenizer.backend_tokenizer.to_str().encode()
+
+    def setup(self, limits: Limits, bounds: ModelBounds) -> TextSetup:
+        """What a text worker needs to do the same as this one."""
+        tokenizer = self.tokenizer
+        return TextSetup(
+            tokenizer=self._tokenizer_json,
+            server_args=self._server_args.replace(api_key=None, admin_api_key=None, host="127.0.0.1").to_json(),
+            templates=self._chat_template or getattr(tokenizer, "chat_template", None),
+            allowed_templates=self._allowed_templates,
+            special_tokens={name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
+            limits=limits,
+            bounds=bounds,
+        )
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -58,18 +108,18 @@ class ModelText:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self._need("text")
+        if self._fast is not None:
+            return self._fast.encode(text, add_special_tokens)
         try:
             return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except (TypeError, ValueError) as error:  # lone surrogates
-            raise BadRequestError(f"The text cannot be tokenized: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise _untokenizable(error) from None
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
         """A function from ids to exactly their text (no cleanup of spaces, which would hide tokens)."""
         tokenizer = self._need("text")
-        if getattr(tokenizer, "is_fast", False):
-            # The wrapped tokenizer is several times faster than the wrapper, and this runs once a token.
-            backend = tokenizer.backend_tokenizer
-            return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        if self._fast is not None:
+            return self._fast.decoder(skip_special_tokens, spaces_between_special_tokens)
         return lambda ids: str(
             tokenizer.decode(
                 ids,
@@ -78,21 +128,6 @@ class ModelText:
                 clean_up_tokenization_spaces=False,
             )
         )
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation. Template faults are the caller's: BadRequestError."""
-        tokenizer = self._need("chat messages")
-        if self.chat_template is not None:
-            options.setdefault("chat_template", self.chat_template)
-        elif getattr(tokenizer, "chat_template", None) is None:
-            raise BadRequestError(
-                "The tokenizer has no chat template: pass --chat-template, or use /v1/completions or /generate."
-            )
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # a Jinja template may raise anything
-            raise BadRequestError(f"The chat template refused the messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
 
     def _need(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -163,8 +198,29 @@ def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
     return AutoTokenizer
 
 
-def _read_template(path: str) -> str:
+def _is_plain_fast(tokenizer: Any) -> bool:
+    """Whether encoding with the tokenizer's backend is all that the tokenizer does."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or getattr(tokenizer, "split_special_tokens", False):
+        return False
+    methods = ("encode", "_encode_plus", "_decode")
+    return all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in methods)
+
+
+def _untokenizable(error: Exception) -> BadRequestError:
+    return BadRequestError(f"The text cannot be tokenized: {error}")
+
+
+def _read_template(setting: str, path: str) -> str:
+    from verl_server.chat.templates import ChatTemplate
+
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ServerLaunchError(f"chat_template={path!r} cannot be read: {error}") from error
+        source = Path(path).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerLaunchError(f"{setting}: {path!r} cannot be read: {error}") from error
+    except BadRequestError as error:
+        raise ServerLaunchError(f"{setting}: {path!r}: {error}") from None
+    return source

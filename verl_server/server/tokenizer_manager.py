@@ -38,14 +38,17 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.ipc.message_socket import MessageSocket
-from verl_server.server.generate_request import GenerateReqInput, Sample, check_sample
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
 from verl_server.server.generation import Generation
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
 from verl_server.server.pause_watch import PauseWatch
-from verl_server.server.request_state import ReqState
+from verl_server.server.request_state import ReqState, Write
 from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
+from verl_server.server.slices import Slices
+from verl_server.server.text_service import TextService
+from verl_server.server.text_tools import unpack
 from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
@@ -54,8 +57,6 @@ T = TypeVar("T")
 
 _ABORT_GRACE = 2.0
 """Seconds that running requests get at shutdown to return what they have."""
-_LONG_TEXT = 20_000
-"""Characters beyond which tokenizing moves off the loop."""
 
 
 class TokenizerManager:
@@ -67,6 +68,7 @@ class TokenizerManager:
         self.instance_id = secrets.token_hex(8)
         """Tells this run of the engine, whose weights live as long, from one that is started later."""
         self.model_text: ModelText | None = None
+        self._text: TextService | None = None
         self.scheduler_info: dict[str, Any] = {}
         self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
         self.ready = False
@@ -92,6 +94,7 @@ class TokenizerManager:
         """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
         self.model_text = model_text
         self.scheduler_info = scheduler_info
+        self._text = TextService(self.server_args, model_text, scheduler_info)
         self.controls.weight_version = scheduler_info.get("weight_version", self.controls.weight_version)
         self.controls.num_parameters = int(scheduler_info["num_parameters"])
         self._children = children
@@ -134,46 +137,71 @@ class TokenizerManager:
             generation.close()
 
     async def submit(self, obj: GenerateReqInput) -> Generation:
-        """Check everything, then send all samples to the scheduler; either all are accepted or none is."""
+        """`submit_read` of a request whose prompts are not tokenized yet."""
         self.check_serving()
-        samples = obj.expand()
-        prompts = await self._tokenize(samples)
+        return await self.submit_read(await self.text.read(obj))
+
+    async def submit_read(self, read: ReadRequest, write: Write | None = None) -> Generation:
+        """Check everything, then send all samples to the scheduler; either all are accepted or none is.
+
+        With `write`, the results of the generation are encoded, piece by piece while others have their turn.
+
+        A large batch is worked on in slices, between which the loop does what else there is to do.
+        """
         self.check_serving()
-        states = [self._make_state(obj, s, ids) for s, ids in zip(samples, prompts, strict=True)]
+        prompts, slices = read.prompts, Slices()
+        states: list[ReqState] = []
+        messages: list[bytes] = []
+        tokens = candidates = 0
+        for ids, samples in zip(
+            prompts, read.request.expand(len(prompts), read.is_single, self.text.limits), strict=True
+        ):
+            prompt = unpack(ids)
+            self._check(samples, len(prompt))
+            assert samples.sampling.max_new_tokens is not None
+            tokens += len(prompt) * len(samples.rids)
+            candidates += samples.candidates(len(prompt), samples.sampling.max_new_tokens)
+            self.text.limits.check_prompt_tokens(tokens)
+            self.text.limits.check_reply(candidates)
+            for k in range(len(samples.rids)):
+                states.append(self._make_state(read.request, samples, k, prompt, write))
+                messages.append(self._encode(states[-1].req))
+                await slices.end()
+        self.check_serving()
         for state in states:
             if state.rid in self._by_rid:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
-        messages = [self._encode(state.req) for state in states]
-        for state, message in zip(states, messages, strict=True):
+        for state in states:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
-            self._send(message)
-        self.metrics.requests_accepted(len(states), sum(len(ids) for ids in prompts))
-        return Generation(states, obj.is_single, self.abandon)
+        generation = Generation(states, read.is_single, self.abandon)
+        try:
+            for state, message in zip(states, messages, strict=True):
+                if not state.done:  # by a shutdown, or a scheduler that died, between two slices
+                    self._send(message)
+                await slices.end()
+        except BaseException:
+            generation.close()
+            raise
+        self.metrics.requests_accepted(len(states), tokens)
+        return generation
 
-    async def _tokenize(self, samples: list[Sample]) -> list[list[int]]:
+    def _check(self, samples: Samples, prompt_tokens: int) -> None:
+        """Samples of one prompt against the model; an open `max_new_tokens` becomes what there is room for."""
         assert self.model_text is not None
-        encoded: dict[str, list[int]] = {}  # n samples of one prompt are tokenized once
-        prompts = []
-        for sample in samples:
-            if sample.text is None:
-                prompts.append(sample.input_ids or [])
-                continue
-            if sample.text not in encoded:
-                if len(sample.text) > _LONG_TEXT:
-                    encoded[sample.text] = await asyncio.to_thread(self.model_text.encode, sample.text)
-                else:
-                    encoded[sample.text] = self.model_text.encode(sample.text)
-            prompts.append(encoded[sample.text])
-        return prompts
+        check_samples(samples, prompt_tokens, self.text.bounds, has_tokenizer=self.model_text.tokenizer is not None)
+        if samples.sampling.max_new_tokens is None:
+            # As much as context, KV cache and reply hold; the last token sampled needs no place in the cache.
+            room = min(self.context_length, int(self.scheduler_info["max_total_num_tokens"]) + 1) - prompt_tokens
+            if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
+                room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
+            samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
 
-    def _make_state(self, obj: GenerateReqInput, sample: Sample, input_ids: list[int]) -> ReqState:
+    def _make_state(
+        self, obj: GenerateReqInput, samples: Samples, k: int, input_ids: list[int], write: Write | None
+    ) -> ReqState:
+        """Of sample k of a prompt."""
         assert self.model_text is not None
-        sampling = sample.sampling
-        check_sample(sample, input_ids, self.scheduler_info, has_tokenizer=self.model_text.tokenizer is not None)
-        if sampling.max_new_tokens is None:
-            # As much as context and KV cache hold; the last token sampled needs no place in the cache.
-            room = min(self.context_length, int(self.scheduler_info["max_total_num_tokens"]) + 1)
-            sampling.max_new_tokens = max(1, room - len(input_ids))
+        sampling = samples.sampling_of(k)
         stop_ids = [] if sampling.ignore_eos else [*self.model_text.eos_token_ids, *(sampling.stop_token_ids or [])]
         decode = None
         if self.model_text.tokenizer is not None:
@@ -181,24 +209,33 @@ class TokenizerManager:
         # The wire name is ours and never comes back: late tokens of an ended request cannot reach a new one
         # that was given the same rid.
         req = TokenizedGenerateReq(
-            rid=f"{next(self._serial)}:{sample.rid}",
+            rid=f"{next(self._serial)}:{samples.rids[k]}",
             input_ids=input_ids,
             sampling=sampling,
             stop_ids=stop_ids,
-            return_logprob=sample.return_logprob,
-            logprob_start_len=sample.logprob_start_len if sample.return_logprob else -1,
-            top_logprobs_num=sample.top_logprobs_num if sample.return_logprob else 0,
-            token_ids_logprob=sample.token_ids_logprob if sample.return_logprob else None,
+            return_logprob=samples.return_logprob,
+            logprob_start_len=samples.logprob_start_len if samples.return_logprob else -1,
+            top_logprobs_num=samples.top_logprobs_num if samples.return_logprob else 0,
+            token_ids_logprob=samples.token_ids_logprob if samples.return_logprob else None,
         )
         return ReqState(
-            sample.rid,
+            samples.rids[k],
             req,
             decode,
             stream=obj.stream,
             logprob_text=obj.return_text_in_logprobs,
             return_prompt_token_ids=obj.return_prompt_token_ids,
             columnar=obj.columnar,
+            write=write,
         )
+
+    @property
+    def text(self) -> TextService:
+        """Raises why there is none as long as the server is starting."""
+        if self._text is None:
+            self.check_serving()
+        assert self._text is not None
+        return self._text
 
     @property
     def context_length(self) -> int:
@@ -364,6 +401,8 @@ class TokenizerManager:
             await self._abort_running()
             self._die(self._gone)
         await self._stop_http()
+        if self._text is not None:
+            await self._text.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from verl_server.io_struct import TokenLogprobs
 from verl_server.server.dialects.openai.protocol import OpenAIRequest
 from verl_server.server.request_state import ReqState, Triple
+from verl_server.server.responses import write_json
+from verl_server.server.slices import Slices
 from verl_server.server.tokenizer import ModelText
 
 
@@ -30,20 +33,28 @@ class Choices(abc.ABC):
     # -- what the two kinds differ in -----------------------------------------------------------------------
 
     @abc.abstractmethod
-    def choice(self, index: int, state: ReqState) -> dict[str, Any]: ...
+    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]: ...
 
     @abc.abstractmethod
     def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def logprobs(self, state: ReqState, start: int) -> Any:
-        """Log-probabilities of the output from token `start` on, None if they were not asked for."""
+    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
+        """Log-probabilities of the output tokens [start, end), None if they were not asked for.
+
+        Candidates are encoded as they are made, since there may be hundreds of them at each position.
+        """
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def response(self, states: Sequence[ReqState]) -> dict[str, Any]:
+    async def response(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        slices = Slices()
+        choices = []
+        for i, state in enumerate(states):
+            choices.append(write_json(self.choice(i, state, await self.logprobs(state, 0, len(state.output_ids)))))
+            await slices.end()
         return self._head(self.object_name, states[0]) | {
-            "choices": [self.choice(i, state) for i, state in enumerate(states)],
+            "choices": choices,
             "usage": self.usage(states),
             "metadata": {
                 "weight_version": states[0].weight_version,
@@ -51,22 +62,23 @@ class Choices(abc.ABC):
             },
         }
 
-    def chunks(self, index: int, state: ReqState) -> Iterator[dict[str, Any]]:
+    async def chunks(self, index: int, state: ReqState) -> AsyncIterator[dict[str, Any]]:
         """Chunks for what is new in a sample; the last has no content but the finish reason."""
         head = self._head(self.chunk_name, state)
         first = index not in self._sent
         chars, tokens = self._sent.get(index, (0, 0))
         prefix = self.echoed(state) if first else ""
-        text = state.text()
+        # More tokens may come while log-probabilities are written: they belong to the next chunk.
+        text, until, done = state.text(), len(state.output_ids), state.done
         new = prefix + text[chars:]
-        if first or new or len(state.output_ids) > tokens:
-            choice = self.delta(index, new, self.logprobs(state, tokens), first)
+        if first or new or until > tokens:
+            choice = self.delta(index, new, await self.logprobs(state, tokens, until), first)
             choice["finish_reason"] = None
             if self._body.return_token_ids:
-                choice["token_ids"] = state.output_ids[tokens:]
-            self._sent[index] = (len(text), len(state.output_ids))
+                choice["token_ids"] = state.output_ids[tokens:until]
+            self._sent[index] = (len(text), until)
             yield head | {"choices": [choice]} | self._running_usage(state)
-        if state.done:
+        if done:
             choice = self.delta(index, "", None, False) | _finish(state)
             yield head | {"choices": [choice]} | self._running_usage(state)
 
@@ -109,13 +121,9 @@ class Choices(abc.ABC):
 class TextChoices(Choices):
     object_name = chunk_name = "text_completion"
 
-    def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
         text = self.echoed(state) + state.text()
-        return (
-            {"index": index, "text": text, "logprobs": self.logprobs(state, 0)}
-            | _finish(state)
-            | self._token_ids(state)
-        )
+        return {"index": index, "text": text, "logprobs": logprobs} | _finish(state) | self._token_ids(state)
 
     def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs}
@@ -123,25 +131,32 @@ class TextChoices(Choices):
     def echoed(self, state: ReqState) -> str:
         return self._decode_shown(state.req.input_ids) if getattr(self._body, "echo", False) else ""
 
-    def logprobs(self, state: ReqState, start: int) -> Any:
+    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
         if not state.req.return_logprob:
             return None
-        triples = state.output_triples(start)
-        top: list[list[Triple] | None] = [state.triples(c) for c in state.output_top[start:]]
+        triples = state.output_triples(start)[: end - start]
+        candidates: list[TokenLogprobs | None] = [*state.output_top[start:end]]
         prompt = state.prompt_logprobs
         if start == 0 and getattr(self._body, "echo", False) and prompt is not None:
             triples = [[v, t, None] for v, t in zip(prompt.logprobs, prompt.token_ids, strict=True)] + triples
-            top = [state.triples(c) for c in prompt.top or []] + top
-        tokens = [self._token(t[1]) for t in triples]
-        offsets, at = [], 0
-        for token in tokens:
+            candidates = [*(prompt.top or []), *candidates]
+        slices = Slices()
+        tokens, offsets, at = [], [], 0
+        for triple in triples:
+            tokens.append(self._token(triple[1]))
             offsets.append(at)
-            at += len(token)
+            at += len(tokens[-1])
+            await slices.end()
+        top = []
+        for each in candidates:
+            found = {self._token(t[1]): t[0] for t in reversed(state.triples(each) or [])}
+            top.append(write_json(found or None))
+            await slices.end()
         return {
             "text_offset": offsets,
             "token_logprobs": [t[0] for t in triples],
             "tokens": tokens,
-            "top_logprobs": [{self._token(t[1]): t[0] for t in reversed(c)} if c else None for c in top] or None,
+            "top_logprobs": top or None,
         }
 
 
@@ -149,13 +164,9 @@ class ChatChoices(Choices):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": state.text(), "reasoning_content": None, "tool_calls": None}
-        return (
-            {"index": index, "message": message, "logprobs": self.logprobs(state, 0)}
-            | _finish(state)
-            | self._token_ids(state)
-        )
+        return {"index": index, "message": message, "logprobs": logprobs} | _finish(state) | self._token_ids(state)
 
     def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": text}
@@ -163,14 +174,17 @@ class ChatChoices(Choices):
             delta = {"role": "assistant"} | delta
         return {"index": index, "delta": delta, "logprobs": logprobs}
 
-    def logprobs(self, state: ReqState, start: int) -> Any:
+    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
         if not state.req.return_logprob:
             return None
-        triples = state.output_triples(start)
-        tops = [state.triples(c) for c in state.output_top[start:]] or [None] * len(triples)
+        triples = state.output_triples(start)[: end - start]
+        tops: list[TokenLogprobs | None] = [*state.output_top[start:end]] or [None] * len(triples)
+        slices = Slices()
         content = []
         for triple, top in zip(triples, tops, strict=False):
-            content.append(self._entry(triple) | {"top_logprobs": [self._entry(t) for t in top or []]})
+            candidates = [self._entry(t) for t in state.triples(top) or []]
+            content.append(write_json(self._entry(triple) | {"top_logprobs": candidates}))
+            await slices.end()
         return {"content": content}
 
     def _entry(self, triple: Triple) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.io_struct import GetInternalStateReq
-from verl_server.server.generate_request import GenerateReqInput, unknown_fields
+from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation
+from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.metrics import CONTENT_TYPE
 from verl_server.server.responses import (
     SSE_DONE,
@@ -34,8 +35,10 @@ from verl_server.server.responses import (
     bad_request,
     json_response,
     message_error,
-    read_json,
+    read_body,
     result_response,
+    result_writer,
+    run_job,
     sse,
     status_error,
     unless_disconnected,
@@ -93,16 +96,19 @@ class NativeApi:
         With `stream` each server-sent event is a `GenerateResult` so far, and `[DONE]` is the last event.
         """
         try:
-            body = await read_json(request, self._args.max_request_bytes)
+            body = await read_body(request, self._args.max_request_bytes)
         except BadRequestError as error:
             return bad_request(error)
         try:
-            obj = GenerateReqInput.parse(body)
-            self._manager.metrics.fields_ignored("/generate", len(unknown_fields(body)))
-            generation = await self._manager.submit(obj)
+            self._manager.check_serving()
+            read = await run_job(request, self._manager.text, GENERATE, body)
+            self._manager.metrics.fields_ignored("/generate", read.unknown_fields)
+            generation = await self._manager.submit_read(read, result_writer(request, read.request.stream))
+        except MalformedBodyError as error:
+            return bad_request(error)
         except VerlServerError as error:
             return _generate_error(error)
-        if obj.stream:
+        if read.request.stream:
             return EventStream(self._frames(generation), generation.close)
         try:
             return result_response(request, await unless_disconnected(request, generation.result()))

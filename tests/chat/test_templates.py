@@ -1,0 +1,111 @@
+"""Which chat templates and variables a request may choose, and that ours render what transformers renders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_server.chat.templates import ChatTemplate, ChatTemplates
+from verl_server.errors import BadRequestError
+from verl_server.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is 2 < 3?"}]
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    *ASK,
+    {"role": "assistant", "content": " Yes. ", "name": None, "reasoning": "hm"},
+]
+
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    "trims": "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}",
+    "namespace": """
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% continue %}{% endif %}
+{{ bos_token if loop.first }}{{ m.role }}{{ '*' if loop.index0 == ns.last }}: {{ m.content }}
+    {%- if m.name is defined %} ({{ m.name }}){% endif %}
+{% endfor %}""",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.thinking or '' }}|{{ m.content }}"
+    "{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ eos_token }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
+    "tools": "{% if tools %}tools{% else %}none{% endif %}{{ documents is none }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "variable": "{% if enable_thinking is defined and enable_thinking is false %}<no>{% endif %}"
+    "{{ messages[-1].content }}",
+}
+
+
+def templates(default: str | None = CHAT_TEMPLATE, *allowed: str) -> ChatTemplates:
+    return ChatTemplates(default, allowed, byte_tokenizer().special_tokens_map)
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (ASK, {"add_generation_prompt": True}),
+        (TALK, {"add_generation_prompt": False}),
+        (TALK, {"continue_final_message": True, "add_generation_prompt": False}),
+        (ASK, {"enable_thinking": False, "add_generation_prompt": False}),
+    ],
+)
+def test_renders_what_transformers_renders(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    if name == "json" and "continue_final_message" in options:
+        pytest.skip("a template that quotes its messages has no open end")
+    tokenizer = byte_tokenizer()
+    expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **options)
+    assert templates(TEMPLATES[name]).render(messages, options)[0] == expected
+
+
+def test_a_template_of_the_caller_is_refused() -> None:
+    for given in ("{{ messages }}", CHAT_TEMPLATE + " ", 5, [CHAT_TEMPLATE]):
+        with pytest.raises(BadRequestError, match="--allowed-chat-templates"):
+            templates(CHAT_TEMPLATE, "{{ 1 }}").render(ASK, {"chat_template": given})
+
+
+def test_a_listed_template_and_the_models_own_are_accepted() -> None:
+    some = templates(CHAT_TEMPLATE, "listed")
+    assert some.render(ASK, {"chat_template": "listed"})[0] == "listed"
+    assert some.render(ASK, {"chat_template": CHAT_TEMPLATE}) == some.render(ASK, {})
+
+
+def test_variables_are_those_that_the_template_reads() -> None:
+    assert ChatTemplate(TEMPLATES["variable"]).variables == {"enable_thinking"}
+    assert ChatTemplate(TEMPLATES["namespace"]).variables == {"bos_token"}
+    some = templates("{% if style == 'short' %}{{ messages[0].content }}{% endif %}")
+    assert some.render(ASK, {"style": "short"}) == ("What is 2 < 3?", [])
+    with pytest.raises(BadRequestError, match=r"does not use `stile`, `messages`; it uses .*style"):
+        some.render(ASK, {"stile": "short", "messages": []})
+
+
+def test_enable_thinking_is_accepted_anywhere() -> None:
+    assert templates().render(ASK, {"enable_thinking": False})[1] == ["enable_thinking"]
+    assert templates(TEMPLATES["variable"]).render(ASK, {"enable_thinking": False}) == ("<no>What is 2 < 3?", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "says"),
+    [
+        (None, {}, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", {}, "refused the messages"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", {}, "names begin with a letter"),
+        ("{{ messages[7].content.x }}", {}, "refused the messages"),
+        ("{% for %}", {}, "line 1"),
+        (CHAT_TEMPLATE, {"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false"),
+        (CHAT_TEMPLATE, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ("hello", {"continue_final_message": True}, "does not show the last message"),
+    ],
+)
+def test_faults_are_bad_requests(template: str | None, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequestError, match=says):
+        templates(template).render(ASK, options)
+
+
+def test_several_templates_by_name() -> None:
+    some = ChatTemplates({"default": "a", "tool_use": "b"}, (), {})
+    assert (some.render(ASK, {})[0], some.render(ASK, {"chat_template": "b"})[0]) == ("a", "b")

@@ -1,0 +1,76 @@
+"""`Limits`: the most that one request may ask for, from the settings of the server. Every refusal names its setting.
+
+The TokenizerManager and the text workers check requests with it before anything that grows with the request is done.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.sampling_params import SamplingParams
+from verl_server.server_args import ServerArgs
+
+_LEAST_TEXT_LENGTH = 4 * 2**20
+_CHARACTERS_PER_TOKEN = 8
+"""More than texts have on average, so that whatever fits the context is accepted."""
+_MAX_RID_LENGTH = 1024
+"""A request id is repeated in every frame of a stream."""
+
+
+class Limits(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields are settings of `ServerArgs`, where their meaning is written."""
+
+    max_text_length: int
+    max_samples_per_request: int
+    max_prompt_tokens_per_request: int
+    max_top_logprobs: int
+    max_token_ids_logprob: int
+    max_logprobs_per_request: int
+    max_stop_strings: int
+    max_stop_length: int
+    max_stop_token_ids: int
+    max_logit_bias: int
+
+    @classmethod
+    def of(cls, server_args: ServerArgs, context_length: int) -> Limits:
+        given = {name: getattr(server_args, name) for name in cls.__struct_fields__}
+        if given["max_text_length"] is None:
+            given["max_text_length"] = max(_LEAST_TEXT_LENGTH, _CHARACTERS_PER_TOKEN * context_length)
+        return cls(**given)
+
+    def check_text(self, length: int, what: str = "characters of text") -> None:
+        self._check("max_text_length", f"The request has {{}} {what}", length)
+
+    def check_samples(self, prompts: int, n: int) -> None:
+        what = f"{prompts} prompt(s) with n={n} are {{}} samples"
+        self._check("max_samples_per_request", what, prompts * n)
+
+    def check_prompt_tokens(self, tokens: int) -> None:
+        self._check("max_prompt_tokens_per_request", "The prompts of all samples have {} tokens", tokens)
+
+    def check_rid(self, rid: str) -> None:
+        if len(rid) > _MAX_RID_LENGTH:
+            raise BadRequestError(f"rid has {len(rid)} characters; this server takes {_MAX_RID_LENGTH}.")
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+        self._check("max_stop_strings", "sampling_params.stop has {} strings", len(stop))
+        longest = max(map(len, stop), default=0)
+        self._check("max_stop_length", "sampling_params.stop has a string of {} characters", longest)
+        ids = len(sampling.stop_token_ids or ())
+        self._check("max_stop_token_ids", "sampling_params.stop_token_ids has {} entries", ids)
+        self._check("max_logit_bias", "sampling_params.logit_bias has {} entries", len(sampling.logit_bias or ()))
+
+    def check_candidates(self, top_logprobs: int, token_ids: list[int] | None) -> None:
+        """Log-probabilities beside those of the sampled tokens, at one position."""
+        self._check("max_top_logprobs", "top_logprobs_num is {}", top_logprobs)
+        self._check("max_token_ids_logprob", "token_ids_logprob has {} entries", len(token_ids or ()))
+
+    def check_reply(self, candidates: int) -> None:
+        what = "The reply may hold {} log-probabilities of candidates (their number at each position, times positions)"
+        self._check("max_logprobs_per_request", what, candidates)
+
+    def _check(self, setting: str, what: str, count: int) -> None:
+        if count > (most := getattr(self, setting)):
+            raise BadRequestError(f"{what.format(count)}; this server takes at most {most} (its setting {setting}).")

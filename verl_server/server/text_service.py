@@ -1,0 +1,84 @@
+"""`TextService`: reads and tokenizes requests, on the event loop where that is quick, else in text workers.
+
+Owned by the TokenizerManager, on whose loop it runs. Requests with much text have workers of their own, of lower
+priority: so a short chat waits for no long one, and neither takes the processor from the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
+from verl_server.server.limits import Limits
+from verl_server.server.text_tools import ENCODE, Job, ModelBounds, NeedsWorkerError, TextTools
+from verl_server.server.text_workers import TextWorkers
+from verl_server.server.tokenizer import ModelText
+from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+_MOST_BODY_ON_LOOP = 128 * 1024
+"""Bytes of JSON that are decoded and checked in at most 5 ms."""
+_MOST_TEXT_ON_LOOP = 8 * 1024
+"""Characters that are tokenized in at most 5 ms."""
+_LONG_BODY = 128 * 1024
+"""Bytes beyond which a request goes to the workers for long ones."""
+_NICENESS_OF_LONG = 10
+
+
+class TextService:
+    def __init__(self, server_args: ServerArgs, model_text: ModelText, scheduler_info: dict[str, Any]) -> None:
+        """No worker is started before one is needed."""
+        self.bounds = msgspec.convert(scheduler_info, ModelBounds)
+        self.limits = Limits.of(server_args, self.bounds.context_length)
+        self._on_loop = TextTools(model_text, self.limits, self.bounds, most_text=_MOST_TEXT_ON_LOOP)
+        count, timeout = server_args.text_workers, server_args.text_timeout
+        self._setup = model_text.setup(self.limits, self.bounds)
+        self._short = TextWorkers(lambda: self._setup, count, timeout, niceness=0)
+        self._long = TextWorkers(lambda: self._setup, count, timeout, niceness=_NICENESS_OF_LONG)
+        self._warned: set[str] = set()
+
+    def on_loop(self, job: Job[R], body: bytes) -> R | None:
+        """The result of `job` on a request's body; None if that is work for `in_worker`. Raises as the job does."""
+        if len(body) > _MOST_BODY_ON_LOOP:
+            return None
+        try:
+            return job.run(self._on_loop, body)
+        except NeedsWorkerError:
+            return None
+
+    async def in_worker(self, job: Job[R], body: bytes) -> R:
+        """The result of `job` on the body of a request. Raises as the job does, and as `TextWorkers.run`."""
+        return await (self._long if len(body) > _LONG_BODY else self._short).run(job, body)
+
+    async def read(self, request: GenerateReqInput) -> ReadRequest:
+        """A request that was made in this process, with its prompts tokenized."""
+        try:
+            return read_prompts(self._on_loop, request)
+        except NeedsWorkerError:
+            texts = msgspec.msgpack.encode(request.prompts())
+            encoded = await self.in_worker(ENCODE, texts)
+        return ReadRequest(
+            request=msgspec.structs.replace(request, text=None, input_ids=None),
+            prompts=encoded.prompts,
+            is_single=request.is_single,
+        )
+
+    def warn_of_unused(self, names: Iterable[str]) -> None:
+        """Log once for each name that clients set a variable which the chat template does not use."""
+        for name in set(names) - self._warned:
+            self._warned.add(name)
+            logger.warning("Clients set the chat template variable `%s`, which the template does not use.", name)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [*self._short.pids, *self._long.pids]
+
+    async def close(self) -> None:
+        await asyncio.gather(self._short.close(), self._long.close())

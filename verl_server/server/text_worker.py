@@ -1,0 +1,90 @@
+"""A text worker's process: does one `Job` after the other, until its parent closes the socket or kills it.
+
+`text_workers.py` starts it. Its first message is a `TextSetup`. Then each job is two messages, its name and a body,
+answered by an `Answer`. The process never imports torch, and transformers only for a tokenizer that is none of the
+`tokenizers` library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.templates import ChatTemplates
+from verl_server.errors import VerlServerError
+from verl_server.ipc.child_process import child_main
+from verl_server.ipc.message_socket import MessageSocket
+from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from verl_server.server.generate_request import GENERATE
+from verl_server.server.json_body import MalformedBodyError
+from verl_server.server.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
+from verl_server.server.tokenizer import FastTokens, ModelText
+from verl_server.server_args import ServerArgs
+
+_JOBS: dict[str, Job[Any]] = {job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, ENCODE)}
+_MOST_MESSAGE_LENGTH = 4096
+"""An error may quote what the caller sent."""
+
+
+def make_tools(setup: TextSetup) -> TextTools:
+    if setup.tokenizer is not None:
+        tokens: FastTokens | ModelText = FastTokens.from_json(setup.tokenizer)
+    else:
+        tokens = ModelText(ServerArgs.from_json(setup.server_args))
+        tokens.load_tokenizer()
+    templates = ChatTemplates(setup.templates, setup.allowed_templates, setup.special_tokens)
+    return TextTools(tokens, setup.limits, setup.bounds, templates, in_worker=True)
+
+
+def do_job(tools: TextTools, name: str, body: bytes) -> Answer:
+    try:
+        return Answer(200, memoryview(msgspec.msgpack.encode(_JOBS[name].run(tools, body))))
+    except VerlServerError as error:
+        message = str(error)[:_MOST_MESSAGE_LENGTH].encode(errors="replace")
+        return Answer(error.status_code, memoryview(message), isinstance(error, MalformedBodyError))
+    except MemoryError:
+        return Answer(400, memoryview(b"There is too little memory for the text of this request."))
+
+
+class _Requests:
+    """The worker's end of the socket: waits for each message, and until each answer is out."""
+
+    def __init__(self, fd: int) -> None:
+        self._messages = MessageSocket(socket.socket(fileno=fd))
+        self._waiting: list[bytes] = []
+
+    def receive(self) -> bytes | None:
+        """The next message; None when the parent has hung up."""
+        while not self._waiting and not self._messages.is_closed:
+            select.select([self._messages], [], [])
+            self._waiting += self._messages.receive()
+        return self._waiting.pop(0) if self._waiting else None
+
+    def send(self, message: bytes) -> None:
+        self._messages.send(message)
+        while self._messages.unsent:
+            select.select([], [self._messages], [])
+            self._messages.flush()
+
+
+def _work(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    requests = _Requests(argument["socket"])
+    with contextlib.suppress(OSError):
+        os.nice(argument["niceness"])
+    setup = requests.receive()
+    if setup is None:
+        return
+    tools = make_tools(msgspec.msgpack.decode(setup, type=TextSetup))
+    ready({})
+    while (name := requests.receive()) is not None and (body := requests.receive()) is not None:
+        requests.send(msgspec.msgpack.encode(do_job(tools, name.decode(), body)))
+
+
+if __name__ == "__main__":
+    child_main(_work)

@@ -1,0 +1,261 @@
+"""`TextWorkers`: processes that render and tokenize for requests, one job at a time each, and are killed if one hangs.
+
+Owned by `TextService` and used on the TokenizerManager's loop only. A worker is started when a job waits and none is
+idle. A job has a bound on its wait and another one on its run: a template or a tokenizer cannot be interrupted, so a
+worker that exceeds the bound is killed, and the next job starts another one. A job whose caller went away is dropped if
+it still waits, and runs to its end (or its bound) otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from verl_server.errors import (
+    BadRequestError,
+    ServerLaunchError,
+    ServerUnavailableError,
+    VerlServerError,
+    error_for_status,
+)
+from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.ipc.message_socket import MessageSocket
+from verl_server.server.json_body import MalformedBodyError
+from verl_server.server.text_tools import Answer, Job, TextSetup
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+_MODULE = "verl_server.server.text_worker"
+_START_SECONDS = 120.0
+"""A tokenizer that needs transformers takes several seconds on a busy machine."""
+
+
+@dataclass(eq=False, repr=False)
+class _Work:
+    """A job that somebody awaits."""
+
+    job: str
+    body: bytes
+    answer: asyncio.Future[Answer]
+
+
+class TextWorkers:
+    def __init__(self, setup: Callable[[], TextSetup], count: int, timeout: float, niceness: int) -> None:
+        """At most `count` processes, none yet. `timeout` bounds a job's wait and its run, each, in seconds."""
+        self._setup = setup
+        self._count = count
+        self._timeout = timeout
+        self._niceness = niceness
+        self._waiting: deque[_Work] = deque()
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def run(self, job: Job[R], body: bytes) -> R:
+        """The result of `job`. Raises what it raises, BadRequestError if it took too long, and
+        ServerUnavailableError if no worker was free in time or the worker died."""
+        if self._closed:
+            raise ServerUnavailableError("The server is shutting down.")
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        work = _Work(job.name, body, answer)
+        self._waiting.append(work)
+        self._dispatch()
+        expired = asyncio.get_running_loop().call_later(self._timeout, self._give_up_waiting, work)
+        try:
+            done = await work.answer
+        finally:
+            expired.cancel()
+            answer.cancel()
+            if work in self._waiting:
+                self._waiting.remove(work)
+        if done.status != 200:
+            message = bytes(done.data).decode()
+            raise MalformedBodyError(message) if done.is_malformed else error_for_status(done.status, message)
+        return msgspec.msgpack.decode(done.data, type=job.result)
+
+    async def close(self) -> None:
+        """Fail what waits or runs, and end all workers. Idempotent."""
+        self._closed = True
+        for work in self._waiting:
+            _fail(work, ServerUnavailableError("The server is shutting down."))
+        self._waiting.clear()
+        for worker in list(self._workers):
+            self._end(worker, ServerUnavailableError("The server is shutting down."))
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.child.pid for worker in self._workers]
+
+    # -- dealing out work -----------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        while self._waiting and self._idle:
+            self._idle.pop().begin(self._waiting.popleft(), self._timeout)
+        missing = min(len(self._waiting) - len(self._starting), self._count - len(self._workers) - len(self._starting))
+        for _ in range(missing if not self._closed else 0):
+            self._starting.add(asyncio.ensure_future(self._start_worker()))
+
+    def _give_up_waiting(self, work: _Work) -> None:
+        if work in self._waiting:
+            self._waiting.remove(work)
+            _fail(
+                work,
+                ServerUnavailableError(
+                    f"All {self._count} text workers were busy for {self._timeout:g} s (settings text_workers, "
+                    "text_timeout). Try again later."
+                ),
+            )
+
+    def _on_idle(self, worker: _Worker) -> None:
+        self._idle.append(worker)
+        self._dispatch()
+
+    # -- processes ------------------------------------------------------------------------------------------
+
+    async def _start_worker(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            worker = await asyncio.to_thread(_Worker.start, self._setup(), self._niceness, lambda: self._closed)
+        except (VerlServerError, OSError) as error:
+            self._starting.discard(task)
+            self._on_failed_start(error)
+            return
+        self._starting.discard(task)
+        self._workers.add(worker)
+        worker.attach(self._on_idle, self._end)
+        if self._closed:
+            self._end(worker, ServerUnavailableError("The server is shutting down."))
+        else:
+            self._on_idle(worker)
+
+    def _on_failed_start(self, error: Exception) -> None:
+        """Fail what waits for a worker, unless there are others to do it: another start would fail as well."""
+        if not self._closed:
+            logger.error("A text worker could not be started: %s", error)
+        while self._waiting and not self._workers:
+            _fail(self._waiting.popleft(), ServerUnavailableError(f"No text worker could be started: {error}"))
+
+    def _end(self, worker: _Worker, error: VerlServerError | None) -> None:
+        """Kill a worker; its job fails with `error`, or with how the process ended."""
+        if worker not in self._workers:
+            return
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        task = asyncio.ensure_future(worker.end(error))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        self._dispatch()
+
+
+class _Worker:
+    """One process, and this end of its socket."""
+
+    def __init__(self, child: ChildProcess, messages: MessageSocket) -> None:
+        self.child = child
+        self._messages = messages
+        self._work: _Work | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def start(cls, setup: TextSetup, niceness: int, is_unwanted: Callable[[], bool]) -> _Worker:
+        """Start a process and wait until it is ready. Blocks: not on the loop. Raises ServerLaunchError."""
+        messages, workers_end = MessageSocket.pair()
+        with workers_end:
+            argument = {"socket": workers_end.fileno(), "niceness": niceness}
+            environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+            child = ChildProcess("text-worker", _MODULE, argument, environment, pass_fds=(workers_end.fileno(),))
+
+        def check() -> None:
+            if is_unwanted():
+                raise ServerLaunchError("The server is shutting down.")
+
+        try:
+            messages.send(msgspec.msgpack.encode(setup))
+            while messages.unsent:  # until the child has read it, or is gone: then wait_ready says why
+                check()
+                select.select([], [messages], [], 0.2)
+                messages.flush()
+            child.wait_ready(_START_SECONDS, also=check)
+        except BaseException:
+            child.terminate(grace=0)
+            messages.close()
+            raise
+        return cls(child, messages)
+
+    def attach(
+        self, on_idle: Callable[[_Worker], None], on_end: Callable[[_Worker, VerlServerError | None], None]
+    ) -> None:
+        """Watch the socket on the running loop. `on_end` is called with why the worker must go, None if it has died."""
+        self._on_idle, self._on_end = on_idle, on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._messages.fileno(), self._on_readable)
+
+    def begin(self, work: _Work, timeout: float) -> None:
+        self._work = work
+        self._deadline = self._loop.call_later(timeout, self._take_too_long, timeout)
+        self._messages.send(work.job.encode())
+        self._messages.send(work.body)
+        if self._messages.unsent:
+            self._loop.add_writer(self._messages.fileno(), self._on_writable)
+
+    async def end(self, error: VerlServerError | None) -> None:
+        """Kill the process. Its job fails with `error`, or with how the process ended."""
+        self._loop.remove_reader(self._messages.fileno())
+        self._loop.remove_writer(self._messages.fileno())
+        self._messages.close()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        work, self._work = self._work, None
+        if work is not None and error is not None:
+            _fail(work, error)
+        code = await asyncio.to_thread(self.child.terminate, 0.0)
+        if work is not None and error is None:
+            message = f"The text worker ended with {describe_exit(code)} while it worked on this request."
+            logger.error("%s%s", message, self.child.log_tail())
+            _fail(work, ServerUnavailableError(message))
+
+    def _take_too_long(self, timeout: float) -> None:
+        message = f"The chat template or the tokenizer took longer than {timeout:g} s for this request (text_timeout)."
+        logger.warning("%s Its text worker is killed.", message)
+        self._on_end(self, BadRequestError(message))
+
+    def _on_writable(self) -> None:
+        self._messages.flush()
+        if not self._messages.unsent:
+            self._loop.remove_writer(self._messages.fileno())
+
+    def _on_readable(self) -> None:
+        answers = self._messages.receive()
+        for data in answers:
+            work, self._work = self._work, None
+            if self._deadline is not None:
+                self._deadline.cancel()
+            if work is not None and not work.answer.done():
+                work.answer.set_result(_ANSWER.decode(data))
+        if self._messages.is_closed:
+            self._on_end(self, None)
+        elif answers:
+            self._on_idle(self)
+
+
+_OnEnd = Callable[[_Worker, VerlServerError | None], None]
+_ANSWER = msgspec.msgpack.Decoder(Answer)
+
+
+def _fail(work: _Work, error: VerlServerError) -> None:
+    if not work.answer.done():
+        work.answer.set_exception(error)
