@@ -48,11 +48,11 @@ from verl_server.worker.weight_sources import needs_staging
 logger = logging.getLogger(__name__)
 
 _GIVEN_UP = 499
-"""Status of what nobody waits for any more."""
+"""Status of requests that nobody waits for any more."""
 
 
 class Generation(Protocol):
-    """What the control queue needs of the `Scheduler`."""
+    """The parts of the `Scheduler` that the control queue uses."""
 
     planner: BatchPlanner
     worker: TpWorker
@@ -127,7 +127,7 @@ class ControlQueue:
                 self._receive_ordered(req, _Pending(req, now + self._timeout))
 
     def withdraw(self, request_id: int) -> None:
-        """Its caller gave up: what has not begun must not be carried out, for he may write its memory again."""
+        """The caller of a request gave up. Unless it has begun, drop it: the caller may write its memory again."""
         message = "It was withdrawn: its caller gave up before it began."
         for item in [item for item in self._flushes if item.req.id == request_id]:
             self._flushes.remove(item)
@@ -163,7 +163,7 @@ class ControlQueue:
         self._step_taken = True
 
     def _owes_progress(self) -> bool:
-        """Whether generation has not come any further since the last update: a flood of them would starve it."""
+        """True if generation has not progressed since the last update: a flood of updates must not starve it."""
         return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
@@ -172,7 +172,7 @@ class ControlQueue:
         return (bool(self._queue) and self._queue[0].ready) or (bool(self._flushes) and not self._is_busy())
 
     def wait_seconds(self) -> float | None:
-        """How long the idle loop may sleep: until the next deadline, None without one."""
+        """Seconds that the idle loop may sleep: until the next deadline; None without one."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
         deadlines += [item.deadline for item in self._flushes]
         if self.transaction.is_open and not self._transaction_call_pending():
@@ -186,7 +186,7 @@ class ControlQueue:
         try:
             self._scheduler.worker.weights.check(req)
             if not any(isinstance(item.req, (BeginWeightUpdateReq, EndWeightUpdateReq)) for item in self._queue):
-                self.transaction.check(req)  # what is queued will not change who is let through
+                self.transaction.check(req)  # nothing in the queue will change who may call
         except VerlServerError as error:
             self._abandon(req)
             self._refuse(req, str(error), error.status_code)
@@ -206,7 +206,7 @@ class ControlQueue:
             self._queue.append(pending)
 
     def _abandon(self, req: WeightReq) -> None:
-        """Refused on arrival, while its sender counts on every rank to take part: they shall know that they did not."""
+        """Tell all ranks that a request was refused on arrival whose sender counts on every rank to take part."""
         if isinstance(req, UpdateWeightsFromTensorReq) and not req.serialized_named_tensors:
             return
         if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
@@ -214,7 +214,7 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(req)
 
     def _take_staged(self) -> None:
-        """Note what the stager is done with: refusals are answered, the rest has its turn to wait for."""
+        """Read the results of the stager: answer refusals; the other requests wait for their turn."""
         for request_id, error in self._scheduler.worker.stager.finished():
             self._overdue.pop(request_id, None)
             pending = self._aside.pop(request_id, None) or self._queued(request_id)
@@ -242,7 +242,7 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(pending.req)
 
     def _drop_all_updates(self) -> None:
-        """The weights were released: what was opened for updates that still wait must be closed."""
+        """Refuse the updates that still wait, and close what they opened: the weights were released."""
         for pending in self._staged():
             if not _is_join(pending.req):
                 name = type(pending.req).__name__
@@ -251,7 +251,7 @@ class ControlQueue:
                 )
 
     def _drop_described(self, unregistered: UnregisterWeightsReq) -> None:
-        """Registrations were closed: so must be what was opened to become one of them."""
+        """Refuse staged requests whose descriptions were unregistered meanwhile, and close what they opened."""
         ids = unregistered.registrations
         for pending in self._staged():
             description = getattr(pending.req, "description", None)
@@ -279,7 +279,7 @@ class ControlQueue:
     # -- when ------------------------------------------------------------------------------------------------
 
     def _is_ready(self, req: WeightReq) -> bool:
-        """Whether `req` may run now. Clears the way as its mode says."""
+        """True if `req` may run now. Aborts or retracts running requests if its mode says so."""
         scheduler = self._scheduler
         if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests and not self.transaction.is_open:
             scheduler.abort_all("Aborted by a change of the weight version.")
@@ -291,7 +291,7 @@ class ControlQueue:
         if aborts or (req.mode == "abort" and not self.holds_generation):
             scheduler.abort_all("Aborted by a weight update.")
         elif self.holds_generation:
-            return True  # whoever paused, or began the transaction, has decided what becomes of running requests
+            return True  # the caller who paused, or began the transaction, has decided what becomes of running requests
         elif req.mode == "retract":
             scheduler.settle()
             scheduler.planner.retract_all()
@@ -307,7 +307,7 @@ class ControlQueue:
         return False
 
     def _transaction_call_pending(self) -> bool:
-        """Its lease is over after silence, not while it waits for us."""
+        """True if a call of the open transaction waits for its turn. Its lease does not run meanwhile."""
         return any(self.transaction.owns(item.req) for item in self._queue)
 
     def _watch_lease(self) -> None:
@@ -329,7 +329,7 @@ class ControlQueue:
 
     def _run(self, pending: _Pending) -> None:
         req = pending.req
-        self._scheduler.settle()  # what ran, or was aborted, is told before the reply, and under the old version
+        self._scheduler.settle()  # send the tokens of the last step before the reply, under the old version
         try:
             self.transaction.check(req)
         except VerlServerError as error:
@@ -379,7 +379,7 @@ class ControlQueue:
             reply.payload = payload | {"lease_seconds": self.transaction.lease_seconds}
 
     def _refuse(self, req: WeightReq, message: str, status_code: int) -> None:
-        """Answer that it is not carried out. What it wanted forgotten is forgotten: its owner frees that memory."""
+        """Refuse `req`. Registrations that it wanted closed are closed all the same: their owner frees the memory."""
         if self.transaction.owns(req):
             self.transaction.renew()
         if isinstance(req, (UpdateWeightsFromTensorReq, RegisterWeightsReq)) and req.forget:
@@ -415,7 +415,7 @@ class ControlQueue:
         self._reply(ControlReply(id=req.id, success=True))
 
     def _is_busy(self) -> bool:
-        """Whether any request runs or waits; while generation is held, waiting ones do not count."""
+        """True if any request runs or waits; while generation is held, waiting ones do not count."""
         planner = self._scheduler.planner
         return bool(planner.running) or (bool(planner.waiting) and not self.holds_generation)
 
@@ -432,7 +432,7 @@ class ControlQueue:
             elif self._scheduler.clock() >= item.deadline:
                 message = (
                     f"The cache was not flushed: {len(planner.running)} requests run and {len(planner.waiting)} wait. "
-                    "Finish, abort or retract them first, or give a longer timeout."
+                    "Finish, abort or retract them first, or pass a longer timeout."
                 )
                 self._reply(ControlReply(id=item.req.id, success=False, message=message, status_code=400))
             else:

@@ -56,7 +56,7 @@ class TransactionFence:
         return f"'{self.transaction_id}'" if self.transaction_id is not None else "without an id"
 
     def owns(self, req: ControlReq) -> bool:
-        """Whether `req` is a call of the open transaction."""
+        """True if `req` is a call of the open transaction."""
         mine = isinstance(req, (UpdateReq, EndWeightUpdateReq)) and req.transaction_id == self.transaction_id
         return self.is_open and mine
 

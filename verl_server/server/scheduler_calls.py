@@ -1,4 +1,4 @@
-"""`ControlCalls`: control requests on their way to the scheduler and back, and what callers know of the engine by them.
+"""`ControlCalls`: sends control requests to the scheduler, returns its replies, and notes their news.
 
 Owned by the TokenizerManager and used on its loop only. A caller may give up; then the scheduler is told to withdraw
 the request, and until its reply comes the call counts as being in flight.
@@ -46,7 +46,7 @@ class ControlCalls:
         encode: Callable[[SchedulerInput], bytes],
         send: Callable[[bytes], None],
     ) -> None:
-        """`serial` gives the ids of calls; `encode` raises BadRequestError for what cannot be sent."""
+        """`serial` yields the ids of calls; `encode` raises BadRequestError for a request that cannot be sent."""
         self.pause: Pause | None = None
         """The pause that holds generation now."""
         self.weight_version = server_args.weight_version
@@ -56,14 +56,14 @@ class ControlCalls:
         self.num_parameters = 0
         """Of the model; known when the scheduler is ready."""
         self.model_path = server_args.model_path
-        """Of the weights that were loaded last."""
+        """Folder of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
         self._serial, self._encode, self._send = serial, encode, send
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._transaction_end = 0.0
         """Until then an open weight-update transaction may hold generation (its lease, renewed by its calls)."""
         self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
-        """Those without a reply; a future that is done has a caller who gave up."""
+        """Calls without a reply. The caller of a future that is done gave up."""
 
     async def call(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
         """Send a control request and wait for the reply with its id. Raises UnansweredError, ServerDiedError.
@@ -120,7 +120,7 @@ class ControlCalls:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any call waits for the scheduler."""
+        """True if any call waits for the scheduler."""
         return bool(self._calls)
 
     @property
@@ -130,7 +130,7 @@ class ControlCalls:
 
     @property
     def updating_weights(self) -> bool:
-        """Whether an update, or a transaction of updates, may keep generation waiting."""
+        """True if an update, or a transaction of updates, may keep generation waiting."""
         updates = UpdateReq | BeginWeightUpdateReq | EndWeightUpdateReq
         return time.monotonic() < self._transaction_end or any(
             isinstance(req, updates) for req, _ in self._calls.values()

@@ -28,8 +28,8 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def tensor_checksums(tensors: Iterable[Tensor]) -> list[str]:
-    """`tensor_checksum` of each. Each tensor is let go before the next is taken, and a GPU is waited for once: where
-    others keep it busy, every wait takes milliseconds."""
+    """`tensor_checksum` of each. Each tensor is released before the next is read. A GPU is waited for only once: while
+    other work keeps it busy, every wait takes milliseconds."""
     pending = [_begin(tensor.detach()) for tensor in tensors]
     values: dict[torch.device, Iterator[int]] = {}
     for device in {sums.device for _, sums in pending}:
@@ -46,12 +46,12 @@ def tensor_checksums(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _begin(tensor: Tensor) -> tuple[int, Tensor]:
-    """What the checksum starts from, and the sums of blocks, int64 [blocks], on the tensor's device."""
+    """(start value of the checksum, sums of blocks as int64 [blocks] on the tensor's device)."""
     blocks = 1 if tensor.device.type == "cpu" else _CUDA_BLOCKS
     # The products' operand, allocated once: one block of it fits the processor's cache.
     wide = torch.empty(min(blocks * _BLOCK, tensor.nbytes // 4 + 1), dtype=torch.int64, device=tensor.device)
     sums = [_block_sums(words, wide) for words in _words(tensor, blocks * _BLOCK)]
-    start = tensor.numel() * 8 + tensor.element_size()  # tells zeros from nothing
+    start = tensor.numel() * 8 + tensor.element_size()  # so that zeros differ from an empty tensor
     return start, torch.cat(sums) if sums else wide[:0]
 
 

@@ -1,4 +1,4 @@
-"""What travels when weights travel: descriptions of memory, never the bytes.
+"""The wire format of weights: descriptions of memory, never the bytes.
 
 `sender` makes these in a trainer process, they cross HTTP as JSON and the message socket as msgpack, `receiver` opens
 them in each scheduler process. Nothing here can run code, and nothing is pickled.
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""What arrives has no other numbers; `open_memory` and `sources` check what they mean."""
+"""Range of every number on the wire; `open_memory` and `sources` check what the numbers mean."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,7 +38,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     handle: bytes = b""
     """cudaIpcMemHandle as torch exports it."""
     storage_offset_bytes: Count = 0
-    """Where the storage starts inside the exported segment."""
+    """Start of the storage inside the exported segment."""
     ref_counter_handle: bytes = b""
     ref_counter_offset: Count = 0
     event_handle: bytes = b""
@@ -55,11 +55,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     allocation: Count
     shape: list[Count]
     offset: list[Count]
-    """Of the box in the full tensor; all zeros and `shape` the full one for a whole tensor."""
+    """Start of the box in the full tensor. A whole tensor has only zeros here, and its full `shape`."""
     stride: list[Count]
-    """In elements."""
+    """Strides in elements."""
     storage_offset: Count = 0
-    """In elements from the start of the allocation's storage."""
+    """Elements from the start of the allocation's storage to the first element."""
 
 
 class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +73,12 @@ class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
     shape: list[Count]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     shards: list[Shard]
 
 
 class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a set of tensors can be read: what is registered once and pushed many times.
+    """Describes where a set of tensors can be read. It is registered once and pushed many times.
 
     `id` names exactly this memory: if anything moved, the description has another id.
     """
@@ -96,9 +96,9 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
     """torch's name without the prefix, e.g. "bfloat16"."""
     shape: list[Count]
     stride: list[Count]
-    """In elements."""
+    """Strides in elements."""
     storage_offset: Count = 0
-    """In elements from the start of the allocation's storage."""
+    """Elements from the start of the allocation's storage to the first element."""
 
 
 class LocalSerializedTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,10 +46,10 @@ class Reserved(NamedTuple):
     """A region that was cut from an arena."""
 
     offset: int
-    """In bytes."""
+    """Bytes from the start of the arena."""
     storage: torch.UntypedStorage
     memory_is_alive: Callable[[], object | None]
-    """None when this memory was given back, wherever its storage's memory was swapped to before."""
+    """Returns None once this memory was freed, whichever storage owned it last."""
 
 
 class Arena:

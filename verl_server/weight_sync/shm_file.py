@@ -24,7 +24,7 @@ from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.handles import Allocation
 
 _NAME = re.compile(r"torch_\d{1,20}_\d{1,20}_\d{1,20}")
-"""What torch calls its files: other shared memory of this user is nobody's weights."""
+"""Names of torch's files. Other shared memory of this user is refused."""
 _COUNT = struct.Struct("=i")
 
 
@@ -38,7 +38,7 @@ def read_shm_file(allocation: Allocation) -> torch.Tensor:
 
 
 def give_back_reference(allocation: Allocation) -> None:
-    """What reading does to the count, without reading."""
+    """Change the reference count as reading does, without reading."""
     with _opened(allocation) as (fd, _):
         _count_down(fd)
 

@@ -1,4 +1,4 @@
-"""Doing one thing on every tensor-parallel rank, or knowing on every rank that it failed.
+"""`agree`: runs one step on every tensor-parallel rank; if it failed on any, all ranks raise the same error.
 
 Used by `WeightUpdater` and `WeightInspector`, whose methods run on all ranks at the same point of the command
 order, and by `Stager`, whose threads take the same requests in the same order: after `agree` all ranks continue,

@@ -15,7 +15,7 @@ from torch import Tensor
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 
 Window = list[tuple[str, Tensor]]
-"""Tensors that arrived together."""
+"""(name, tensor) pairs that arrived together."""
 
 
 class Prepared(Protocol):
@@ -24,7 +24,7 @@ class Prepared(Protocol):
         """Parameters that `commit` writes; known when it is ready."""
 
     def ready(self) -> None:
-        """The last look before the first write, with generation stopped. Raises if it lost its ground meanwhile."""
+        """The last check before the first write, with generation stopped. Raises if writing is impossible by now."""
 
     def commit(self) -> None:
         """Write; the device may still be busy with it. An error may leave some of it written."""
@@ -40,7 +40,7 @@ class Prepared(Protocol):
 
 
 class Received:
-    """What a process group brings, all of it in memory before the first write.
+    """Tensors of a process group, all of them in memory before the first write.
 
     Received while staging, or else in `ready`, with generation stopped.
     """
@@ -74,7 +74,7 @@ class Received:
 
 
 class Streamed:
-    """More than may be held at once: received and copied window by window, with generation stopped."""
+    """An update too large to hold at once: received and copied window by window, with generation stopped."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Streamed:
 
 
 class Done:
-    """Staging was all there was to do (a registration, a joined group); `undo` if its caller was refused meanwhile."""
+    """A request that staging completed (a registration, a joined group); `undo` runs if it is refused afterwards."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self.names: list[str] = []

@@ -27,11 +27,11 @@ from verl_server.worker.prepared import Prepared
 logger = logging.getLogger(__name__)
 
 Outcome = tuple[int, VerlServerError | None]
-"""(id of a request, None or why it was refused)."""
+"""(id of a request, None or the error that refused it)."""
 
 
 class Sources(Protocol):
-    """What staging needs of `WeightSources`; called on the stager's threads."""
+    """The methods of `WeightSources` that staging calls, on the stager's threads."""
 
     def adopt_thread(self) -> None: ...
 
@@ -50,12 +50,12 @@ class Staged:
     prepared: Prepared | None = None
     """Set when all ranks agreed."""
     dropped: bool = False
-    """Nobody wants it any more."""
+    """The request was dropped."""
 
 
 class Stager:
     def __init__(self, sources: Sources, tp: TpGroup, take_timeout: float) -> None:
-        """`take_timeout`: seconds that `take` gives this rank's thread to note what all ranks voted."""
+        """`take_timeout`: seconds that `take` waits for this rank's thread to note the result of the vote."""
         self._rank, self._take_timeout = tp.rank, take_timeout
         self.on_finished: Callable[[], None] = lambda: None
         """Called on a stager's thread after each vote, and when no vote is possible any more."""
@@ -77,7 +77,7 @@ class Stager:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this rank cannot stage any more; see `finished`."""
+        """True if this rank cannot stage any more; see `finished`."""
         return self._lost is not None
 
     def finished(self) -> list[Outcome]:
@@ -105,7 +105,7 @@ class Stager:
             return self._items.pop(request_id)
 
     def drop(self, request_id: int) -> None:
-        """Let go of a request: now, or as soon as its thread is done with it."""
+        """Discard a request: now, or as soon as its thread has finished with it."""
         with self._changed:
             item = self._items.get(request_id)
             if item is None:
@@ -180,7 +180,7 @@ class _Lane:
             self._vote_failed(error)
 
     def _wait(self) -> bool:
-        """Until there is something to stage; False when it is to end."""
+        """Wait for a request; returns False when the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             return not self._closing
@@ -192,7 +192,7 @@ class _Lane:
             nonlocal prepared
             if item.dropped:  # it still takes part in the vote: all ranks vote on the same requests
                 self._sources.abandoned(item.req)
-                raise WeightUpdateError("It was given up before it was staged.")
+                raise WeightUpdateError("The request was withdrawn before it was staged.")
             prepared = self._sources.prepare(item.req)
 
         refusal: VerlServerError | None = None
@@ -211,8 +211,8 @@ def _without_frames(error: VerlServerError) -> VerlServerError:
 
 
 def discard(prepared: Prepared) -> None:
-    """Let go of what an update opened; an error in that changes nothing for anybody."""
+    """Close what an update opened. An error in this is only logged."""
     try:
         prepared.discard()
     except Exception:
-        logger.exception("Could not let go of what an update had opened")
+        logger.exception("Could not close what an update had opened")

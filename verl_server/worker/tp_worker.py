@@ -29,7 +29,7 @@ class StopCommand(msgspec.Struct, tag=True):
 
 
 class WarmUpCommand(msgspec.Struct, tag=True):
-    """Use a moment in which nothing runs."""
+    """Run `warm_up` while nothing else runs."""
 
 
 class StageCommand(msgspec.Struct, tag=True):
@@ -45,7 +45,7 @@ class RunStagedCommand(msgspec.Struct, tag=True):
 
 
 class DropStagedCommand(msgspec.Struct, tag=True):
-    """Let go of a request that was, or is being, staged."""
+    """Drop a request that was, or is being, staged."""
 
     id: int
 
@@ -62,7 +62,7 @@ class Step(Protocol):
 
 
 class Runner(Protocol):
-    """What scheduling needs of a `ModelRunner`."""
+    """The parts of a `ModelRunner` that scheduling uses."""
 
     num_pages: int
     page_size: int
@@ -77,7 +77,7 @@ class Runner(Protocol):
 
     @property
     def can_warm_up(self) -> bool:
-        """Whether `warm_up` has something left to do, and could do it now."""
+        """True if `warm_up` has something left to do, and could do it now."""
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
         """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
@@ -92,7 +92,7 @@ class Runner(Protocol):
 
 
 class Weights(Protocol):
-    """What scheduling needs of a `WeightUpdater`."""
+    """The parts of a `WeightUpdater` that scheduling uses."""
 
     @property
     def version(self) -> str: ...
@@ -111,7 +111,7 @@ class Weights(Protocol):
 
 
 class Staging(Protocol):
-    """What scheduling needs of a `Stager`."""
+    """The parts of a `Stager` that scheduling uses."""
 
     def submit(self, req: StagedReq) -> None: ...
 
@@ -150,7 +150,7 @@ class TpWorker:
             ) from error
 
     def warm_up(self) -> None:
-        """Use a moment in which nothing runs, on all ranks (rank 0)."""
+        """Run `warm_up` on all ranks while nothing else runs (rank 0)."""
         self._broadcast(WarmUpCommand())
         self.runner.warm_up()
 
@@ -160,7 +160,7 @@ class TpWorker:
         return self.weights.handle(req)
 
     def stage(self, req: StagedReq) -> None:
-        """Let all ranks' stagers begin with `req`; rank 0's has the outcome in `stager.finished()` (rank 0)."""
+        """Submit `req` to the stagers of all ranks; the outcome is in `stager.finished()` (rank 0)."""
         self._broadcast(StageCommand(req))
         self.stager.submit(req)
 
@@ -170,12 +170,12 @@ class TpWorker:
         return self._run_staged(req.id)
 
     def drop_staged(self, req: StagedReq) -> None:
-        """Let all ranks let go of a request that was given to `stage` (rank 0)."""
+        """Drop a request on all ranks that was submitted by `stage` (rank 0)."""
         self._broadcast(DropStagedCommand(req.id))
         self.stager.drop(req.id)
 
     def stop(self) -> None:
-        """Let the other ranks end (rank 0)."""
+        """Stop the other ranks (rank 0)."""
         self._broadcast(StopCommand())
 
     def follow(self) -> None:
@@ -203,7 +203,7 @@ class TpWorker:
                     self.weights.handle(command)
 
     def is_recoverable(self, error: Exception) -> bool:
-        """Whether the next step can run after `error` in a step.
+        """True if the next step can run after `error` in a step.
 
         Not with several ranks, which may wait for each other inside a collective, and not on CUDA, where any
         error but a failed allocation leaves the context unusable.

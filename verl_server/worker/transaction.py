@@ -18,19 +18,19 @@ class Transaction:
     """What one transaction, or one single update, did to the weights."""
 
     state: State
-    """Of the weights before the first write."""
+    """State of the weights before the first write."""
     torn_by: str
     """Why they were torn then, if they were."""
     unwritten: dict[str, None]
     """Parameters that had to be written then before the weights could serve."""
     full: bool = False
-    """The caller promised to bring every parameter."""
+    """The caller promised to push every parameter."""
     label: str | None = None
     """The newest version label that one of the calls carried."""
     touched: bool = False
     """Something was written."""
     failed: bool = False
-    """A write failed: every parameter must be brought now, those before the failure again."""
+    """A write failed: every parameter must be pushed now, also those written before the failure."""
     written: dict[str, None] = field(default_factory=dict)
     """Parameters that were written since the last failure."""
 
@@ -43,7 +43,7 @@ class Transaction:
         self.written = {}
 
     def missing(self, parameters: Iterable[str]) -> list[str]:
-        """Those of `parameters` that must be written before the transaction can end."""
+        """The `parameters` that must be written before the transaction can end."""
         if not (self.full or self.failed):
             return []
         return [name for name in parameters if name not in self.written]

@@ -1,4 +1,4 @@
-"""`WeightGroups`: the process groups that trainers of other hosts send weights through, by name.
+"""`WeightGroups`: process groups by name, through which trainers on other hosts send weights.
 
 Part of each rank's `WeightSources`. Joining and receiving happen on the stager's threads. What fits
 `weight_receive_bytes` is received completely before anything is written, so a trainer that dies leaves the old
@@ -34,7 +34,7 @@ class WeightGroups:
         self._budget = ReceiveBudget(server_args.weight_receive_bytes, server_args.control_timeout)
 
     def join(self, req: InitWeightsUpdateGroupReq) -> Done:
-        """Meet the trainer, for at most `control_timeout` seconds. Raises BadRequestError, WeightUpdateError."""
+        """Join the trainer's group within `control_timeout` seconds. Raises BadRequestError, WeightUpdateError."""
         with self._lock:
             if req.group_name in self._groups:
                 raise BadRequestError(
@@ -46,7 +46,7 @@ class WeightGroups:
         return Done(lambda: self._undo_join(req.group_name))
 
     def destroy(self, name: str) -> None:
-        """Leave a group; what is being received from it fails. Bounded."""
+        """Leave a group within a bounded time; receiving from it fails."""
         with self._lock:
             group = self._groups.pop(name, None)
         if group is None:
@@ -54,14 +54,14 @@ class WeightGroups:
         group.close()
 
     def lost(self, name: str) -> None:
-        """Some rank cannot receive from it any more, so none may: it stays in the table, broken, until destroyed."""
+        """Break a group from which some rank cannot receive any more. It stays in the table until it is destroyed."""
         with self._lock:
             group = self._groups.get(name)
         if group is not None:
             group.close()
 
     def receive(self, req: UpdateWeightsFromDistributedReq) -> Prepared:
-        """Receive, or prepare to. Also what is going to be refused, or the trainer's broadcasts would never end."""
+        """Receive, or prepare to. An update that will be refused is received too, or the trainer would hang."""
         with self._lock:
             group = self._groups.get(req.group_name)
         if group is None:
@@ -115,7 +115,7 @@ class WeightGroups:
         return self._receiver.plan(tensors, strict_dtype=req.strict_dtype, partial=req.partial)
 
     def _let_go(self, group: WeightGroup, windows: Arriving, held: int) -> None:
-        if not windows.complete:  # nobody can tell where in its stream of broadcasts the trainer is
+        if not windows.complete:  # the trainer's position in its stream of broadcasts is unknown
             group.close()
         self._budget.release(held)
 
@@ -125,9 +125,10 @@ class WeightGroups:
 
 
 class Arriving:
-    """The windows of one update. A trainer that goes away is no refusal: all ranks must learn that the group is lost,
+    """The windows of one update, as they arrive.
 
-    which they do by the status of the error.
+    A trainer that goes away raises an error of status 500, not a refusal: by the status all ranks learn that the group
+    is lost.
     """
 
     def __init__(self, windows: Iterator[Window]) -> None:
@@ -143,7 +144,7 @@ class Arriving:
 
 
 class ReceiveBudget:
-    """Bytes that received tensors hold until they were written. Requests behind wait for those before them."""
+    """Bounds the bytes of received tensors that are not written yet. Later requests wait for earlier ones."""
 
     def __init__(self, nbytes: int, timeout: float) -> None:
         self._free, self._timeout = nbytes, timeout

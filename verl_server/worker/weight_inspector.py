@@ -1,4 +1,4 @@
-"""Looking at the served weights: `get_weights_by_name` and `weights_checker`.
+"""Reads the served weights for `get_weights_by_name` and `weights_checker`.
 
 Called by `WeightUpdater` on every rank; changes nothing but in `reset`, whose caller then knows that the
 weights are torn.
@@ -79,7 +79,7 @@ class WeightInspector:
                     destination.normal_()
 
     def _checksums(self, names: list[str]) -> dict[str, str]:
-        """Of each parameter; of one that lies in several pieces, those of the pieces, one after the other."""
+        """Checksum of each parameter; for a parameter in several pieces, their checksums one after the other."""
         pieces = {name: [destination for destination, _ in self._map.slots[name].pieces] for name in names}
         found = iter(tensor_checksums(piece for held in pieces.values() for piece in held))
         return {name: "".join(itertools.islice(found, len(held))) for name, held in pieces.items()}

@@ -1,4 +1,4 @@
-"""`WeightSources`: where new weights come from, and what must be done before they can be written.
+"""`WeightSources`: prepares updates of every kind, up to the point where they can be written.
 
 One on each rank. The stager's threads call `prepare`: open the trainer's memory, read a checkpoint, join a process
 group, receive from it, check everything against the model, write nothing. The loop carries out what comes out of it,
@@ -48,7 +48,7 @@ class WeightSources:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def check(self, req: WeightReq) -> None:
-        """Raise what is wrong with `req` itself, before anything is opened or waited for (rank 0, on arrival)."""
+        """Raise BadRequestError if `req` itself is wrong, before anything is opened (rank 0, on arrival)."""
         match req:
             case UpdateWeightsFromTensorReq():
                 _check_source(req, self._size)
@@ -70,13 +70,13 @@ class WeightSources:
         self._receiver.forget(ids)
 
     def release(self) -> None:
-        """The weights are released: their trainers may free what they registered."""
+        """Close every registration: the weights are released, and trainers may free their memory."""
         self._receiver.forget(None)
 
     # -- the stager ----------------------------------------------------------------------------------------------
 
     def adopt_thread(self) -> None:
-        """Make the calling thread fit for `prepare`: this rank's device, a stream beside the steps', no autograd.
+        """Set up the calling thread for `prepare`: this rank's device, a stream of its own, no autograd.
 
         (A new thread has device 0 current, where it would make a second context, and records gradients.)
         """
@@ -86,7 +86,7 @@ class WeightSources:
             torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def prepare(self, req: StagedReq) -> Prepared:
-        """Everything but the writing, on this rank. What a failure opened is closed again."""
+        """Do everything except the writing, on this rank. After a failure nothing stays open."""
         match req:
             case UpdateWeightsFromTensorReq():
                 return self._tensors(req)
@@ -101,12 +101,12 @@ class WeightSources:
                 return self.groups.join(req)
 
     def refused(self, req: StagedReq, error: VerlServerError) -> None:
-        """Some rank could not prepare it. After a fault of a group (no mere refusal) it is lost to all ranks."""
+        """Some rank could not prepare `req`. After a fault (status 500 or more) no rank may use its process group."""
         if isinstance(req, UpdateWeightsFromDistributedReq) and error.status_code >= 500:
             self.groups.lost(req.group_name)
 
     def abandoned(self, req: StagedReq) -> None:
-        """It will not be prepared. What its sender counts on all the same: received broadcasts, counted references."""
+        """`req` will not be prepared: mark its process group as lost, and release references that it counted."""
         if isinstance(req, UpdateWeightsFromDistributedReq):
             self.groups.lost(req.group_name)  # the next receive would get this update's broadcasts
         elif isinstance(req, UpdateWeightsFromTensorReq) and req.serialized_named_tensors:
@@ -127,7 +127,7 @@ class WeightSources:
         return self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
 
     def _parsed(self, req: UpdateWeightsFromTensorReq) -> list[tuple[str, TensorHandle]]:
-        """This rank's entry of SGLang's pickles."""
+        """Handles of this rank's entry in SGLang's pickles."""
         payloads = req.serialized_named_tensors or []
         return parse_payload(payloads[self._rank if len(payloads) > 1 else 0], req.load_format, rank=self._rank)
 
@@ -163,7 +163,7 @@ class WeightSources:
 
 
 def needs_staging(req: StagedReq) -> bool:
-    """Whether there is anything to open, check or wait for. Not for a push by id: all of that was done before."""
+    """True if something must be opened, checked or waited for. A push by id needs nothing: it was prepared before."""
     return not (isinstance(req, UpdateWeightsFromTensorReq) and req.registration is not None and not req.checksums)
 
 

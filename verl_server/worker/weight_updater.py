@@ -80,16 +80,16 @@ class WeightUpdater:
         self._torn_by = ""
         self._released: dict[str, None] = {}
         self._before_sleep: tuple[State, dict[str, None]] | None = None
-        """State and unwritten parameters that a backup brings back."""
+        """State and unwritten parameters that a backup restores."""
 
     def check(self, req: WeightReq) -> None:
-        """Raise what is wrong with `req` itself (rank 0, on arrival). Opens and changes nothing."""
+        """Raise BadRequestError if `req` itself is wrong (rank 0, on arrival). Opens and changes nothing."""
         self._sources.check(req)
 
     def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
         """Carry out a request on every rank; rank 0's reply is the answer. Raises only if a rank is dead.
 
-        `prepared` is what staging left for a staged request; it is let go of here, whatever the result.
+        `prepared` is what staging left for a staged request; it is discarded here, whatever the result.
         """
         try:
             message, payload = self._dispatch(req, prepared)
@@ -192,7 +192,7 @@ class WeightUpdater:
         return update.names
 
     def _copy(self, update: Prepared, req: UpdateReq) -> None:
-        """Raises WeightUpdateError for NaN and infinity alone: after any other error nobody knows what was written."""
+        """Copy on this rank. Raises WeightUpdateError for NaN and infinity only; other errors are faults."""
         try:
             update.commit()
             self._runner.synchronize()
@@ -208,14 +208,14 @@ class WeightUpdater:
         if nonfinite and not req.allow_nonfinite:
             raise WeightUpdateError(
                 f"The update holds NaN or infinity in {len(nonfinite)} of {len(update.names)} tensors: "
-                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were brought "
+                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were pushed "
                 "again. (allow_nonfinite=True serves such weights.)"
             )
         if nonfinite:
             logger.warning("Weights with NaN or infinity are served, as was asked for: %s", _listed(nonfinite))
 
     def _settle(self, transaction: Transaction) -> str:
-        """What the transaction wrote is the new version."""
+        """Make what the transaction wrote the new version; returns the message of the reply."""
         self._unwritten = transaction.still_unwritten() if not transaction.failed else {}
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
@@ -238,7 +238,7 @@ class WeightUpdater:
 
     def _end(self, req: EndWeightUpdateReq) -> Outcome:
         transaction = self._transaction
-        assert transaction is not None, "rank 0 lets nobody end what is not open"
+        assert transaction is not None, "rank 0 refuses to end what is not open"
         if req.discard:
             self._transaction = None
             if not transaction.touched:
@@ -250,7 +250,7 @@ class WeightUpdater:
         if missing:
             raise WeightUpdateError(
                 f"The transaction cannot end: {'a write failed, and ' if transaction.failed else ''}{len(missing)} "
-                f"parameters are missing ({_listed(missing)}). Bring them and end it again, or discard it."
+                f"parameters are missing ({_listed(missing)}). Push them and end it again, or discard it."
             )
         transaction.label = req.weight_version or transaction.label
         self._transaction = None
@@ -265,7 +265,7 @@ class WeightUpdater:
         self._unwritten = dict.fromkeys(self._runner.weight_map.slots)
 
     def _label(self, version: str) -> None:
-        """Default labels count on from the largest number seen, so that none is used twice."""
+        """Set the version. Default labels count on from the largest number seen, so that none is used twice."""
         self.version = version
         if version.isdecimal():
             self._newest_number = max(self._newest_number, int(version))
@@ -294,7 +294,7 @@ class WeightUpdater:
     def _release(self, tags: list[str] | None) -> Outcome:
         present = [tag for tag in MEMORY_TAGS if tag not in self._released]
         for tag in _chosen(tags, present, "released already"):
-            # Marked before it is done: should it fail on a rank, resume puts all ranks in order again.
+            # Marked before it is done: if it fails on one rank, resume repairs all ranks.
             self._released[tag] = None
             self.epoch += 1
             if tag == "weights":
@@ -326,7 +326,7 @@ class WeightUpdater:
         return "Success", None
 
     def _take_or_none(self, take: Callable[[], T], give_back: Callable[[], None]) -> T:
-        """Memory may be short on one rank only: then no rank keeps it."""
+        """Run `take` on all ranks. If memory is short on one of them, no rank keeps it."""
         try:
             return agree(self._tp, take)
         except VerlServerError:

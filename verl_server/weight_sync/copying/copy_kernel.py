@@ -59,7 +59,7 @@ def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps:
 
 
 def kernel_constants(table: Table) -> tuple[Any, ...]:
-    """What `copy_tiles` is compiled for."""
+    """The constants that `copy_tiles` is compiled with."""
     kind = table.kind
     bits = _type(INTEGERS[kind.destination.itemsize])
     return _type(kind.source), _type(kind.destination), kind.vector, table.tile_words, bits, *kind.exponents
@@ -115,7 +115,7 @@ def copy_tiles(
         to_word = (first_row + row) * tl.load(record + 5) + column
         bits = _move(source, destination, from_word, to_word, inside, VECTOR, BITS)
     if EXPONENTS != 0:
-        # A masked store from each thread: a reduction over the program would cost more than the look itself.
+        # Each thread stores by itself: a reduction over the whole program would cost more than the check.
         signs = tl.reduce(((bits & EXPONENTS) + LOWEST) & SIGNS, 1, _or)
         tl.store(seen + index + tl.zeros_like(lane), 1, mask=inside & (signs != 0))
 

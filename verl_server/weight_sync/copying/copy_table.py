@@ -38,14 +38,14 @@ class Rows(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What one launch can copy together. Equal dtypes travel as integers as wide as alignment allows."""
+    """Properties shared by all copies of one launch. Equal dtypes are copied as integers, as wide as possible."""
 
     source: torch.dtype
     destination: torch.dtype
     vector: int
     """Elements in a word."""
     numbers: torch.dtype
-    """What is written, whatever it travels as."""
+    """dtype of the tensors that are written; `destination` may be an integer of their bits."""
 
     @property
     def exponents(self) -> Bits:

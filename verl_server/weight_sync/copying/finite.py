@@ -1,4 +1,4 @@
-"""How a copy sees NaN and infinity in the bits that it moves.
+"""Finds NaN and infinity in the bits that a copy moves.
 
 A floating-point number is NaN or infinity exactly if all bits of its exponent are set. The copies move words that
 hold one or more numbers. In each number of a word, `(word & exponents) + lowest` carries into the sign bit exactly if
@@ -44,12 +44,12 @@ def _repeated(mask: int, nbytes: int, word_bytes: int) -> int:
 
 
 def is_checked(dtype: torch.dtype) -> bool:
-    """Whether numbers of `dtype` can be NaN or infinity, and copies look for them."""
+    """True if numbers of `dtype` can be NaN or infinity, and copies look for them."""
     return dtype in _EXPONENTS
 
 
 def holds_nonfinite(tensor: Tensor) -> bool:
-    """Whether some element is NaN or infinity, for tensors that no kernel looked at. Waits for the device."""
+    """True if some element is NaN or infinity, for tensors that no kernel looked at. Waits for the device."""
     if not is_checked(tensor.dtype) or bool(tensor.sum().isfinite()):
         return False  # a sum passes both on; it may also overflow by itself
     return not bool(tensor.isfinite().all())

@@ -36,9 +36,9 @@ from verl_server.weight_sync.copying.host_copy import HostCopies, Pair
 
 TILE_BYTES = 2**15
 NUM_WARPS = 16
-"""Of a program, which copies one tile (bytes of the wider side). On one H200 tiles of 8 to 64 KiB with 4 to 16 warps
-are within 3% of each other; a persistent grid and `evict_first` took 5 to 10% longer. Over NVLink all are alike, but
-wide tiles with few warps that convert took 10% longer."""
+"""Warps of a program, which copies one tile (TILE_BYTES of the wider side). On one H200 tiles of 8 to 64 KiB with 4 to
+16 warps are within 3% of each other; a persistent grid and `evict_first` took 5 to 10% longer. Over NVLink all are
+alike, but wide tiles with few warps that convert took 10% longer."""
 
 
 class Copies(Protocol):
@@ -71,7 +71,7 @@ class CopyPlan:
     ) -> None:
         """Prepare the copies. On a GPU this waits for the current stream, and may compile (see `compile_kernels`).
 
-        `links[i]` says over which link `sources[i]` is read, for example a number of the GPU that holds it: the
+        `links[i]` is the link over which `sources[i]` is read, for example a number of the GPU that holds it: the
         kernel then reads over all of them at a time. `fused=False` leaves everything to torch. ValueError if the
         pairs do not fit.
         """
@@ -120,8 +120,8 @@ def _checked_pairs(
     links = [0] * len(sources) if links is None else links
     if not len(destinations) == len(sources) == len(links):
         raise ValueError(
-            f"{len(destinations)} destinations for {len(sources)} sources over {len(links)} links: give one of each "
-            "for every copy."
+            f"{len(destinations)} destinations for {len(sources)} sources over {len(links)} links; the numbers "
+            "must be equal."
         )
     for i, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
         if destination.shape != source.shape:
@@ -131,7 +131,7 @@ def _checked_pairs(
 
 
 def _by_device(pairs: Sequence[Pair]) -> dict[torch.device | None, list[int]]:
-    """Which pairs are on which device; None for those between devices (a checkpoint's, say)."""
+    """Indices of pairs by device; None has those between devices (of a checkpoint, for example)."""
     groups: dict[torch.device | None, list[int]] = {}
     for i, (destination, source) in enumerate(pairs):
         device = destination.device if destination.device == source.device else None

@@ -45,9 +45,9 @@ _ROW_BYTES = 64
 _PIECE_ELEMENTS = 32_704
 """torch copies fewer than 32,768 elements in the calling thread, without waking its own."""
 _BATCH_BYTES = 2**19
-"""Of what torch copies in one call before it is looked at: it stays in a core's own cache."""
+"""Bytes that torch copies in one call before they are checked: they stay in a core's own cache."""
 _LAST_CACHE_BYTES = 2**25
-"""Where the system does not tell."""
+"""Assumed where the system does not report it."""
 
 
 class HostCopies:
@@ -109,7 +109,7 @@ CopyRows = Callable[..., bool]
 
 
 class _Block(NamedTuple):
-    """Its arguments but the last."""
+    """Arguments of `copy_rows` except the last."""
 
     to: int
     start: int
@@ -126,7 +126,7 @@ class _Block(NamedTuple):
 
 @functools.cache
 def _compiled_copy() -> CopyRows | None:
-    """None where there is no compiler. The first call loads the library, or compiles it in some seconds."""
+    """The compiled loop; None without a compiler. The first call loads the library, or compiles it in some seconds."""
     try:
         copy_rows = load_library().copy_rows
     except KernelsUnavailableError as error:

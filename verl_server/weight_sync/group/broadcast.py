@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class GroupMember(Protocol):
-    """What is asked of an engine here, by keyword; each call returns when its server has done its part, or raises."""
+    """The calls of an engine that this module uses. Each returns when the server has done its part, or raises."""
 
     def init_weights_update_group(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -162,7 +162,7 @@ def broadcast_weights(
 def _send(
     group: BroadcastGroup, named_tensors: list[tuple[str, Tensor]], *, flattened: bool, options: dict[str, Any]
 ) -> list[Any]:
-    """One update call to every engine, and the broadcast that it waits for."""
+    """Call one update on every engine, and broadcast the tensors that it waits for."""
     group.check_open()
     names = [name for name, _ in named_tensors]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors]

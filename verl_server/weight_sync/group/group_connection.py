@@ -1,4 +1,4 @@
-"""How a process becomes a member of a weight-update group, on either side, and how it learns that the trainer died.
+"""Joins a weight-update group, on either side, and notices when the trainer dies.
 
 `process_group` (the servers' side) and `broadcast` (the trainer's) build on this.
 """
@@ -30,7 +30,7 @@ _NCCL_SETTINGS = {
 
 
 class Meeting(Protocol):
-    """Where and as whom to join: the fields of `InitWeightsUpdateGroupReq`."""
+    """Address of the group and rank in it: the fields of `InitWeightsUpdateGroupReq`."""
 
     master_address: str
     master_port: int
@@ -106,9 +106,9 @@ class Lifeline:
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(0.02)  # nothing tells when a port of another host will be open
+                time.sleep(0.02)  # there is no event for a port of another host that opens
         line.settimeout(None)
-        # A host that lost its power says nothing: ask after 10 s of silence, every 5 s, three times.
+        # A host that lost its power sends nothing: probe it after 10 s of silence, every 5 s, three times.
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -44,7 +44,7 @@ _ALIGNMENT = 256
 
 
 class Member(Protocol):
-    """What a `WeightGroup` needs of this rank's end of the group."""
+    """This rank's end of a group, as `WeightGroup` uses it."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """A buffer of bytes to receive into."""
@@ -269,7 +269,9 @@ def _windows(
     if load_format not in (None, "auto", "flattened_bucket"):
         raise BadRequestError(f"load_format={load_format!r} is not supported; unset it or use 'flattened_bucket'.")
     if not len(names) == len(dtypes) == len(shapes) or not names:
-        raise BadRequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: give one each.")
+        raise BadRequestError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: there must be as many of each."
+        )
     flattened = load_format == "flattened_bucket"
     everything, windows = Window(flattened), [Window(flattened)]
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):

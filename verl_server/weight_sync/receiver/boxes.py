@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dimension of the full tensor."""
 
 _MOST_CELLS = 1 << 22
-"""Of the grid that all borders of a tensor's shards cut it into. n shards of a mesh make n cells."""
+"""Most cells of the grid into which the borders of all shards cut a tensor. n shards of a mesh make n cells."""
 
 
 def box_at(offset: Sequence[int], shape: Sequence[int]) -> Box:
@@ -26,7 +26,7 @@ def box_at(offset: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def indexed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """What `tensor[index]` is of a tensor of this shape."""
+    """The box of a tensor of this shape that `tensor[index]` selects."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -35,7 +35,7 @@ def volume(box: Box) -> int:
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """None if they share nothing."""
+    """The box that both contain; None if they share nothing."""
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -68,12 +68,12 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     if not taken.all():
         raise WeightUpdateError(
             f"no shard covers {spoken(_first_gap(taken, cuts))} of {list(shape)}. Every rank that holds a part of "
-            "the tensor must bring it."
+            "the tensor must push it."
         )
 
 
 def spoken(box: Box) -> str:
-    """As it would be written in an index, e.g. [0:4, 8:16]."""
+    """The box as text, written like an index: [0:4, 8:16]."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 

@@ -1,6 +1,6 @@
 """A folder of safetensors as a source of weights: read, not mapped, and only what this rank needs.
 
-The stager opens a `Checkpoint`, gives its `tensors` to the receiver's `plan` like any full tensors, and then calls
+The stager opens a `Checkpoint`, passes its `tensors` to the receiver's `plan` like any full tensors, and then calls
 `read` with the plan's sources: exactly those bytes are read from the files, while generation goes on. The commit
 copies from memory and waits for no disk.
 
@@ -58,11 +58,11 @@ class _File:
     path: Path
     fd: int
     identity: tuple[int, ...]
-    """What changes when somebody writes to the file or replaces it."""
+    """Changes when the file is written or replaced."""
     start: int
-    """Where its data begins in the mapping."""
+    """Byte offset of the file's data in the mapping."""
     data_offset: int
-    """Where its data begins in the file."""
+    """Byte offset of the data in the file."""
     nbytes: int
 
 
@@ -70,7 +70,7 @@ class Checkpoint:
     """An open checkpoint. `tensors` may be shaped, sliced and planned with, but hold zeros until they were `read`."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open all files and check their headers. BadRequestError says what is wrong with which file."""
+        """Open all files and check their headers. Raises BadRequestError, which names the file and the fault."""
         self.tensors: list[tuple[str, Tensor]] = []
         """Full tensors in the order of the files."""
         self._files: list[_File] = []

@@ -15,7 +15,7 @@ from verl_server.models.loader import WeightMap
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LISTED, _LONGEST = 8, 200
-"""How many names an error lists, and how much of each: they came over the wire."""
+"""Names that an error lists, and characters of each: names come over the wire and may be long."""
 
 
 class ModelNames:

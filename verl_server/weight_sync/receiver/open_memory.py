@@ -26,7 +26,7 @@ from verl_server.weight_sync.shm_file import read_shm_file
 
 FLOATING = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ARENA_NAME = "/memfd:verl-"
-"""What /proc shows of an `Arena`'s memfd, before the arena's id."""
+"""Start of an `Arena`'s file name in /proc; the arena's id follows."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ, Linux 5.14."""
 _IPC_HANDLE = 64
@@ -72,7 +72,7 @@ class OpenAllocations:
             return region
 
     def hold(self) -> HeldMemory:
-        """To be filled by reading; see there."""
+        """An empty `HeldMemory`, which opens regions as they are read."""
         return HeldMemory(self)
 
     def view(self, name: str, handle: TensorHandle) -> Tensor:
@@ -134,7 +134,7 @@ class HeldMemory:
 
 
 def check_view(handle: TensorHandle) -> torch.dtype:
-    """A view must lie inside its allocation, whoever says otherwise. Returns its dtype."""
+    """Raise WeightUpdateError unless the view lies inside its allocation. Returns its dtype."""
     dtype = FLOATING.get(handle.dtype)
     if dtype is None:
         raise WeightUpdateError(
@@ -220,7 +220,7 @@ def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
 
 
 def _seals(fd: int, status: os.stat_result) -> int | None:
-    """None for what is not shared memory (a memfd, or a file in /dev/shm)."""
+    """The seals of a memfd or of a file in /dev/shm; None for any other file."""
     try:
         return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(status.st_mode) else None
     except OSError:
@@ -236,9 +236,9 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
         raise WeightUpdateError("This server runs on the CPU and cannot read GPU memory. Push CPU tensors.")
     _check_handle(allocation)
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    # A pickle of torch's brings a counter of importers, which closing decrements; our sender's needs none.
+    # A pickle of torch names a counter of importers, which closing decrements. Our sender needs none.
     counter = allocation.ref_counter_handle or b"/verl_no_counter"
-    with torch.cuda.device(device):  # this thread's current device may be another
+    with torch.cuda.device(device):  # the current device of this thread may be another
         try:
             storage = torch.UntypedStorage._new_shared_cuda(  # type: ignore[no-untyped-call]
                 torch.cuda.current_device(),
@@ -269,7 +269,7 @@ def _open_cuda(allocation: Allocation, device: torch.device) -> Tensor:
 
 
 def _check_handle(allocation: Allocation) -> None:
-    """Of what torch exports only cudaMalloc's own handles: it parses the others without a check, and may die of it."""
+    """Accept only handles of cudaMalloc's memory: torch parses other kinds without a check, and may crash on them."""
     handle = allocation.handle
     if len(handle) >= 2 and len(handle) != _IPC_HANDLE and handle[1:2] == b"e":
         raise WeightUpdateError(

@@ -1,4 +1,4 @@
-"""`UpdatePlan`: from sources to copies into this rank's parameters.
+"""`UpdatePlan`: turns sources into copies to this rank's parameters.
 
 Made by the `WeightReceiver` off the loop; `commit` is all that the loop does. Every slot of the `WeightMap` is
 filled from the parts that share something with it, so trainer and server may cut the tensors differently.
@@ -33,13 +33,13 @@ class UpdatePlan:
     """Parameters that it replaces, by their names in the `WeightMap`."""
     destinations: list[Tensor]
     sources: list[Tensor]
-    """What this rank writes and reads, view by view; empty once closed."""
+    """Views that this rank writes and reads, in pairs; empty once closed."""
     nbytes: int
     """Bytes that this rank writes."""
     missing: list[str]
     """Parameters of the model that it does not replace."""
     changes_under_its_names: str
-    """Why it must not be kept for later pushes; empty if it may."""
+    """The reasons why this plan cannot be kept for later pushes; empty if it can."""
     is_registered: bool = False
     """Later pushes may name it by its id: it outlives this one."""
 
@@ -74,7 +74,7 @@ class UpdatePlan:
 
     @property
     def covers_all(self) -> bool:
-        """Whether it replaces every parameter."""
+        """True if it replaces every parameter."""
         return not self.missing
 
     @property
@@ -96,13 +96,13 @@ class UpdatePlan:
         """
         unknown = [name for name in checksums if name not in self._given]
         if unknown:
-            raise WeightUpdateError(f"There are checksums for {listed(unknown)}, which the update does not bring.")
+            raise WeightUpdateError(f"There are checksums for {listed(unknown)}, which the update does not contain.")
         found = tensor_checksums(self._given[name].whole() for name in checksums)
         wrong = [name for name, own in zip(checksums, found, strict=True) if own != checksums[name].lower()]
         if wrong:
             raise WeightUpdateError(
-                f"The checksum of {listed(wrong)} is not what the trainer said: its memory was written, or read "
-                "wrongly, since it took the checksum."
+                f"The checksum of {listed(wrong)} differs from the trainer's: its memory was written after the "
+                "trainer computed the checksum, or it was read wrongly."
             )
 
     def ready(self) -> None:
@@ -152,7 +152,7 @@ class UpdatePlan:
 
 
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
-    """Sources by slot, and why they may not be so next time (empty: they will).
+    """Source of each slot, and the reasons why the plan cannot be kept for later pushes (empty if it can).
 
     A tied head may come besides the embedding if it is equal, or alone, then it is the embedding.
     """

@@ -88,9 +88,9 @@ class Registrations:
         watch.start()
 
     def _owner_ended(self, pid: int) -> None:
-        """Forget what it owned. Otherwise a model's worth of its memory would stay until the next update.
+        """Forget the plans that read its memory. Otherwise the memory would stay mapped until the next update.
 
-        Plans are dropped, not closed: one that the loop is about to commit still brings exactly the new weights.
+        Plans are dropped, not closed: one that the loop is about to commit still writes exactly the new weights.
         """
         with self._lock:
             del self._watched[pid]

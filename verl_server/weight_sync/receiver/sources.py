@@ -21,10 +21,10 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 1 << 24
 """Elements that are compared at once: on a GPU the result takes a byte for each."""
 _SPOKEN_DIMENSIONS = 16
-"""Longer shapes come from nobody's model and are not repeated in errors."""
+"""No model has longer shapes; errors do not repeat them."""
 
 Choose = Callable[[Sequence[Allocation]], int]
-"""Which of several copies of one box to read."""
+"""Chooses which of several copies of one box to read; returns its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def device_uuid(self) -> str:
-        """Of the GPU that holds it, in whatever process; empty for host memory and for tensors of this process."""
+        """UUID of the GPU that holds another process's data; empty for host memory and tensors of this process."""
         return self.data.allocation.device_uuid if isinstance(self.data, TensorHandle) else ""
 
 
@@ -45,7 +45,7 @@ class Source:
     """A full tensor: disjoint parts that cover it."""
 
     name: str
-    """As the trainer calls it."""
+    """The trainer's name for the tensor."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: list[Part]
@@ -67,7 +67,7 @@ class Source:
         return full
 
     def is_same_memory(self, other: Source) -> bool:
-        """Whether both are one tensor under two names, now and for ever."""
+        """True if both are the same memory under two names, so that they stay equal."""
         return (
             (self.dtype, self.shape) == (other.dtype, other.shape)
             and len(self.parts) == len(other.parts)
@@ -75,7 +75,7 @@ class Source:
         )
 
     def has_same_values(self, other: Source) -> bool:
-        """Whether all elements are equal, bit for bit, now."""
+        """True if all elements are equal, bit for bit, now."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         bits = _BITS[self.dtype.itemsize]

@@ -1,4 +1,4 @@
-"""The server's side: named sources in, checked plans out, which replace weights in place.
+"""The server's side of a push: turns named sources into checked plans, which replace weights in place.
 
 Held by each rank's `WeightSources`. The stager thread calls `stage`, `stage_named`, `plan` and `register`: they open
 the trainers' memory and check everything that can be checked (names, shapes, dtypes, bounds, coverage) without
@@ -26,7 +26,7 @@ from verl_server.weight_sync.sglang.payloads import give_back
 logger = logging.getLogger(__name__)
 
 REGISTRATIONS = 16
-"""How many are kept; more than one trainer's sets of tensors, few enough to bound what stays mapped."""
+"""Registrations that are kept: enough for the sets of tensors of one trainer, few enough to bound mapped memory."""
 
 
 class WeightReceiver:
@@ -85,7 +85,7 @@ class WeightReceiver:
                 for known, (name, value) in zip(names, named_tensors, strict=True)
                 if known is not None
             ]
-        finally:  # opening a pickled handle gives its reference back; so must not opening it
+        finally:  # opening a pickled handle releases its reference; release those that are not opened
             pickled = {value.allocation: None for _, value in named_tensors if isinstance(value, TensorHandle)}
             give_back(allocation for allocation in pickled if allocation not in memory)
         plan = UpdatePlan(self._map, sources, memory, fused=self._fused)
@@ -93,7 +93,7 @@ class WeightReceiver:
         return plan
 
     def compared(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Those of full tensors whose values `plan` looks at: a tied head that comes beside the embedding, and it."""
+        """The full tensors whose values `plan` compares: an embedding, and a tied head that comes beside it."""
         names = self._names.settle([name for name, _ in named_tensors])
         given = {known: tensor for known, (_, tensor) in zip(names, named_tensors, strict=True) if known is not None}
         pairs = [(alias, slot) for alias, slot in self._map.aliases.items() if alias in given and slot in given]
@@ -160,24 +160,24 @@ class WeightReceiver:
         if len(value.values) not in (1, self._size):
             raise WeightUpdateError(
                 f"'{name}' has {len(value.values)} values, but this server has {self._size} tensor-parallel rank(s): "
-                "give one value for all, or one for each."
+                "it must have one value for all, or one for each."
             )
         return value.get(self._rank)
 
     def _nearest(self, copies: Sequence[Allocation]) -> int:
-        """A copy on this rank's own GPU, else one that other ranks do not read too, as far as there are enough."""
+        """Index of a copy on this rank's own GPU, else of one that as few other ranks as possible read."""
         for i, allocation in enumerate(copies):
             if self._gpu and _plain_uuid(allocation.device_uuid) == self._gpu:
                 return i
         return self._rank % len(copies)
 
     def _warn(self, message: str) -> None:
-        """Once in a row: the same would be said at every push."""
+        """Log a warning unless it repeats the last one, which every push would do."""
         if message != self._warned:
             self._warned = message
             logger.warning(message)
 
 
 def _plain_uuid(uuid: str) -> str:
-    """Drivers and tools write it with and without this prefix."""
+    """The UUID without the prefix that only some drivers and tools write."""
     return uuid.removeprefix("GPU-")

@@ -1,7 +1,7 @@
 """SGLang's older wire formats: pickled handles, parsed into our own without unpickling anything.
 
 The stager of each tensor-parallel rank calls `parse_payload` with its entry of `serialized_named_tensors` and
-gives the result to the receiver like any other handles. Three formats:
+passes the result to the receiver like any other handles. Three formats:
 
     load_format None     [(name, tensor), ...], or (name, LocalSerializedTensor(values=[pickle of rank 0, ...]))
     "flattened_bucket"   {"flattened_tensor": 1-D tensor, "metadata": [FlattenedTensorMetadata, ...]}; the indices
@@ -51,7 +51,7 @@ def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) 
     """(name, handle) of each tensor in `data`: a pickle, plain or in base64, once or twice.
 
     `rank` is this server rank, which chooses from a LocalSerializedTensor. Each handle has an allocation of its
-    own: every pickled tensor carries a reference count, which whoever opens it gives back once.
+    own: every pickled tensor carries a reference count, which its reader decrements once.
     Raises BadRequestError, naming a refused global or opcode and its position.
     """
     if load_format == "direct":
@@ -71,7 +71,7 @@ def give_back(allocations: Iterable[Allocation]) -> None:
     """Count the references down that came with allocations which will not be opened (the update was refused).
 
     Whoever opens one gives its reference back by that. One that is neither opened nor given back keeps its memory
-    in the sender until the sender exits. What cannot be given back any more is left.
+    in the sender until the sender exits. A reference that cannot be released any more is left.
     """
     for allocation in allocations:
         with contextlib.suppress(WeightUpdateError, OSError, RuntimeError, AttributeError, NotImplementedError):

@@ -1,6 +1,6 @@
 """Reads a pickle as data: opcodes in, plain values out, and nothing is imported, looked up or called by name.
 
-`legacy` gives it the bytes of SGLang's wire formats and a table of the globals that may occur in them. What the
+`payloads` passes it the bytes of SGLang's wire formats and a table of the globals that may occur in them. What the
 table holds for a name is a value of ours: a `Function` that builds one of our own values, a `RecordClass`, or any
 constant. A name that is not in the table, or an opcode that those formats do not use, ends the reading with its
 position. The work is bounded by the length of the pickle: each opcode does a constant amount, besides copying
@@ -19,7 +19,7 @@ from verl_server.errors import BadRequestError
 MAX_OPCODES = 4_000_000
 """About 60,000 tensors; more would only keep the reader busy."""
 _MAX_FIELDS = 64
-"""Of a record's state, which would be copied as often as the pickle names it."""
+"""Bound for the entries of a record's state, which is copied each time that the pickle names it."""
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LITERALS = {
@@ -175,7 +175,7 @@ class _Machine:
         return self._known[key]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """How protocol 2 writes bytes. A memoized text could be encoded again and again: no more than came in."""
+        """Bytes as protocol 2 writes them. A memoized text could be encoded again and again: the total is bounded."""
         if not isinstance(text, str) or encoding != "latin1":
             raise ValueError("_codecs.encode is for bytes written as latin1 text")
         self._encoded += len(text)

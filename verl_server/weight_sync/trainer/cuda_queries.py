@@ -29,7 +29,7 @@ def allocation_id(address: int) -> int:
 
 
 def device_frees(devices: Iterable[torch.device]) -> tuple[int, ...]:
-    """How often torch's allocator has given memory of these devices back to the driver; empty if it does not count.
+    """Number of times that torch's allocator returned memory of each device to the driver; empty if it does not count.
 
     While this stays the same, whatever the allocator held lies where it lay: no need to ask for `allocation_id`s.
     """

@@ -1,4 +1,4 @@
-"""From tensors and the regions of their storages to a `WeightsDescription`: shapes, boxes, strides, offsets.
+"""Turns tensors and the regions of their storages into a `WeightsDescription`: shapes, parts, strides, offsets.
 
 Called by `sender` when a set of tensors is new or has moved. Whether memory moved, and how it is made readable,
 is decided elsewhere.
@@ -41,7 +41,7 @@ def _inner(name: str, value: Any) -> torch.Tensor:
 
 
 def describe_memory(tensors: list[Pushed], regions: dict[int, Region]) -> WeightsDescription:
-    """What `tensors` are and where they lie, by the region of each storage (`_cdata`). Its id is a new one.
+    """A description of `tensors`, under a new id. `regions` has the region of each storage by its `_cdata`.
 
     Raises BadRequestError for what has no memory, does not fit its declared box, or comes twice.
     """

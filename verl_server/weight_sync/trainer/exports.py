@@ -42,20 +42,20 @@ class Region:
     nbytes: int
     allocation: Allocation
     offset: int = 0
-    """Of the storage inside the allocation, in bytes."""
+    """Byte offset of the storage inside the allocation."""
     staging: torch.UntypedStorage | None = None
     """A copy that is refreshed at every push, for a storage that cannot be shared."""
     memory_is_alive: Callable[[], object] | None = None
-    """CPU: None or a falsy result says that the memory which was described is gone, whatever lies there now."""
+    """CPU: a falsy result means that the described memory is gone, whatever lies at its address now."""
     allocation_id: int = 0
     """CUDA: the driver's number of this allocation, unique in the process's life; 0 if not known."""
 
     def is_there(self) -> bool:
-        """Whether the memory that was described is still what lies at its address (on CUDA see `is_allocated`)."""
+        """True if the memory that was described is still what lies at its address (on CUDA see `is_allocated`)."""
         return self.memory_is_alive is None or self.memory_is_alive() is not None
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage still lies in the memory that was described."""
+        """True if the storage still lies in the memory that was described."""
         there = self.data_ptr == storage.data_ptr() and self.nbytes == storage.nbytes()
         return there and self.is_there() and self.is_allocated()
 
@@ -63,12 +63,12 @@ class Region:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
     def is_allocated(self) -> bool:
-        """Whether CUDA memory is in the allocation that was described; regions with one `allocation_id` agree."""
+        """True if CUDA memory is in the allocation that was described; regions with one `allocation_id` agree."""
         return not self.allocation_id or allocation_id(self.data_ptr) == self.allocation_id
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether a change of this memory would be noticed, so that a server may keep it open between pushes."""
+        """True if a change of this memory would be noticed, so that a server may keep it open between pushes."""
         return self.allocation.kind != "cuda" or self.allocation_id != 0
 
     def refresh(self, storage: torch.UntypedStorage) -> None:
@@ -194,7 +194,7 @@ def _describe_cuda(storage: torch.UntypedStorage) -> Allocation:
 
 
 def _foreign_memory(storages: list[torch.UntypedStorage]) -> set[int]:
-    """Those on CPU whose memory must stay where it is: page-locked, or allocated by others than torch.
+    """`_cdata` of the CPU storages whose memory must stay in place: page-locked, or not allocated by torch.
 
     The private mapping of a checkpoint file does not count as foreign: a model fresh from `from_pretrained`
     lies in such mappings, and nobody else holds the address.

@@ -89,7 +89,7 @@ class LayoutGuard:
         self._guard: Any = TensorGuards(*memories, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def is_same(self, tensors: list[Pushed]) -> bool:
-        """Whether these are the same tensors, at the same addresses, read in the same way.
+        """True if these are the same tensors, at the same addresses, read in the same way.
 
         False may also mean that the guard cannot say: then compare layouts.
         """

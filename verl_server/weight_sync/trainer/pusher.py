@@ -28,7 +28,7 @@ from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 Origin = nn.Module | Named | Callable[[], Named]
-"""Whose parameters are pushed: a module, these very tensors, or what a function gives at each push."""
+"""Where pushed tensors come from: a module's parameters, these very tensors, or a function called at each push."""
 
 Send = Callable[["Push"], Any]
 """Sends one request; runs on the first rank only."""
@@ -39,7 +39,7 @@ class Ranks(Protocol):
 
     rank: int
     size: int
-    """Of this engine's ranks."""
+    """Number of this engine's ranks."""
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]: ...
 
@@ -65,7 +65,7 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Push:
-    """What the first rank sends."""
+    """The request of one push, which the first rank sends."""
 
     terms: PushTerms | None = None
     describe: Callable[[], WeightsDescription] | None = None
@@ -82,13 +82,13 @@ class Push:
 
 
 class _Part(msgspec.Struct, array_like=True):
-    """What a rank brings to the meeting."""
+    """One rank's share of a push, which the ranks exchange."""
 
     id: str = ""
     names_id: str = ""
     can_be_kept: bool = True
     description: WeightsDescription | None = None
-    """None if the first rank has it already."""
+    """None if the first rank has this description already."""
     handles: list[tuple[str, LocalSerializedTensor]] | None = None
 
 
@@ -111,7 +111,7 @@ class WeightPusher:
 
     @property
     def has_source(self) -> bool:
-        """Whether weights are registered, so that `push` has something to send."""
+        """True if weights are registered, so that `push` has something to send."""
         return self._source is not None
 
     def update(self, named_tensors: Named, mapping: Mapping | None, send: Send) -> Any:
@@ -205,7 +205,7 @@ class WeightPusher:
         return _Part(id, names_id, described.can_be_kept, None if known else described.description)
 
     def _description(self, parts: list[_Part]) -> Callable[[], WeightsDescription]:
-        """What the ranks own together, merged when it is asked for. Runs on the first rank."""
+        """Returns a function that merges the descriptions of all ranks. Runs on the first rank."""
         self._peers |= {rank: part.description for rank, part in enumerate(parts) if part.description is not None}
         known = [self._peers.get(rank) for rank in range(len(parts))]
         own = self._ranks.own(list(range(len(parts))))
@@ -258,7 +258,7 @@ def _checked(named: Named) -> list[tuple[str, Any]]:
     for pair in pairs:
         if not _is_pair(pair):
             raise BadRequestError(
-                f"named_tensors must give (name, tensor) pairs, not {type(pair).__name__}: pass "
+                f"named_tensors must yield (name, tensor) pairs, not {type(pair).__name__}: pass "
                 "model.named_parameters() or model.state_dict().items()."
             )
     return pairs
@@ -269,7 +269,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _handles(tensors: list[tuple[str, Any]], ranks: Ranks) -> list[tuple[str, LocalSerializedTensor]]:
-    """Handles for all of them, in order; of those that have a value for each rank, this rank's."""
+    """Handles of all tensors in order. Where a handle has one value for each rank, this rank's value."""
     described = iter(describe_tensors([(n, t) for n, t in tensors if not isinstance(t, LocalSerializedTensor)]))
     handles = [(n, t) if isinstance(t, LocalSerializedTensor) else next(described) for n, t in tensors]
     if ranks.size == 1:
@@ -278,7 +278,7 @@ def _handles(tensors: list[tuple[str, Any]], ranks: Ranks) -> list[tuple[str, Lo
 
 
 def _combined(parts: list[_Part]) -> list[tuple[str, LocalSerializedTensor]]:
-    """One value for each rank, which server ranks read by their number."""
+    """Handles with one value for each trainer rank; server rank i reads value i."""
     first = parts[0].handles or []
     if len(parts) == 1:
         return first
@@ -296,7 +296,7 @@ def _spread(value: LocalSerializedTensor, count: int) -> LocalSerializedTensor:
 
 
 def _check_same(first: list[str], other: list[str] | None, rank: int) -> None:
-    """Handles go by position in the ranks' lists: all must bring the same names in the same order."""
+    """Raise BadRequestError unless both ranks push the same names in one order: position matches handles."""
     if first == other:
         return
     if other is None or not first:

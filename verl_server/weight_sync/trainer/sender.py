@@ -2,7 +2,7 @@
 
 Held by `pusher` for each engine. A push of the same tensors costs a comparison of pointers; what moved, grew or
 was replaced is seen and described anew under another id. `exports` makes the memory readable for others, `shards`
-says which part of a full tensor it is. Whoever pushes keeps the tensors alive, and does not write to them, until
+finds which parts of full tensors are here. The caller keeps the tensors alive, and does not write to them, until
 the update was answered.
 """
 
@@ -41,7 +41,7 @@ _MOVES_BEFORE_WARNING = 3
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of one set of tensors, as long as they stay where they are."""
+    """The description of one set of tensors, valid while they stay where they are."""
 
     description: WeightsDescription
     names_id: str
@@ -49,10 +49,10 @@ class Described:
     tensors: list[Pushed]
     """Refer to the memory, for the time of a push."""
     can_be_kept: bool
-    """Whether a server may keep this memory open: changes of all of it would be noticed."""
+    """True if a server may keep this memory open: changes of all of it would be noticed."""
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """What the tensors lie in, as strong references."""
+        """Strong references to the storages of the tensors."""
         return list(_storages(self.tensors).values())
 
 
@@ -70,15 +70,15 @@ class _Known:
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.is_copied = any(region.staging is not None for region in regions.values())
         self.moves = 0
-        """How often in a row the set was found elsewhere."""
+        """Number of pushes in a row that found the set in other memory."""
         self._guard: LayoutGuard | None = None
         self._memories_alive = [r.memory_is_alive for r in regions.values() if r.memory_is_alive is not None]
         self._segments = {region.allocation_id: region for region in regions.values() if region.allocation_id}
         self._frees: tuple[int, ...] = ()
-        """What `device_frees` said before the segments were last looked at, one by one."""
+        """Result of `device_frees` before the segments were last checked one by one."""
 
     def is_current(self, tensors: list[Pushed]) -> bool:
-        """Whether every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
+        """True if every tensor lies where it was described. (Equal layouts are of the same, living storages.)"""
         if self._guard is not None and self._guard.is_same(tensors):
             return self._memory_is_there()
         self._guard = None
@@ -95,11 +95,11 @@ class _Known:
             self._guard = LayoutGuard(tensors, self.layout)
 
     def _memory_is_there(self) -> bool:
-        """Whether what was described is still what lies there."""
+        """True if the described memory is still there."""
         return all(alive() is not None for alive in self._memories_alive) and self._segments_are_there()
 
     def _segments_are_there(self) -> bool:
-        """Whether no CUDA memory was given back to the driver, and other memory got its address."""
+        """False if CUDA memory was returned to the driver, so that other memory may have its address."""
         if not self._segments:
             return True
         frees = device_frees(self.devices)
@@ -110,7 +110,7 @@ class _Known:
         return there
 
     def is_dead(self) -> bool:
-        """Whether a tensor of the set was freed, so that it can never be found there again."""
+        """True if a tensor of the set was freed, so that it can never be found there again."""
         return any(region.is_freed() for region in self.regions.values())
 
 
@@ -164,7 +164,7 @@ class WeightSender:
 
 
 def _storages(tensors: list[Pushed]) -> dict[int, torch.UntypedStorage]:
-    """What the tensors lie in, by `_cdata`."""
+    """Storages of the tensors by their `_cdata`."""
     found = {}
     for name, value in tensors:
         storage = readable_memory(name, value).untyped_storage()
@@ -242,7 +242,7 @@ def _whole(name: str, tensor: Any) -> Any:
 
 
 def is_whole(tensor: DTensor) -> bool:
-    """Whether this rank holds all of it."""
+    """True if this rank holds all of it."""
     return tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements)
 
 

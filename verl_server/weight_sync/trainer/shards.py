@@ -1,4 +1,4 @@
-"""Which part of a full tensor lies in this rank's memory: boxes, found without any collective.
+"""Finds the parts of a full tensor that lie in this rank's memory, without any collective.
 
 Called by `sender` for everything that is pushed. A `DTensor` knows its mesh and placements, from which each
 rank computes alone where its local tensor belongs; a `TensorShard` says so itself; a plain tensor is whole.
@@ -30,9 +30,9 @@ class TensorShard:
 
     tensor: torch.Tensor
     shape: Sequence[int]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     offset: Sequence[int]
-    """Where the box starts in the full tensor."""
+    """Start of the box in the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class LocalPart:
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    """In the full tensor."""
+    """Start in the full tensor."""
     local_offset: tuple[int, ...]
-    """In the local tensor."""
+    """Start in the local tensor."""
 
 
 def parts_of(name: str, value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], list[LocalPart]]:
@@ -126,7 +126,7 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
 
 
 def _products(dims: list[list[Interval]]) -> list[LocalPart]:
-    """One box for each combination of intervals; none where a dimension is empty."""
+    """One part for each combination of intervals; none if a dimension is empty."""
     placed: list[list[tuple[int, int, int]]] = []
     for intervals in dims:
         local = itertools.accumulate((stop - start for start, stop in intervals), initial=0)
@@ -148,7 +148,9 @@ def _extent(boxes: list[LocalPart]) -> tuple[int, ...]:
 def _declared(name: str, value: TensorShard) -> list[LocalPart]:
     tensor, shape, offset = value.tensor, tuple(value.shape), tuple(value.offset)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        raise BadRequestError(f"The TensorShard of '{name}' holds a {type(tensor).__name__}; give a plain tensor.")
+        raise BadRequestError(
+            f"The TensorShard of '{name}' holds a {type(tensor).__name__}; it must hold a plain tensor."
+        )
     box = tuple(tensor.shape)
     fits = len(shape) == len(offset) == len(box) and all(
         start >= 0 and start + size <= full for start, size, full in zip(offset, box, shape, strict=True)
