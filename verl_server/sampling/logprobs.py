@@ -98,7 +98,7 @@ class PromptCandidates:
 
     def read(self) -> PromptLogprobs:
         """The log-probabilities of all chunks. Call it after the last step is done."""
-        requested = None
+        requested: list[TokenLogprobs | None] | None = None
         if self._requested is not None:
             requested = [c for chunk in self._requested_candidates for c in chunk.read()]
         return PromptLogprobs(
