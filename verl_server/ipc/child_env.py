@@ -33,7 +33,7 @@ def clean_child_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
     # (measured: 400 tokens/s instead of 4,000 beside two busy processes; no loss on idle cores).
     kept.setdefault("GOMP_SPINCOUNT", "1000")
     # glibc's copies bypass the caches only for blocks larger than a share of the last-level cache, which is 100 MB and
-    # more on large processors. But copied weights are too large to stay in the cache. With a threshold of 4 MB, a weight
-    # copy takes two thirds of the time.
+    # more on large processors. But copied weights are too large to stay in the cache. With a threshold of 4 MB, a
+    # weight copy takes two thirds of the time.
     kept.setdefault("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x400000")
     return kept
