@@ -9,9 +9,9 @@ The model has random weights in the shape of a Qwen3, and the requests are those
 measurements of the peers, the prefix cache is off, and log-probabilities are off except for `tiny`, whose peer returned
 them; both have a switch. Each run is reported, and the last run is the figure, so `--runs 2` reports a warm second run.
 
-`limit` is the rate that the ceilings of this machine allow. They are measured in the same run with one matrix product
-and one copy: prefill takes the time of its arithmetic, decode the larger of the times of its arithmetic and of its
-memory traffic (weights once a step, keys and values once a token), and nothing else takes any time.
+`limit` is the rate that the ceilings of this machine allow, which one matrix product and one copy measure in the same
+run. It assumes that prefill takes the time of its arithmetic. Decode takes the larger of two times: that of its
+arithmetic, and that of its memory traffic (weights once a step, keys and values once a token).
 """
 
 from __future__ import annotations

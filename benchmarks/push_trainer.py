@@ -137,7 +137,7 @@ class _Rank:
         mesh = init_device_mesh("cpu", (job.engines, job.ranks // job.engines), mesh_dim_names=("dp", "tp"))
         with VerlEngine(mesh, launch_server=True, read_all_ranks=True, **job.settings) as engine:
             self._until_graphs_are_captured(engine)
-            engine.weights_checker()  # for the same reason, after the captures, which empty the allocator's cache
+            engine.weights_checker()  # allocates device memory; here, because the captures empty the allocator's cache
             untouched = device_used_bytes(self._device)
             ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
             if self._rank == 0:

@@ -32,8 +32,8 @@ def clean_child_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
     # same cores, they spin on the very core that the slowest thread needs, and a step takes 20 times as long
     # (measured: 400 tokens/s instead of 4,000 beside two busy processes; no loss on idle cores).
     kept.setdefault("GOMP_SPINCOUNT", "1000")
-    # glibc bypasses the caches only for blocks larger than a share of the last-level cache, which is 100 MB and more on
-    # large processors. Weights never stay in the cache: bypassing it from 4 MB on, a weight copy takes two thirds of
-    # the time.
+    # glibc's copies bypass the caches only for blocks larger than a share of the last-level cache, which is 100 MB and
+    # more on large processors. But copied weights are too large to stay in the cache. With a threshold of 4 MB, a
+    # weight copy takes two thirds of the time.
     kept.setdefault("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x400000")
     return kept

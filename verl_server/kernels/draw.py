@@ -112,5 +112,5 @@ def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def _bits(keys: W, counters: W) -> W:
-    """52 random bits. (bits + 0.5) * 2^-52 is exact in fp64, and half a step away from 0 and from 1."""
+    """52 random bits. The uniform number (bits + 0.5) * 2^-52 is exact in fp64, and is neither 0 nor 1."""
     return (mix(keys + counters * GOLDEN) >> 12) & (2**52 - 1)

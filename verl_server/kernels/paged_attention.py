@@ -37,8 +37,8 @@ class DecodeConfig:
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int) -> DecodeConfig:
-        """Blocks of at most 16 KiB of keys, so that three programs fit into a multiprocessor. Of blocks of 16 KiB one
-        is loaded ahead, of smaller ones two."""
+        """Blocks of at most 16 KiB of keys, so that three programs fit into a multiprocessor. One block is loaded ahead
+        if blocks have 16 KiB, and two if they are smaller."""
         row = triton.next_power_of_2(head_dim) * itemsize
         block = max(16, min(64, 16384 // row))
         return cls(block, warps=4, stages=2 if block * row >= 16384 else 3, programs_per_sm=3)

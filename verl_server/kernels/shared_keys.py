@@ -78,7 +78,7 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
     """Find runs of at least `min_keys` shared keys. Runs consist of whole pages without any entry's newest token.
 
     There is at least one entry. Entry i has `lens[i]` >= 1 keys in the pages `table[rows[i]]`; the page ids behind
-    these keys are not read.
+    these keys may be arbitrary.
     """
     entry, whole = np.arange(len(rows)), (lens - 1) // page_size
     _, prefix, sharers = np.unique(
@@ -91,7 +91,7 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
     columns = int(np.partition(whole[together], -2)[-2]) + 1
     valid = np.arange(columns) < np.minimum(whole[together], columns - 1)[:, None]
     pages = np.where(valid, table[rows[together], :columns], -1 - together[:, None])
-    # Sorted as bytes: any order serves in which entries with equal first pages are adjacent.
+    # The rows of pages are sorted as bytes. Any order would do that makes rows with equal first pages adjacent.
     order = np.argsort(pages.view(f"V{pages.itemsize * columns}").ravel(), kind="stable")
     pages = pages[order]
     # depth[i] is the number of keys that entries i and i + 1 of the order share. Since the order is sorted, the entries
