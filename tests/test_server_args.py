@@ -20,6 +20,7 @@ from verl_server import BadRequestError, ServerArgs
         ("weight_receive_bytes", -(2**20)),
         ("tp_size", 0),
         ("mem_fraction_static", 1.5),
+        ("cpu_kernel_choice", "fastest"),
         ("host", "0.0.0.0"),
         *(("api_key", value) for value in ("", "a b", "schlüssel", "line\n")),
         ("admin_api_key_file", "/no/such/file"),
