@@ -21,6 +21,7 @@ import transformers
 
 from benchmarks.shapes import SHAPES
 from verl_server import __version__
+from verl_server.models.ops import CPU_NAME
 from verl_server.server_args import ServerArgs
 
 
@@ -83,7 +84,7 @@ def report(name: str, value: float, unit: str, **more: Any) -> None:
 
 def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:
     """Print the first line: command, versions and machine."""
-    machine = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    machine = f"{CPU_NAME}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     line = {
         "name": "run",
         "command": " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)]),

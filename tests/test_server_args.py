@@ -26,6 +26,7 @@ from verl_server import BadRequestError, ServerArgs
         ("max_samples_per_request", 0),
         ("max_top_logprobs", -1),
         ("max_logit_bias", -1),
+        ("cpu_kernel_choice", "fastest"),
         ("host", "0.0.0.0"),
         *(("api_key", value) for value in ("", "a b", "schlüssel", "line\n")),
         ("admin_api_key_file", "/no/such/file"),

@@ -97,6 +97,10 @@ class ServerArgs:
     fused_kernels: bool = True
     """Run norms, rotary embedding, activation, sampling and products of few rows as kernels of our own: Triton on CUDA,
     C++ on the CPU; off: plain PyTorch."""
+    cpu_kernel_choice: str = "auto"
+    """Kernels of products and attention on the CPU (float32): `auto` takes the fastest for each shape, as the first
+    start on this machine measured them; `cpp` takes the compiled ones, `torch` the libraries'. The path of a .json file
+    takes what is written there; if there is no such file, it is measured and written."""
     disable_cuda_graph: bool = False
     """Launch every operator of a step by itself instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int = 256
@@ -230,6 +234,11 @@ class ServerArgs:
             raise BadRequestError(f"ServerArgs.paused_request_timeout must be positive and finite, not {bound}.")
         if not 0.0 < self.mem_fraction_static <= 1.0:
             raise BadRequestError(f"ServerArgs.mem_fraction_static must be in (0, 1], not {self.mem_fraction_static}.")
+        if self.cpu_kernel_choice not in ("auto", "cpp", "torch") and not self.cpu_kernel_choice.endswith(".json"):
+            raise BadRequestError(
+                "ServerArgs.cpu_kernel_choice must be 'auto', 'cpp', 'torch' or the path of a .json file, "
+                f"not {self.cpu_kernel_choice!r}."
+            )
         if not 0 <= self.port <= 65535:
             raise BadRequestError(f"ServerArgs.port must be in 0..65535, not {self.port}.")
         if self.tp_size % self.nnodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,17 @@ GREEDY = {"temperature": 0.0}
 
 
 CPU = torch.device("cpu")
+CPU_KERNELS = "cpp" if any(map(shutil.which, ("c++", "g++", "clang++"))) else "torch"
+"""A `cpu_kernel_choice` that is not measured."""
 
 
 def make_runner(folder: Path, tp: TpGroup | None = None, device: torch.device = CPU, **changes: Any) -> ModelRunner:
-    settings: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 32, "cpu_threads": 1} | changes
+    settings: dict[str, Any] = {
+        "max_total_tokens": 4096,
+        "max_running_requests": 32,
+        "cpu_threads": 1,
+        "cpu_kernel_choice": CPU_KERNELS,
+    } | changes
     kind: Any = device.type
     args = ServerArgs(model_path=str(folder), device=kind, tp_size=tp.size if tp else 1, **settings)
     return ModelRunner(args, tp or TpGroup(), device)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.parity.harness import random_prompt
+from tests.parity.harness import CPU_KERNELS, random_prompt
 from verl_server import Engine
 from verl_server.models.tiny import random_model
 
@@ -25,6 +25,7 @@ TOLERANCE = 1e-4
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "cpu_threads": 1,
+    "cpu_kernel_choice": CPU_KERNELS,
     "page_size": 8,
     "chunked_prefill_size": 48,
     "check_invariants": True,

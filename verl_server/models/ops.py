@@ -6,7 +6,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,11 @@ from verl_server.kernels.cpu.kernels import CpuKernels
 
 _ONEDNN = bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _CPU = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-_INTEL = "Intel" in str(_CPU.get("cpu_name"))
+CPU_NAME = str(_CPU.get("cpu_name", "unknown processor"))
+_INTEL = "Intel" in CPU_NAME
 
-_MOST_ROWS = 64
-"""That `kernels.cpu` multiplies: with more, arithmetic is the bound, and the libraries are as fast or faster."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [tokens, in], weight [out, in], bias [out] or None): x @ weight.T + bias."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Ops:
     """(x, residual, weight, eps) -> RMS norm of residual + x, which is stored in residual, times weight."""
     silu_mul: Callable[[Tensor], Tensor]
     """(gate_up [tokens, 2 * size]) -> silu(gate) * up [tokens, size]."""
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    linear: Linear
     """(x [tokens, in], weight [out, in], bias [out] or None): x @ weight.T + bias."""
 
 
@@ -70,6 +71,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if _INTEL and (not 4 <= x.shape[0] <= 256 or weight.numel() <= 2**20):
         return F.linear(x, weight, bias)
+    return _onednn_linear(x, weight, bias)
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
@@ -77,13 +82,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul, linear)
 
 
-def cpu_ops(kernels: CpuKernels) -> Ops:
-    """The compiled operators of the CPU, for fp32. One row is a matrix-vector product, where MKL reads fastest."""
+def cpu_linears(kernels: CpuKernels) -> dict[str, Linear]:
+    """Every kernel that multiplies fp32 tensors on the CPU, by its name: "cpp" is compiled here, "torch" is MKL or
+    what else PyTorch was built with."""
+    linears: dict[str, Linear] = {"cpp": kernels.linear, "torch": F.linear}
+    return linears | {"onednn": _onednn_linear} if _ONEDNN else linears
 
-    def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return kernels.linear(x, weight, bias) if 1 < x.shape[0] <= _MOST_ROWS else linear(x, weight, bias)
 
-    return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, fastest_linear)
+def linear_by_shape(linears: Mapping[str, Linear], names: Mapping[tuple[int, int], Sequence[str]]) -> Linear:
+    """A product that runs the kernel named for the shape [out, in] of its weight and for its number of rows.
+
+    `names[shape][i]` is the kernel for 2^(i-1) + 1 to 2^i rows; the last one is for more rows, too.
+    """
+    table = {shape: [linears[name] for name in row] for shape, row in names.items()}
+
+    def chosen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        row = table[weight.shape]  # type: ignore[index]  # a Size is a tuple
+        return row[min((x.shape[0] - 1).bit_length(), len(row) - 1)](x, weight, bias)
+
+    return chosen_linear
+
+
+def cpu_ops(kernels: CpuKernels, linear: Linear) -> Ops:
+    """The compiled operators of the CPU, for fp32, with the given product."""
+    return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, linear)
 
 
 def cuda_ops(device: torch.device) -> Ops:

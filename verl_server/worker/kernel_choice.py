@@ -1,24 +1,42 @@
 """`choose_kernels`: which kernels a rank runs, by its device, its dtype and what `ServerArgs` asks for.
 
 `ModelRunner` asks once, before it builds anything. What is asked for by name and cannot be had is refused; what `auto`
-would take and the machine lacks is a warning that names the remedy, and plain PyTorch runs instead.
+would take and the machine lacks is a warning that names the remedy, and plain PyTorch runs instead. On the CPU `auto`
+takes what was measured to be the fastest (`cpu_choice`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels import draw
 from verl_server.kernels.cpu.kernels import HEAD_DIMS, CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
-from verl_server.models.ops import TORCH_OPS, Ops, cpu_ops, cuda_ops
+from verl_server.models.config import ModelConfig
+from verl_server.models.ops import (
+    CPU_NAME,
+    TORCH_OPS,
+    Linear,
+    Ops,
+    cpu_linears,
+    cpu_ops,
+    cuda_ops,
+    linear,
+    linear_by_shape,
+)
 from verl_server.server_args import ServerArgs
+from verl_server.worker.cpu_choice import CpuChoice, choose_on_cpu
+from verl_server.worker.cpu_measurement import measure_choice, product_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +47,15 @@ class KernelChoice:
     fused: bool = False
     """Whether elementwise operators, products of few rows and the draw are kernels of our own."""
     cpu: CpuKernels | None = None
+    cpu_linear: Linear = linear
+    """The product of `fused` operators on the CPU."""
+    cpu_attends: Callable[[int], bool] | None = None
+    """(tokens that a step decodes): whether "cpp" attends in the step. None: in every step."""
 
     def ops(self, device: torch.device) -> Ops:
         if not self.fused:
             return TORCH_OPS
-        return cuda_ops(device) if self.cpu is None else cpu_ops(self.cpu)
+        return cuda_ops(device) if self.cpu is None else cpu_ops(self.cpu, self.cpu_linear)
 
     @property
     def choose(self) -> draw.Choose:
@@ -47,12 +69,15 @@ class KernelChoice:
         return sampling.choose
 
 
-def choose_kernels(server_args: ServerArgs, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelChoice:
+def choose_kernels(
+    server_args: ServerArgs, device: torch.device, dtype: torch.dtype, config: ModelConfig, tp: TpGroup
+) -> KernelChoice:
+    """Every rank of `tp` calls it at the same time: rank 0 measures for all."""
     wanted, fused = server_args.attention_backend, server_args.fused_kernels
     if device.type == "cpu":
         if wanted == "triton":
             raise BadRequestError("attention_backend='triton' needs a CUDA device. Use 'auto', 'cpp' or 'torch'.")
-        return _for_cpu(wanted, fused, dtype, head_dim)
+        return _for_cpu(server_args, dtype, config, tp)
     if wanted == "cpp":
         raise BadRequestError("attention_backend='cpp' is the CPU's. Use 'auto', 'triton' or 'torch' on CUDA.")
     if importlib.util.find_spec("triton") is None:
@@ -63,20 +88,59 @@ def choose_kernels(server_args: ServerArgs, device: torch.device, dtype: torch.d
     return KernelChoice("torch" if wanted == "torch" else "triton", fused)
 
 
-def _for_cpu(wanted: str, fused: bool, dtype: torch.dtype, head_dim: int) -> KernelChoice:
-    attends = wanted != "torch" and dtype == torch.float32 and head_dim in HEAD_DIMS
+def _for_cpu(server_args: ServerArgs, dtype: torch.dtype, config: ModelConfig, tp: TpGroup) -> KernelChoice:
+    wanted, fused, setting = server_args.attention_backend, server_args.fused_kernels, server_args.cpu_kernel_choice
+    attends = wanted != "torch" and dtype == torch.float32 and config.head_dim in HEAD_DIMS
     if wanted == "cpp" and not attends:
         raise BadRequestError(
-            f"attention_backend='cpp' takes float32 and a head_dim of {HEAD_DIMS}, not {dtype} and {head_dim}. "
+            f"attention_backend='cpp' takes float32 and a head_dim of {HEAD_DIMS}, not {dtype} and {config.head_dim}. "
             "Use 'auto'."
         )
     if dtype != torch.float32 or not (attends or fused):
         return KernelChoice()
-    try:
-        kernels = CpuKernels()
-    except KernelsUnavailableError as error:
-        if wanted == "cpp":
-            raise BadRequestError(f"attention_backend='cpp' has to be compiled: {error}") from error
-        logger.warning("Steps run on plain PyTorch, at about half the speed: %s", error)
+    kernels = _compiled({"attention_backend": wanted, "cpu_kernel_choice": setting})
+    if setting not in ("cpp", "torch"):
+        return _measured(kernels, server_args, config, tp, attends)
+    if kernels is None:
         return KernelChoice()
-    return KernelChoice("cpp" if attends else "torch", fused, kernels)
+    if setting == "cpp":
+        return KernelChoice("cpp" if attends else "torch", fused, kernels, kernels.linear)
+    return KernelChoice("cpp" if wanted == "cpp" else "torch", fused, kernels)
+
+
+def _compiled(settings: dict[str, str]) -> CpuKernels | None:
+    """The kernels, or None with a warning. Raises `BadRequestError` if one of the settings names them."""
+    try:
+        return CpuKernels()
+    except KernelsUnavailableError as error:
+        for name, value in settings.items():
+            if value == "cpp":
+                raise BadRequestError(f"{name}='cpp' has to be compiled: {error}") from error
+        logger.warning("Steps run on plain PyTorch, at about half the speed: %s", error)
+        return None
+
+
+def _measured(
+    kernels: CpuKernels | None, server_args: ServerArgs, config: ModelConfig, tp: TpGroup, attends: bool
+) -> KernelChoice:
+    """Rank 0's choice on every rank; plain PyTorch where this rank or rank 0 has no kernels."""
+    shapes, encoded = product_shapes(config, tp), b""
+    if tp.rank == 0 and kernels is not None:
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim, server_args.page_size) if attends else None
+        machine = kernels.library.name, CPU_NAME, torch.__version__, torch.backends.cpu.get_cpu_capability()
+        model = config.num_layers, tp.size, shapes, heads
+        choice = choose_on_cpu(
+            None if server_args.cpu_kernel_choice == "auto" else Path(server_args.cpu_kernel_choice).expanduser(),
+            kernels.library.folder,
+            repr((machine, kernels.threads, model)),
+            shapes,
+            lambda: measure_choice(kernels, config, tp, server_args.page_size, attends=attends),
+        )
+        encoded = msgspec.json.encode(choice)
+    (encoded, *_) = tp.gather(encoded)
+    if kernels is None or not encoded:
+        return KernelChoice()
+    choice = msgspec.json.decode(encoded, type=CpuChoice)
+    product = linear_by_shape(cpu_linears(kernels), choice.linears(shapes))
+    chosen = None if server_args.attention_backend == "cpp" else choice.attends
+    return KernelChoice("cpp" if attends else "torch", server_args.fused_kernels, kernels, product, chosen)

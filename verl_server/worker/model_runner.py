@@ -83,7 +83,7 @@ class ModelRunner:
         self.vocab_size = self.config.vocab_size
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
-        choice = choose_kernels(server_args, device, self.dtype, self.config.head_dim)
+        choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
         paged = choice.attention == "triton"
         self._triton_ops = choice.fused and device.type == "cuda"
         self.model = self._build(choice.ops(device))
@@ -109,6 +109,7 @@ class ModelRunner:
         self._cpu_attention = None
         if choice.cpu is not None and choice.attention == "cpp":
             self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
+        self._cpu_attends = choice.cpu_attends
         self.step_budget: int | None = None
         """Bound on the sum of `step_bytes` in a step. One rank has none: it can try again in smaller steps."""
         if device.type == "cuda" and tp.size > 1:
@@ -176,7 +177,8 @@ class ModelRunner:
     def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
         """The attention of a step without Triton's kernels, its ids and its rows, on the device."""
         ids, rows = to_device(placement.ids, self.device), to_device(placement.rows, self.device)
-        if self._cpu_attention is not None:
+        attends = self._cpu_attends is None or self._cpu_attends(placement.num_decodes)
+        if self._cpu_attention is not None and attends:
             return self._cpu_attention.plan(placement), ids, rows
         lens = placement.cached + placement.extend
         plan = plan_attention(

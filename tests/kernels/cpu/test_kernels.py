@@ -19,7 +19,8 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "outputs", "size"),
-    [(1, 8, 16), (2, 5, 7), (3, 24, 40), (9, 1033, 700), (16, 64, 256), (17, 9, 257), (33, 70, 512), (64, 1031, 300)],
+    [(1, 8, 16), (2, 5, 7), (3, 24, 40), (9, 1033, 700), (16, 64, 256), (17, 9, 257), (33, 70, 512), (64, 1031, 300)]
+    + [(rows, 14, 33) for rows in (4, 5, 7, 8, 12)],
 )
 def test_linear(cpu_kernels: CpuKernels, rows: int, outputs: int, size: int, bias: bool) -> None:
     x, weight = values(rows, size), values(outputs, size, seed=1)
@@ -34,11 +35,12 @@ def test_linear_of_rows_that_lie_apart(cpu_kernels: CpuKernels) -> None:
     torch.testing.assert_close(cpu_kernels.linear(x, weight, None), F.linear(x, weight), atol=1e-4, rtol=1e-5)
 
 
-def test_linear_does_not_depend_on_the_rows_around(cpu_kernels: CpuKernels) -> None:
-    """Bit by bit, for any number that it is meant for."""
-    x, weight = values(64, 600), values(40, 600, seed=1)
+@pytest.mark.parametrize("outputs", [40, 37])
+def test_linear_does_not_depend_on_the_rows_around(cpu_kernels: CpuKernels, outputs: int) -> None:
+    """Bit by bit, for any number of rows, and for outputs that are left at the end of a thread's share."""
+    x, weight = values(300, 600), values(outputs, 600, seed=1)
     whole = cpu_kernels.linear(x, weight, None)
-    for rows in (2, 16, 17, 31, 48):
+    for rows in (1, 2, 4, 5, 8, 9, 16, 17, 31, 48, 64):
         assert torch.equal(cpu_kernels.linear(x[:rows], weight, None), whole[:rows])
 
 

@@ -15,7 +15,7 @@ from verl_server.kernels.cpu.library import KernelsUnavailableError, load_librar
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that counts its calls, and copies a library that was compiled before."""
     try:
-        made = load_library()._name
+        made = load_library().code._name
     except KernelsUnavailableError as error:
         pytest.skip(str(error))
     script = tmp_path / "compiler"
@@ -35,7 +35,7 @@ def compilations(compiler: Path) -> int:
 
 def test_compiled_once_for_a_machine(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_library()
-    assert load_library().linear is not None
+    assert load_library().code.linear is not None
     assert compilations(compiler) == 1
     assert [path.suffix for path in (tmp_path / "cache" / "verl-server").iterdir()] == [".so"]
     # Another compiler, or processor: its predefined macros say so.
@@ -45,6 +45,11 @@ def test_compiled_once_for_a_machine(compiler: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(library, "_FLAGS", (*library._FLAGS, "-O1"))
     load_library()
     assert compilations(compiler) == 3
+
+
+def test_a_library_for_another_processor_has_a_name_of_its_own(compiler: Path, tmp_path: Path) -> None:
+    names = {load_library(arch).name for arch in ("native", "x86-64-v2", "native")}
+    assert names == {path.stem for path in (tmp_path / "cache" / "verl-server").iterdir()} and len(names) == 2
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_a_broken_file_in_the_cache_is_passed_over(
     broken.parent.mkdir(parents=True)
     broken.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert load_library().linear is not None
+    assert load_library().code.linear is not None
     assert compilations(compiler) == 2
 
 
@@ -89,7 +94,8 @@ def test_a_home_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypat
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    assert load_library().linear is not None
+    assert load_library().code.linear is not None
+    assert load_library().folder is None
     assert not list((tmp_path / "temporary").iterdir())
 
 
@@ -99,4 +105,4 @@ def test_nobody_has_a_home(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert load_library().linear is not None
+    assert load_library().code.linear is not None

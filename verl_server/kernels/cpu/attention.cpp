@@ -49,24 +49,30 @@ void norm_and_rotate(const Attention &a, float *head, const float *weight, long 
     }
 }
 
-// Products of G queries with keys of one page: scores [G][stride].
+// Products of G queries with the keys of one page: scores [G][stride].
 template <int V, int G>
 void score(const float *queries, const float *keys, long count, float *scores, long stride) {
+    constexpr long at_once = 4;  // keys, so that a query is loaded once for all of them and no sum waits for itself
     Lanes query[G][V];
     for (int g = 0; g < G; g++)
         for (int v = 0; v < V; v++) query[g][v] = load(queries + (g * V + v) * kLanes);
     for (long first = 0; first < count; first += kLanes) {
         Lanes parts[G][kLanes] = {};
-        for (long i = 0; i < std::min(kLanes, count - first); i++) {
+        for (long i = 0; i < std::min(kLanes, count - first); i += at_once) {
             const float *key = keys + (first + i) * V * kLanes;
-            Lanes part[G] = {};
-            for (int v = 0; v < V; v++) {
-                const Lanes lanes = load(key + v * kLanes);
-                for (int g = 0; g < G; g++) part[g] += query[g][v] * lanes;
-            }
-            for (int g = 0; g < G; g++) parts[g][i] = part[g];
+            // Keys behind the last one are read again in its place.
+            const long last = std::min(at_once, count - first - i) - 1;
+            Lanes part[G][at_once] = {};
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++)
+                for (long j = 0; j < at_once; j++) {
+                    const Lanes lanes = load(key + (std::min(j, last) * V + v) * kLanes);
+                    for (int g = 0; g < G; g++) part[g][j] += query[g][v] * lanes;
+                }
+            for (int g = 0; g < G; g++)
+                for (long j = 0; j < at_once; j++) parts[g][i + j] = part[g][j];
         }
-        // Writes up to 15 beyond `count`: what comes there is written later, or is room that the caller has.
+        // Writes up to kLanes - 1 beyond `count`: what comes there is written later, or is room that the caller has.
         for (int g = 0; g < G; g++) store(scores + g * stride + first, sums(parts[g]));
     }
 }
@@ -74,19 +80,22 @@ void score(const float *queries, const float *keys, long count, float *scores, l
 // Adds to G rows of `out` the values of one page, weighted by probabilities [G][stride].
 template <int V, int G>
 void weigh(const float *probabilities, long stride, const float *values, long count, float *out) {
-    Lanes total[G][V];
-    for (int g = 0; g < G; g++)
-        for (int v = 0; v < V; v++) total[g][v] = load(out + (g * V + v) * kLanes);
-    for (long i = 0; i < count; i++)
-        for (int v = 0; v < V; v++) {
-            const Lanes value = load(values + (i * V + v) * kLanes);
-            for (int g = 0; g < G; g++) total[g][v] += probabilities[g * stride + i] * value;
-        }
-    for (int g = 0; g < G; g++)
-        for (int v = 0; v < V; v++) store(out + (g * V + v) * kLanes, total[g][v]);
+    constexpr int at_once = std::min<long>(V, kRegisters / 4);  // of V, whose G sums stay in registers
+    for (int first = 0; first < V; first += at_once) {
+        Lanes total[G][at_once];
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < at_once; v++) total[g][v] = load(out + (g * V + first + v) * kLanes);
+        for (long i = 0; i < count; i++)
+            for (int v = 0; v < at_once; v++) {
+                const Lanes value = load(values + (i * V + first + v) * kLanes);
+                for (int g = 0; g < G; g++) total[g][v] += probabilities[g * stride + i] * value;
+            }
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < at_once; v++) store(out + (g * V + first + v) * kLanes, total[g][v]);
+    }
 }
 
-// Turns scores [0..count] into e^(scale * (score - highest)) and returns their sum. May write 15 beyond `count`.
+// Turns scores [0..count] into e^(scale * (score - highest)) and returns their sum. May write kLanes - 1 beyond `count`.
 float exponentiate(float *scores, long count, float scale) {
     for (long i = count; i % kLanes; i++) scores[i] = -INFINITY;
     Lanes highest = Lanes{} - INFINITY;
@@ -168,12 +177,12 @@ void run(const Attention &a) {
 // False for a head_dim that is not compiled.
 extern "C" bool attend(const Attention *a) {
     switch (a->head_dim) {
-        case 16: run<1>(*a); return true;
-        case 32: run<2>(*a); return true;
-        case 64: run<4>(*a); return true;
-        case 96: run<6>(*a); return true;
-        case 128: run<8>(*a); return true;
-        case 256: run<16>(*a); return true;
+        case 16: run<16 / kLanes>(*a); return true;
+        case 32: run<32 / kLanes>(*a); return true;
+        case 64: run<64 / kLanes>(*a); return true;
+        case 96: run<96 / kLanes>(*a); return true;
+        case 128: run<128 / kLanes>(*a); return true;
+        case 256: run<256 / kLanes>(*a); return true;
         default: return false;
     }
 }

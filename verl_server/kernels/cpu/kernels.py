@@ -19,7 +19,7 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 """That attention is compiled for."""
 
 LANES = 16
-"""Floats of a vector: what scratch memory is padded to."""
+"""The most floats of a vector on any processor: what scratch memory is padded to."""
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -37,10 +37,11 @@ class AttentionArgs(ctypes.Structure):
 
 
 class CpuKernels:
-    """Raises `KernelsUnavailableError` where they cannot be compiled."""
+    """Raises `KernelsUnavailableError` where they cannot be compiled. `arch` is a processor as `-march` names it."""
 
-    def __init__(self) -> None:
-        library = load_library()
+    def __init__(self, arch: str = "native") -> None:
+        self.library = load_library(arch)
+        library = self.library.code
         self._linear, self._rms_norm, self._silu_mul = library.linear, library.rms_norm, library.silu_mul
         self._attend, self._choose = library.attend, library.choose
         self._linear.argtypes = [_POINTER] * 5 + [_LONG] * 4
@@ -52,7 +53,7 @@ class CpuKernels:
         self.threads = torch.get_num_threads()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, in] @ weight [out, in].T + bias [out] or None; for few rows, see linear.cpp."""
+        """x [rows, in] @ weight [out, in].T + bias [out] or None. No row's result depends on the others."""
         rows, size = x.shape
         x, out = x.contiguous(), x.new_empty(rows, weight.shape[0])
         columns = x.new_empty(-(-rows // LANES) * LANES, size)

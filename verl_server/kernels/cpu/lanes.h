@@ -1,4 +1,7 @@
-// Sixteen floats that are worked on at once, in the compiler's own vector types: AVX-512, or two of AVX2, or four of NEON.
+// The floats that one register of the processor holds, worked on at once in the compiler's own vector types.
+//
+// Wider vectors than the processor's would be correct, and several times slower: the compiler splits each one into
+// registers, runs out of them, and keeps sums in memory.
 
 #pragma once
 
@@ -6,9 +9,18 @@
 #include <cstdint>
 #include <cstring>
 
-constexpr long kLanes = 16;
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t IntLanes __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr long kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr long kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr long kLanes = 4, kRegisters = 32;
+#else
+constexpr long kLanes = 4, kRegisters = 16;
+#endif
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 static inline Lanes load(const float *from) {
     Lanes lanes;
@@ -37,11 +49,29 @@ static inline float sum(Lanes lanes) {
     return total;
 }
 
-// A vector of lanes of a (0 to 15) and b (16 to 31).
+// A vector of lanes of a (0 to kLanes - 1) and of b (from kLanes on).
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, IntLanes{__VA_ARGS__})
+#endif
+
+// Every second lane, from lane 0 or from lane 1 on; and the lanes of the lower or upper halves, one of a, one of b.
+#if defined(__AVX512F__)
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#define ZIP_LOW(a, b) PICK(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) PICK(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif defined(__AVX__)
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#define ZIP_LOW(a, b) PICK(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) PICK(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7)
+#define ZIP_LOW(a, b) PICK(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) PICK(a, b, 2, 6, 3, 7)
 #endif
 
 static inline float largest(Lanes lanes) {
@@ -51,28 +81,24 @@ static inline float largest(Lanes lanes) {
 }
 
 // Sums of neighbouring lanes: those of a, then those of b.
-static inline Lanes add_pairs(Lanes a, Lanes b) {
-    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
+static inline Lanes add_pairs(Lanes a, Lanes b) { return EVEN(a, b) + ODD(a, b); }
 
-// The sums of sixteen vectors, one a lane. Overwrites them.
+// The sums of kLanes vectors, one a lane. Overwrites them.
 static inline Lanes sums(Lanes *vectors) {
     for (long left = kLanes / 2; left; left /= 2)
         for (long i = 0; i < left; i++) vectors[i] = add_pairs(vectors[2 * i], vectors[2 * i + 1]);
     return vectors[0];
 }
 
-// Transposes N vectors, a power of two: their floats [N][16] become [16][N], in the same N vectors.
+// Transposes N vectors, a power of two: their floats [N][kLanes] become [kLanes][N], in the same N vectors.
 template <int N>
 static inline void transpose(Lanes (&vectors)[N]) {
     for (int stage = 1; stage < N; stage *= 2) {
         // Each stage moves the highest bit of the vector's number below the lane's.
         Lanes next[N];
         for (int i = 0; i < N / 2; i++) {
-            const Lanes a = vectors[i], b = vectors[i + N / 2];
-            next[2 * i] = PICK(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] = PICK(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            next[2 * i] = ZIP_LOW(vectors[i], vectors[i + N / 2]);
+            next[2 * i + 1] = ZIP_HIGH(vectors[i], vectors[i + N / 2]);
         }
         for (int i = 0; i < N; i++) vectors[i] = next[i];
     }

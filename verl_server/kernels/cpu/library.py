@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_SECONDS = 120
 
 
@@ -28,17 +29,26 @@ class KernelsUnavailableError(Exception):
     """There is no compiler, or it failed; says what to do about it."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The compiled library. Takes some seconds when it has to be compiled, else milliseconds."""
+@dataclass(frozen=True)
+class Library:
+    code: ctypes.CDLL
+    name: str
+    """Differs wherever the compiled code may."""
+    folder: Path | None
+    """The cache folder that holds it; None where there is none."""
+
+
+def load_library(arch: str = "native") -> Library:
+    """The compiled library for a processor as `-march` names it. Compiling takes some seconds, loading milliseconds."""
     try:
-        compiler = _compiler()
+        compiler, flags = _compiler(), (*_FLAGS, f"-march={arch}")
         sources = sorted(Path(__file__).parent.glob("*.cpp"))
         content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
-        # The predefined macros: the compiler's version, and the features of this processor.
-        macros = _run([*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull])
-        name = hashlib.sha256(b"\0".join([content, shlex.join([*compiler, *_FLAGS]).encode(), macros])).hexdigest()[:32]
-        command = [*compiler, *_FLAGS, *map(str, sources), "-o"]
-        return _from_cache(f"cpu-kernels-{name}.so", command) or _without_cache(command)
+        # The predefined macros: the compiler's version, and the features of the processor.
+        macros = _run([*compiler, f"-march={arch}", "-E", "-dM", "-x", "c++", os.devnull])
+        digest = hashlib.sha256(b"\0".join([content, shlex.join([*compiler, *flags]).encode(), macros])).hexdigest()
+        name, command = f"cpu-kernels-{digest[:32]}", [*compiler, *flags, *map(str, sources), "-o"]
+        return _from_cache(name, command) or _without_cache(name, command)
     except OSError as error:
         raise KernelsUnavailableError(f"the compiled library could not be written or loaded: {error}.") from error
 
@@ -52,17 +62,17 @@ def _compiler() -> list[str]:
     return [found, *wanted[1:]]
 
 
-def _from_cache(name: str, command: list[str]) -> ctypes.CDLL | None:
+def _from_cache(name: str, command: list[str]) -> Library | None:
     """The library of that name, compiled if it is not there; None where the cache is of no use."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-server"
-        path = folder / name
+        path = folder / f"{name}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             _compile(command, path)
         if path.stat().st_uid not in (os.getuid(), 0):
             return None  # another user's code
-        return ctypes.CDLL(str(path))
+        return Library(ctypes.CDLL(str(path)), name, folder)
     except (OSError, RuntimeError) as error:  # no home, read-only, full, no programs allowed there, a broken file
         logger.info("The cache of compiled kernels cannot be used, so they are compiled at each start: %s", error)
         return None
@@ -85,11 +95,11 @@ def _compile(command: list[str], path: Path) -> None:
     logger.info("Compiled the CPU's kernels in %.1f s: %s", time.monotonic() - began, path)
 
 
-def _without_cache(command: list[str]) -> ctypes.CDLL:
+def _without_cache(name: str, command: list[str]) -> Library:
     with tempfile.TemporaryDirectory(prefix="verl-server-") as folder:  # what is loaded outlives its file
         path = Path(folder) / "cpu-kernels.so"
         _compile(command, path)
-        return ctypes.CDLL(str(path))
+        return Library(ctypes.CDLL(str(path)), name, None)
 
 
 def _run(command: list[str]) -> bytes:

@@ -1,8 +1,8 @@
 // Products of few rows with a weight matrix: what a decode step is made of. Each weight is read from memory once.
 //
-// Sixteen rows of x are the lanes of a vector: x is first laid out by columns, and one weight is then multiplied with
-// sixteen rows at once. So no sum crosses lanes, and weights are read in order as they lie. Up to sixteen rows it is
-// bound by reading the weights (1 row takes as long as 16), from then on by arithmetic.
+// The rows of x are the lanes of vectors: x is first laid out by columns, and one weight is then multiplied with a
+// strip of kLanes rows at once. So no sum crosses lanes, and weights are read in order as they lie. Up to kLanes rows
+// the product is bound by reading the weights (1 row takes as long as kLanes), from then on by arithmetic.
 
 #include <omp.h>
 
@@ -10,14 +10,39 @@
 
 namespace {
 
-constexpr long kOutputs = 8;      // rows of weights multiplied at once
+constexpr long kStrips = 2;       // strips multiplied at once
 constexpr long kSummed = 256;     // products added up in a row before they join the total, which rounds them again
 constexpr long kWorthThreads = 1 << 16;
 
-// y[0..rows][0..N] = x @ weight[0..N].T, of `strips` * 16 rows of x laid out as [k][strips][16].
+// Rows of weights multiplied at once with S strips: 8 or 16 sums, 12 where there are 16 registers, which also hold S
+// columns of x and a weight. Fewer than eight sums would wait for each other.
+template <int S>
+constexpr long kOutputs = S == 2 && kRegisters == 16 ? 6 : 8;
+
+// Writes sums of N outputs, [N] vectors of one row a lane, to `rows` rows of y: the first `count` outputs.
+template <int N>
+void write(const Lanes *sums, float *y, long stride, long rows, long count) {
+    constexpr int taken = N >= 8 ? 8 : N >= 4 ? 4 : N >= 2 ? 2 : 1;  // a power of two, as `transpose` needs
+    Lanes block[taken];
+    for (int n = 0; n < taken; n++) block[n] = sums[n];
+    transpose(block);
+    const float *from = reinterpret_cast<const float *>(block);
+    if (count >= taken)
+        for (long row = 0; row < rows; row++) std::memcpy(y + row * stride, from + row * taken, taken * sizeof(float));
+    else
+        for (long row = 0; row < rows; row++) std::memcpy(y + row * stride, from + row * taken, count * sizeof(float));
+    if constexpr (N > taken)
+        if (count > taken) write<N - taken>(sums + taken, y + taken, stride, rows, count - taken);
+}
+
+// y[0..rows][0..count] = x @ weight[0..count].T, of S * kLanes rows of x laid out as [k][S][kLanes]. Where `count` is
+// below N, the last row of weights is multiplied as often as it takes: one way of adding up for all outputs.
 template <int S, int N>
 void multiply(const float *__restrict x, const float *__restrict weight, long size, const float *bias,
-              float *__restrict y, long stride, long rows) {
+              float *__restrict y, long stride, long rows, long count) {
+    constexpr long line = 16;  // floats of a cache line
+    const float *weights[N];
+    for (long n = 0; n < N; n++) weights[n] = weight + std::min(n, count - 1) * size;
     Lanes total[S][N] = {};
     for (long first = 0; first < size; first += kSummed) {
         const long end = std::min(size, first + kSummed);
@@ -26,40 +51,41 @@ void multiply(const float *__restrict x, const float *__restrict weight, long si
             Lanes column[S];
             for (int s = 0; s < S; s++) column[s] = *reinterpret_cast<const Lanes *>(x + (k * S + s) * kLanes);
             for (int n = 0; n < N; n++) {
-                const float w = weight[n * size + k];
+                const float w = weights[n][k];
                 for (int s = 0; s < S; s++) part[s][n] += w * column[s];
             }
         };
         long k = first;
-        for (; k + kLanes <= end; k += kLanes) {
-            for (int n = 0; n < N; n++) __builtin_prefetch(weight + (n + N) * size + k);
+        for (; k + line <= end; k += line) {
+            // Rows that lie a multiple of 4096 bytes apart share one set of the first-level cache. Where the set has
+            // eight places, the next rows would push out these.
+            if (kLanes == 16)
+                for (int n = 0; n < N; n++) __builtin_prefetch(weights[n] + N * size + k);
 #pragma GCC unroll 16
-            for (long i = 0; i < kLanes; i++) add(k + i);
+            for (long i = 0; i < line; i++) add(k + i);
         }
         for (; k < end; k++) add(k);
         for (int s = 0; s < S; s++)
             for (int n = 0; n < N; n++) total[s][n] += part[s][n];
     }
-    for (int s = 0; s < S; s++) {
+    for (int s = 0; s < S; s++, y += kLanes * stride, rows -= kLanes) {
         if (bias)
-            for (int n = 0; n < N; n++) total[s][n] += bias[n];
-        transpose(total[s]);
-        const float *from = reinterpret_cast<const float *>(total[s]);
-        for (long row = s * kLanes; row < std::min(rows, (s + 1) * kLanes); row++, from += N)
-            std::memcpy(y + row * stride, from, N * sizeof(float));
+            for (int n = 0; n < N; n++) total[s][n] += bias[std::min<long>(n, count - 1)];
+        write<N>(total[s], y, stride, std::min(rows, kLanes), count);
     }
 }
 
+// Outputs first..end of up to S * kLanes rows.
 template <int S>
 void multiply_panel(const float *x, const float *weight, long size, const float *bias, float *y, long stride,
                     long rows, long first, long end) {
-    long n = first;
-    for (; n + kOutputs <= end; n += kOutputs)
-        multiply<S, kOutputs>(x, weight + n * size, size, bias ? bias + n : nullptr, y + n, stride, rows);
-    for (; n < end; n++) multiply<S, 1>(x, weight + n * size, size, bias ? bias + n : nullptr, y + n, stride, rows);
+    for (long n = first; n < end; n += kOutputs<S>)
+        multiply<S, kOutputs<S>>(x, weight + n * size, size, bias ? bias + n : nullptr, y + n, stride, rows,
+                                 std::min(end - n, kOutputs<S>));
 }
 
-// x [rows, size] by columns: [rows / 32][size][2][16], a last part of at most 16 rows as [size][1][16], padded with zeros.
+// x [rows, size] by columns: [rows / 2 / kLanes][size][2][kLanes], a last part of at most kLanes rows as
+// [size][1][kLanes], padded with zeros.
 void lay_out(const float *x, long rows, long size, float *columns) {
 #pragma omp for schedule(static)
     for (long k = 0; k < size; k += kLanes)
@@ -67,7 +93,7 @@ void lay_out(const float *x, long rows, long size, float *columns) {
             Lanes block[kLanes] = {};
             for (long i = 0; i < std::min(kLanes, rows - row); i++) block[i] = load(x + (row + i) * size + k, size - k);
             transpose(block);
-            const long part = row / (2 * kLanes) * (2 * kLanes), strips = rows - part > kLanes ? 2 : 1;
+            const long part = row / (kStrips * kLanes) * (kStrips * kLanes), strips = rows - part > kLanes ? 2 : 1;
             float *to = columns + part * size + k * strips * kLanes + (row - part);
             for (long i = 0; i < std::min(kLanes, size - k); i++) store(to + i * strips * kLanes, block[i]);
         }
@@ -76,24 +102,24 @@ void lay_out(const float *x, long rows, long size, float *columns) {
 }  // namespace
 
 // y [rows, outputs] = x [rows, size] @ weight [outputs, size].T + bias [outputs], or none; all contiguous. `columns` is
-// scratch for x, of rows in full sixteens, aligned as vectors are.
+// scratch for x, of rows in full strips, aligned as vectors are.
 extern "C" void linear(const float *x, const float *weight, const float *bias, float *y, float *columns, long rows,
                        long outputs, long size, long threads) {
 #pragma omp parallel num_threads(threads) if (rows * outputs * size >= kWorthThreads)
     {
         lay_out(x, rows, size, columns);
         const long me = omp_get_thread_num(), all = omp_get_num_threads();
-        const long blocks = (outputs + kOutputs - 1) / kOutputs;
-        const long first = blocks * me / all * kOutputs, end = std::min(outputs, blocks * (me + 1) / all * kOutputs);
+        const long grain = rows > kLanes ? kOutputs<2> : kOutputs<1>, blocks = (outputs + grain - 1) / grain;
+        const long first = blocks * me / all * grain, end = std::min(outputs, blocks * (me + 1) / all * grain);
         // A panel of weights stays in the core's cache while all rows are multiplied with it.
-        const long panel = std::max(kOutputs, 65536 / size / kOutputs * kOutputs);
+        const long panel = std::max(grain, 65536 / size / grain * grain);
         for (long n = first; n < end; n += panel)
-            for (long row = 0; row < rows; row += 2 * kLanes) {
+            for (long row = 0; row < rows; row += kStrips * kLanes) {
                 const long left = rows - row, until = std::min(end, n + panel);
                 const float *part = columns + row * size;
                 float *to = y + row * outputs;
                 if (left > kLanes)
-                    multiply_panel<2>(part, weight, size, bias, to, outputs, std::min(left, 2 * kLanes), n, until);
+                    multiply_panel<2>(part, weight, size, bias, to, outputs, left, n, until);
                 else
                     multiply_panel<1>(part, weight, size, bias, to, outputs, left, n, until);
             }

@@ -128,7 +128,7 @@ class _Block(NamedTuple):
 def _compiled_copy() -> CopyRows | None:
     """The compiled loop; None without a compiler. The first call loads the library, or compiles it in some seconds."""
     try:
-        copy_rows = load_library().copy_rows
+        copy_rows = load_library().code.copy_rows
     except KernelsUnavailableError as error:
         logger.warning("Weights in host memory are copied by torch alone, several times slower: %s", error)
         return None

@@ -1,0 +1,173 @@
+"""`CpuChoice`: which kernel multiplies and which one attends on the CPU, measured once and kept in a file.
+
+`kernel_choice` asks `choose_on_cpu` at each start. The first start on a machine measures (`cpu_measurement`) and keeps
+the choice beside the compiled library; every later one reads it, so that all of them compute the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[int, int]
+
+MOST_ROWS = 512
+"""Choices are measured for 1, 2, 4, 8, ... up to so many rows of a product."""
+MOST_DECODES = 256
+"""Likewise, for so many tokens that are decoded in a step."""
+
+
+class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The i-th name of a list is for 2^(i-1) + 1 to 2^i rows or tokens; the last name is for more, too."""
+
+    products: dict[str, list[Literal["cpp", "torch", "onednn"]]]
+    """Weight shape "OUTxIN" -> kernels for 1, 2, 4, 8, ... rows."""
+    prompts: Literal["cpp", "torch"]
+    """The kernel that norms, rotates and stores in steps that decode nothing."""
+    decodes: list[Literal["cpp", "torch"]]
+    """Attention kernels for 1, 2, 4, 8, ... tokens that are decoded in a step."""
+
+    def linears(self, shapes: list[Shape]) -> dict[Shape, list[str]]:
+        return {shape: list(self.products[_key(shape)]) for shape in shapes}
+
+    def attends(self, num_decodes: int) -> bool:
+        """Whether the compiled kernel attends in a step that decodes so many tokens."""
+        if not num_decodes:
+            return self.prompts == "cpp"
+        return self.decodes[min((num_decodes - 1).bit_length(), len(self.decodes) - 1)] == "cpp"
+
+    def lacks(self, shapes: list[Shape]) -> list[str]:
+        """Weight shapes that the choice says nothing about; ["decodes"] if attention is missing."""
+        missing = [_key(shape) for shape in shapes if not self.products.get(_key(shape))]
+        return missing if self.decodes else [*missing, "decodes"]
+
+    def __str__(self) -> str:
+        rows = [f"{shape} {_runs(names)}" for shape, names in self.products.items()]
+        return "; ".join([*rows, f"attention of prompts {self.prompts}, of decodes {_runs(self.decodes)}"])
+
+
+def counts(most: int) -> list[int]:
+    """1, 2, 4, 8, ..., `most`: what the names of a list are measured at."""
+    return [2**i for i in range(most.bit_length())]
+
+
+def make_choice(products: Mapping[Shape, Sequence[str]], prompts: str, decodes: Sequence[str]) -> CpuChoice:
+    fields = {"products": {_key(shape): names for shape, names in products.items()}}
+    return msgspec.convert(fields | {"prompts": prompts, "decodes": decodes}, CpuChoice)
+
+
+def choose_on_cpu(
+    file: Path | None, cache_folder: Path | None, made_of: str, shapes: list[Shape], measure: Callable[[], CpuChoice]
+) -> CpuChoice:
+    """The choice in `file` (None: in the cache, under a name made from `made_of`), measured if there is none yet.
+
+    Raises `BadRequestError` for a `file` that cannot be read or does not fit the model. A broken file in the cache is
+    measured anew.
+    """
+    if file is not None:
+        return _from_file(file, shapes, measure)
+    if cache_folder is None:
+        choice = measure()
+        logger.info("No cache folder keeps the choice of CPU kernels, so the next start measures again: %s", choice)
+        return choice
+    path = cache_folder / f"cpu-choice-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
+    try:
+        choice = _read(path, shapes)
+        logger.info("CPU kernels as measured before (%s): %s", path, choice)
+        return choice
+    except FileNotFoundError:
+        return _keep(measure(), path, shapes, replace=False)
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be used and is measured anew: %s", path, error)
+        return _keep(measure(), path, shapes, replace=True)
+
+
+def _from_file(path: Path, shapes: list[Shape], measure: Callable[[], CpuChoice]) -> CpuChoice:
+    try:
+        choice = _read(path, shapes)
+        logger.info("CPU kernels as %s says: %s", path, choice)
+        return choice
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise BadRequestError(
+            f"cpu_kernel_choice={str(path)!r} cannot be used: {error}. Name a file that does not exist to have the "
+            "choice measured and written there, or use 'auto'."
+        ) from error
+    choice = measure()
+    try:
+        _write(choice, path, replace=True)
+    except OSError as error:
+        raise BadRequestError(f"cpu_kernel_choice={str(path)!r} cannot be written: {error}.") from error
+    logger.info("Measured CPU kernels and wrote %s: %s", path, choice)
+    return choice
+
+
+def _read(path: Path, shapes: list[Shape]) -> CpuChoice:
+    """Raises OSError, or ValueError for contents that are no choice or one for another model."""
+    choice = msgspec.json.decode(path.read_bytes(), type=CpuChoice)
+    if missing := choice.lacks(shapes):
+        raise ValueError(f"it has no kernels for {', '.join(missing)}")
+    return choice
+
+
+def _keep(choice: CpuChoice, path: Path, shapes: list[Shape], *, replace: bool) -> CpuChoice:
+    """Puts a new choice into the cache. Where another process was first, its choice is returned: one for all."""
+    try:
+        _write(choice, path, replace=replace)
+    except FileExistsError:
+        return _read(path, shapes)
+    except OSError as error:
+        logger.warning("The choice of CPU kernels could not be kept, so the next start measures again: %s", error)
+        return choice
+    logger.info("Measured CPU kernels and kept the choice in %s: %s", path, choice)
+    return choice
+
+
+def _write(choice: CpuChoice, path: Path, *, replace: bool) -> None:
+    """Writes the whole file or none of it. Raises FileExistsError if it is there and not to be replaced."""
+    descriptor, made = tempfile.mkstemp(suffix=".json", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(choice), indent=1) + b"\n")
+        os.chmod(made, 0o644)
+        if replace or not _link(made, path):
+            os.replace(made, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(made)
+
+
+def _link(made: str, path: Path) -> bool:
+    """Whether `path` is the file now. False where the file system has no links, so that the last writer wins."""
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _key(shape: Shape) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _runs(names: Sequence[str]) -> str:
+    """["torch", "cpp", "cpp"] -> "torch from 1, cpp from 2"."""
+    starts: Iterator[tuple[int, str]] = ((2 ** (i - 1) + 1 if i else 1, name) for i, name in enumerate(names))
+    groups = itertools.groupby(starts, key=lambda item: item[1])
+    return ", ".join(f"{name} from {next(members)[0]}" for name, members in groups)
