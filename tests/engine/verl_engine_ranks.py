@@ -360,12 +360,12 @@ def run_restart(bench: Bench) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def a_restarted_server_is_healed_by_all_ranks() -> None:
-        server, place = None, [""]
+        server, place, key = None, [""], "admin-key"
         if bench.rank == 0:
-            server = HttpServerEngineAdapter(**(bench._settings | {"port": 0}))
+            server = HttpServerEngineAdapter(**(bench._settings | {"port": 0, "admin_api_key": key}))
             place = [server.url]
         dist.broadcast_object_list(place)
-        with VerlEngine(mesh, server_url=place[0]) as bench.engine:
+        with VerlEngine(mesh, server_url=place[0], admin_api_key=key) as bench.engine:
             bench.train(13)
             shards = [(n, distribute_tensor(p.detach(), mesh, [Shard(0)])) for n, p in bench.trainer.named_parameters()]
             bench.engine.register_weights(shards)
