@@ -108,7 +108,7 @@ def test_every_rank_hears_which_ones_did_not_come(make_star: MakeStar) -> None:
 
 
 def test_a_first_rank_that_does_not_come_is_named(make_star: MakeStar, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_sockets, "_VERDICT_GRACE", 0.0)
+    monkeypatch.setattr(rank_sockets, "_MISSING_GRACE", 0.0)
     star = make_star(2, timeout=0.2)
     with pytest.raises(RuntimeError, match=r"rank\(s\) 0 sent nothing within 0.2 s"):
         star.on(1, lambda me: me.gather(b"")).result(WAIT)

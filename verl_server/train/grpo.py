@@ -389,7 +389,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train(args)
     except VerlServerError as error:
-        # Every rank has the same error, so rank 0 prints it. But rank 0 may be the rank that is gone.
+        # Every rank has the same error, so rank 0 prints it. But rank 0 may not know that another rank is gone, so
+        # every rank that does know prints that error.
         if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
             print(" ".join([f"{prog}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
         return 3 if isinstance(error, NothingToTrainError) else 1
