@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks.soak import MODES, Trainer, check_reply, soak
+from tests.depth import at_depth
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", at_depth(MODES))
 def test_every_update_arrives_while_requests_run(mode: str, tiny_llama: Path) -> None:
     figures = soak(mode, tiny_llama, updates=100, bound=10.0, progress=lambda text: None)
     assert figures["checksummed"] >= 100

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.depth import at_depth
 from tests.faults.judge import GREEDY, PROMPT, Judge, Weights, weights_of
 from tests.faults.pauses import eventually, trap
 from tests.faults.server import launched
@@ -120,8 +121,12 @@ def trainer(served: Served) -> Iterator[Ranks]:
 
 
 def on_tp(*sizes: int) -> pytest.MarkDecorator:
-    """Which servers a test needs. Two ranks where they could come to different ends, or see different things."""
-    return pytest.mark.parametrize("served", sizes, indirect=True, ids=[f"tp{size}" for size in sizes])
+    """Which servers a test needs. Two ranks where they could come to different ends, or see different things.
+
+    `make test` runs the largest; the others are for `make test-all`.
+    """
+    sizes = tuple(sorted(sizes, reverse=True))
+    return pytest.mark.parametrize("served", at_depth(sizes), indirect=True, ids=[f"tp{size}" for size in sizes])
 
 
 def expect_error(answers: list[Answer], kind: type[Exception], text: str) -> None:

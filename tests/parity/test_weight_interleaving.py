@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import at_depth
 from tests.parity.harness import random_prompt
 from tests.parity.span_judge import Fate, SpanJudge, Version, Weights
 from verl_server import BadRequestError, Engine, ServerUnavailableError, WeightUpdateError
@@ -350,7 +351,7 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", at_depth([1, 2, 3, 4]))
 def test_every_token_is_what_its_version_computes(engine: Engine, tiny_llama: Path, seed: int) -> None:
     counts = play(engine, tiny_llama, seed, 60)
     assert counts["replies"] > 10 and counts["pushes"] > 10 and counts["tokens"] > 100, counts

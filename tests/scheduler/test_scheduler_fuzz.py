@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.depth import at_depth
 from tests.scheduler.fakes import VOCAB, Harness, chain, generate, kv_entry, prompt
 from verl_server.io_struct import (
     AbortReq,
@@ -179,7 +180,7 @@ ODD = {"num_pages": 70, "page_size": 1, "max_rows": 5, "chunked_prefill_size": 7
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, LARGE, ODD], ids=["tiny", "large", "page1"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", at_depth(range(3)))
 def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool) -> None:
     monkey = Monkey(
         seed,
@@ -201,7 +202,7 @@ def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool)
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, ODD], ids=["tiny", "page1"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", at_depth(range(2)))
 def test_wait_mode_computes_every_request_under_one_version(
     seed: int, settings: dict[str, Any], overlaps: bool
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import at_depth
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import read_jsonl
 from verl_server.train.demo import DemoArgs, success_rate
@@ -62,7 +63,7 @@ def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", at_depth([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(
         [*_COMMAND, "--out", str(tmp_path / "demo")],

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import at_depth
 from tests.scheduler.fakes import FakeModelRunner, Harness, generate, prompt
 from tests.scheduler.test_scheduler_fuzz import Shadow
 from tests.weight_sync import described
@@ -521,7 +522,7 @@ def end_trainers() -> Iterator[None]:
     described.opened.clear()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", at_depth(range(6)))
 def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +545,7 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
     assert ends.count("length") > 20 and set(ends) <= {"length", "abort"}
 
 
+@pytest.mark.exhaustive
 def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torn and infinite weights, lost leases and all kinds of answers come up: else the test above shows less."""
     torn = nonfinite = leases = 0
