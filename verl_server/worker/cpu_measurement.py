@@ -35,7 +35,7 @@ _CASE_SECONDS = 0.002
 _ALL_SECONDS = 3.0
 """What is not measured by then, on a machine that is busy with something else, keeps the preferred kernel."""
 _FEWEST_ROUNDS = 3
-_MARGIN = 0.95
+_MARGIN = 0.9
 """Another kernel than the preferred one must take less than so much of the preferred one's time."""
 _CASE_PRODUCTS = 10**8
 """Multiplications in one run of a product: some milliseconds. Of larger weights a part is multiplied."""
