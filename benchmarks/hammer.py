@@ -1,9 +1,9 @@
-"""The program that `benchmarks/hostile_callers.py` attacks with: one request, sent again and again for some seconds.
+"""The client of `benchmarks/hostile_callers.py` that sends the same request repeatedly for some seconds.
 
     python -m benchmarks.hammer HOST:PORT PATH SECONDS FILE
 
-FILE holds the body. Prints one line of JSON: how often each status came, the slowest answer and the largest reply. It
-runs at the lowest priority, since real callers have processors of their own.
+FILE contains the body of the request. Prints one line of JSON: the number of answers with each status, the slowest
+answer and the largest reply. The process has the lowest priority, since real callers use processors of their own.
 """
 
 import collections

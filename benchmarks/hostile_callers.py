@@ -1,16 +1,18 @@
-"""What one caller can do to the others: token gaps and `/health` of a server while one kind of request hammers it.
+"""The effect of one hostile caller on the others: token gaps and `/health` of a server under repeated requests.
 
     python -m benchmarks.hostile_callers [--attacks chat_3mb tokenize_3mb] [--rounds 5] [--seconds 4]
 
-First `loop_held_ms` for each attack, once, in this process: the most processor time that the event loop spent between
-two of its turns, which other work on the machine does not change. Then a server process with two streams that generate
-all the time and a probe of `/health` every 20 ms, by turns: each round has a quiet window and one window for each
-attack, in which `benchmarks.hammer` sends the same request again and again. `added_gap_ms` is the longest token gap in
-the attacked window less the longest in the quiet window of its round, the median over the rounds; `spread` lists every
-round, and `quiet_ms` says how much the machine varies by itself. `health_ms` is the slowest probe, likewise. With
-`--gate` the exit status is 1 where an attack adds more than 50 ms, or the median of the slowest probes is above 100 ms.
+First, `loop_held_ms` is measured once for each attack, in this process: the longest processor time of the event loop
+between two turns of a watching task. Other work on the machine does not change this figure.
 
-The tokenizer has 8,192 tokens and is trained here, on this repository's pages.
+Then a server process runs with two streams that always generate, and a probe calls `/health` every 20 ms. Each round
+has a quiet window and one window for each attack, in which `benchmarks.hammer` sends the same request repeatedly.
+`added_gap_ms` is the longest token gap in the attacked window less the longest one in the quiet window of the same
+round; the value is the median over the rounds. `spread` lists all rounds, and `quiet_ms` shows the variation of the
+machine itself. `health_ms` is the median over the rounds of the slowest probe. With `--gate`, the exit status is 1 if
+an attack adds more than 50 ms, or if its `health_ms` is above 100 ms.
+
+The tokenizer has 8,192 tokens, and the benchmark trains it on the pages of this repository.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _MOST_ADDED_MS, _MOST_HEALTH_MS = 50.0, 100.0
 _PROBE_SECONDS = 0.02
 _REQUEST_SECONDS = 120.0
 _SLOW_TEMPLATE = "{% for i in range(30000) %}{% for j in range(30000) %}{% endfor %}{% endfor %}"
-"""Minutes of work, in a template that the operator of this server lists."""
+"""A template that the operator of this server has listed, and that takes minutes to render."""
 _TEXT_TIMEOUT = 5.0
 _ONE = {"max_new_tokens": 1}
 _CANDIDATES: dict[str, Any] = {
@@ -123,7 +125,7 @@ def attacks() -> dict[str, Attack]:
 
 
 def make_folder(path: Path) -> Path:
-    """A tiny model with a tokenizer that merges, as real ones do."""
+    """Write a tiny model folder with a BPE tokenizer that has merges, as real tokenizers have. Returns `path`."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -143,7 +145,7 @@ def make_folder(path: Path) -> Path:
 
 
 def hammer(url: str, path: str, seconds: float, body: Path) -> dict[str, Any]:
-    """Send a request again and again, at least once; returns what `benchmarks.hammer` prints."""
+    """Send the request repeatedly for `seconds`, at least once. Returns the output of `benchmarks.hammer`."""
     address = urllib.parse.urlsplit(url).netloc
     command = [sys.executable, "-m", "benchmarks.hammer", address, path, str(seconds), str(body)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=seconds + 2 * _REQUEST_SECONDS)
@@ -155,7 +157,7 @@ def hammer(url: str, path: str, seconds: float, body: Path) -> dict[str, Any]:
 
 
 class LoopWatch:
-    """The most processor time that an event loop's thread spends between two turns of this watch."""
+    """Measures the longest processor time of an event loop's thread between two turns of this object's task."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -169,7 +171,7 @@ class LoopWatch:
             self._longest = max(self._longest, time.thread_time() - before)
 
     def take_ms(self) -> float:
-        """Since the last call."""
+        """The longest time since the last call, in milliseconds."""
         longest, self._longest = self._longest, 0.0
         return 1e3 * longest
 
@@ -185,21 +187,21 @@ def report_loop(settings: dict[str, Any], chosen: dict[str, Attack], bodies: dic
         threading.Thread(target=launch_server_from_verl_engine, args=arguments, daemon=True).start()
         assert reader.recv() == "ready"
         gc.collect()
-        gc.freeze()  # as a server process does
+        gc.freeze()  # as a server process does at its start
         watch = LoopWatch(manager)
         for name, attack in chosen.items():
-            hammer(engine.server_args.url, attack.path, 0.0, bodies[name])  # what starts at its first use
+            hammer(engine.server_args.url, attack.path, 0.0, bodies[name])  # starts everything that starts on first use
             watch.take_ms()
             figures = hammer(engine.server_args.url, attack.path, 1.0, bodies[name])
             report("loop_held_ms", watch.take_ms(), "ms", attack=name, **figures)
         watch.stop()
 
 
-# -- the victims --------------------------------------------------------------------------------------------
+# -- other callers ------------------------------------------------------------------------------------------
 
 
 class HealthProbe:
-    """Asks for `/health` again and again, on a connection of its own, and notes (start, end) of each."""
+    """Calls `/health` repeatedly on a connection of its own, and records (start, end) of each call."""
 
     def __init__(self, url: str) -> None:
         self._host = urllib.parse.urlsplit(url).netloc
@@ -222,7 +224,7 @@ class HealthProbe:
 
 
 def longest_gap_ms(arrivals: list[Times], window: Interval) -> float:
-    """Of the token gaps that overlap a window."""
+    """The longest token gap that overlaps a window, in milliseconds."""
     longest = 0.0
     for times in arrivals:
         starts, ends = times[:-1], times[1:]
@@ -232,11 +234,12 @@ def longest_gap_ms(arrivals: list[Times], window: Interval) -> float:
 
 
 def slowest_ms(probes: list[Interval], window: Interval) -> float:
+    """The longest probe that overlaps a window, in milliseconds."""
     return 1e3 * max((end - start for start, end in probes if start < window[1] and end > window[0]), default=0.0)
 
 
 def benchmark(args: argparse.Namespace, folder: Path) -> bool:
-    """Whether every attack stays within the bounds."""
+    """Run and report. Returns True if every attack stays within the bounds."""
     chosen = {name: attack for name, attack in attacks().items() if name in (args.attacks or attacks())}
     bodies = {name: folder / f"{name}.json" for name in chosen}
     for name, attack in chosen.items():
@@ -257,26 +260,26 @@ def benchmark(args: argparse.Namespace, folder: Path) -> bool:
 def compare(
     args: argparse.Namespace, settings: dict[str, Any], chosen: dict[str, Attack], bodies: dict[str, Path]
 ) -> bool:
-    """Quiet and attacked windows of one server, by turns. Returns whether every attack stays within the bounds."""
+    """Alternate quiet and attacked windows of one server. Returns True if every attack stays within the bounds."""
     windows: dict[str, list[Interval]] = {name: [] for name in ("quiet", *chosen)}
-    told: dict[str, dict[str, Any]] = {}
+    outputs: dict[str, dict[str, Any]] = {}
     with HttpServerEngineAdapter(port=0, **settings) as server:
         assert server.url is not None
         streams = Streams(server.url, count=2, prompt_len=16, output_len=440, vocab_size=_VOCABULARY)
         streams.start(timeout=60)
         probe = HealthProbe(server.url)
-        for name, attack in chosen.items():  # what starts at its first use starts before the clock does
-            told[name] = hammer(server.url, attack.path, 0.0, bodies[name])
+        for name, attack in chosen.items():  # before the measurement, so that everything has started
+            outputs[name] = hammer(server.url, attack.path, 0.0, bodies[name])
         for _ in range(args.rounds):
             windows["quiet"].append(_window(args.seconds))
             for name, attack in chosen.items():
                 began = time.perf_counter()
-                told[name] = hammer(server.url, attack.path, args.seconds, bodies[name])
+                outputs[name] = hammer(server.url, attack.path, args.seconds, bodies[name])
                 windows[name].append((began, time.perf_counter()))
         probe.stop()
         outcome = streams.stop()
     assert not outcome.lost, outcome.lost[:3]
-    return _report(chosen, windows, told, outcome.arrivals, probe.probes)
+    return _report(chosen, windows, outputs, outcome.arrivals, probe.probes)
 
 
 def _window(seconds: float) -> Interval:
@@ -288,7 +291,7 @@ def _window(seconds: float) -> Interval:
 def _report(
     chosen: dict[str, Attack],
     windows: dict[str, list[Interval]],
-    told: dict[str, dict[str, Any]],
+    outputs: dict[str, dict[str, Any]],
     arrivals: list[Times],
     probes: list[Interval],
 ) -> bool:
@@ -312,7 +315,7 @@ def _report(
             health_ms=round(slow, 1),
             health_spread=_rounded(health[name]),
             passes=passes,
-            **told[name],
+            **outputs[name],
         )
     return fine
 
@@ -323,11 +326,11 @@ def _rounded(values: list[float]) -> list[float]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.hostile_callers", __doc__)
-    parser.add_argument("--attacks", nargs="+", choices=list(attacks()), help="only these (all)")
+    parser.add_argument("--attacks", nargs="+", choices=list(attacks()), help="attacks to run (all)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="quiet and attacked windows, by turns (3); 0: the loop only"
+        "--rounds", type=int, default=3, help="rounds of quiet and attacked windows; 0: only loop_held_ms (3)"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a window (3)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of a window (3)")
     parser.add_argument("--gate", action="store_true", help="exit with 1 if an attack exceeds the bounds")
     return parser.parse_args(argv)
 

@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             _check(all(self.stop), "stop", self.stop, "non-empty strings")
             _check(all(_is_utf8(text) for text in self.stop), "stop", "a lone surrogate", "valid Unicode")
         for token, bias in (self.logit_bias or {}).items():
-            # Python refuses to read very long numbers, in an error of its own.
+            # int() raises an error of its own for very long numbers, so the length is limited.
             _check(token.isascii() and token.isdigit() and len(token) < 20, "logit_bias", token, "token ids as keys")
             _check(math.isfinite(bias), "logit_bias", bias, "finite values")
         if self.temperature < _GREEDY_BELOW:

@@ -55,14 +55,14 @@ class MessageSocket:
         had_unsent = bool(self._unsent)
         if self._peer_listens and len(message) < _CHUNK:
             self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
-        elif self._peer_listens:  # a copy of a large message would take longer than a second call does
+        elif self._peer_listens:  # a copy of a large message would take longer than a second call of send
             self._unsent += (memoryview(_LENGTH.pack(len(message))), memoryview(message))
         if not had_unsent:
             self.flush()
 
     def flush(self) -> None:
-        """Send stored messages, as many bytes as the socket has room for, but not all of a long message in one call: a
-        fast reader would keep its sender from the rest of its loop."""
+        """Send stored messages, as many bytes as the socket has room for, up to a limit for each call. Without the
+        limit, a fast reader would keep the sender from the rest of its loop."""
         unsent = self._unsent
         left = _CHUNK * _CHUNKS_AT_ONCE
         try:

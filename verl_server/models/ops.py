@@ -83,16 +83,16 @@ TORCH_OPS = Ops(_rms_norm, _add_rms_norm, _silu_mul, linear)
 
 
 def cpu_linears(kernels: CpuKernels) -> dict[str, Linear]:
-    """Every kernel that multiplies fp32 tensors on the CPU, by its name: "cpp" is compiled here, "torch" is MKL or
-    what else PyTorch was built with."""
+    """Name -> kernel of the matrix product in fp32 on the CPU. "cpp" is compiled from this package, "torch" is MKL or
+    another library of the PyTorch build, and "onednn" is oneDNN if PyTorch has it."""
     linears: dict[str, Linear] = {"cpp": kernels.linear, "torch": F.linear}
     return linears | {"onednn": _onednn_linear} if _ONEDNN else linears
 
 
 def linear_by_shape(linears: Mapping[str, Linear], names: Mapping[tuple[int, int], Sequence[str]]) -> Linear:
-    """A product that runs the kernel named for the shape [out, in] of its weight and for its number of rows.
+    """A matrix product that chooses its kernel by the shape [out, in] of the weight and by the number of rows.
 
-    `names[shape][i]` is the kernel for 2^(i-1) + 1 to 2^i rows; the last one is for more rows, too.
+    `names[shape][i]` is the name of the kernel for 2^(i-1) + 1 to 2^i rows. The last name is also for more rows.
     """
     table = {shape: [linears[name] for name in row] for shape, row in names.items()}
 
@@ -104,7 +104,7 @@ def linear_by_shape(linears: Mapping[str, Linear], names: Mapping[tuple[int, int
 
 
 def cpu_ops(kernels: CpuKernels, linear: Linear) -> Ops:
-    """The compiled operators of the CPU, for fp32, with the given product."""
+    """The compiled operators of the CPU for fp32, with `linear` as the matrix product."""
     return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, linear)
 
 
