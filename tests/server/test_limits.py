@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
+from tests.server.test_http_routes import events
 from tests.server.test_tokenizer_manager import run as generate
 from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
@@ -199,3 +200,23 @@ def test_a_reply_of_several_pieces_arrives_whole(stack: Stack) -> None:
     answer = stack.post("/tokenize", {"prompt": prompt})
     assert len(answer.content) > 2**20 and answer.headers["content-length"] == str(len(answer.content))
     assert answer.json()["tokens"] == stack.text.encode("ab") * 200_000
+
+
+def test_a_stream_of_candidates_is_cumulative_and_ends_once(stack: Stack) -> None:
+    stack.scheduler.chunk = 1
+    sampling = _FEW | {"max_new_tokens": 6}
+    body = {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 3, "sampling_params": sampling}
+    plain = stack.generate(**body)["meta_info"]["output_top_logprobs"]
+    frames = events(stack.post("/generate", body | {"stream": True}).text)
+    for frame in frames:
+        assert frame["meta_info"]["output_top_logprobs"] == plain[: len(frame["output_ids"])]
+    assert [frame["meta_info"]["finish_reason"] is None for frame in frames] == [True] * (len(frames) - 1) + [False]
+
+
+def test_a_streamed_chat_has_each_log_probability_once(stack: Stack) -> None:
+    stack.scheduler.chunk = 1
+    body = {"messages": _ASK, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+    whole = stack.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    chunks = events(stack.post("/v1/chat/completions", body | {"stream": True}).text)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for part in parts if part for entry in part["content"]] == whole

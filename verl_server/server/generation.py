@@ -58,11 +58,12 @@ class Generation:
         self._collects = True
         await self.wait()
         slices = Slices()
-        results = []
+        results: list[Any] = []
         for i, state in enumerate(self.states):
+            if results:
+                await slices.end()
             await state.write_candidates()
             results.append(self._results.get(i) or state.written_result())
-            await slices.end()
         return results[0] if self._is_single else results
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:

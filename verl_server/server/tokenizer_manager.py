@@ -164,9 +164,10 @@ class TokenizerManager:
             self.text.limits.check_prompt_tokens(tokens)
             self.text.limits.check_reply(candidates)
             for k in range(len(samples.rids)):
+                if states:  # a request of one sample is one slice
+                    await slices.end()
                 states.append(self._make_state(read.request, samples, k, prompt, write))
                 messages.append(self._encode(states[-1].req))
-                await slices.end()
         self.check_serving()
         for state in states:
             if state.rid in self._by_rid:
@@ -175,10 +176,11 @@ class TokenizerManager:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
         generation = Generation(states, read.is_single, self.abandon)
         try:
-            for state, message in zip(states, messages, strict=True):
+            for k, (state, message) in enumerate(zip(states, messages, strict=True)):
+                if k:
+                    await slices.end()
                 if not state.done:  # by a shutdown, or a scheduler that died, between two slices
                     self._send(message)
-                await slices.end()
         except BaseException:
             generation.close()
             raise
