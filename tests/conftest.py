@@ -28,10 +28,8 @@ def pytest_sessionstart() -> None:
 @pytest.fixture
 def real_processes() -> Iterator[None]:
     """Children of this test are fresh interpreters, as users have them."""
-    fork_server.use_real_processes()
-    yield
-    if fork_server.is_running():
-        fork_server.use_forks()
+    with fork_server.real_processes():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,10 +142,17 @@ def use_forks() -> None:
     child_process.subprocess = stand_in  # type: ignore[assignment]
 
 
-def use_real_processes() -> None:
+@contextlib.contextmanager
+def real_processes() -> Iterator[None]:
+    """Children that `ChildProcess` of this process starts meanwhile are fresh interpreters, as users have them."""
     from verl_server.ipc import child_process
 
     child_process.subprocess = subprocess
+    try:
+        yield
+    finally:
+        if is_running():
+            use_forks()
 
 
 def is_running() -> bool:
@@ -268,11 +276,13 @@ def _place(wanted: dict[int, int]) -> None:
 def _answer_getppid(parent: int) -> None:
     """Have `os.getppid` name the process that asked for this one, for as long as that process lives."""
     try:
+        from verl_server.ipc.readiness import wait_readable
+
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
         os.getppid = lambda: 1
         return
-    os.getppid = lambda: 1 if select.select([watched], [], [], 0)[0] else parent
+    os.getppid = lambda: 1 if wait_readable(watched, 0) else parent
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:

@@ -39,4 +39,4 @@ def test_work_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[s
     for flags in (["--group-size", "1"], ["--prompt", "48"], ["--steps", "0"], ["--tp", "2"]):
         with pytest.raises(SystemExit):
             train_step.parse_args(flags)
-    assert "It needs --group-size of at least 2" in capsys.readouterr().err
+    assert "--group-size must be at least 2" in capsys.readouterr().err

@@ -149,6 +149,7 @@ def _tiny_parameters() -> list[torch.Tensor]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("real_processes")  # a fork shares the memory that is counted
 @pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
 def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     colocated.main(["--cycles", "2", *more])

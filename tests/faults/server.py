@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests import fork_server
 from tests.faults.pauses import FOLDER
 from verl_server import HttpServerEngineAdapter
 from verl_server.engine import http as http_engine
@@ -44,7 +45,7 @@ def holdable(pauses: Path) -> Iterator[None]:
 
 
 def launched(pauses: Path, model: Path, **settings: Any) -> HttpServerEngineAdapter:
-    with holdable(pauses):
+    with holdable(pauses), fork_server.real_processes():  # tests look for the schedulers among its children
         return HttpServerEngineAdapter(model_path=str(model), **(SETTINGS | settings))
 
 

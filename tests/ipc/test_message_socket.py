@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_readable, wait_writable
 
 WAIT = 30.0
 
@@ -29,7 +29,7 @@ def serve(end: MessageSocket, enough: Callable[[], bool], got: list[bytes]) -> N
     deadline = time.monotonic() + WAIT
     while not enough():
         assert time.monotonic() < deadline, "the messages did not come"
-        select.select([end], [end] if end.unsent else [], [], 0.5)
+        wait_writable(end, 0.5) if end.unsent else wait_readable(end, 0.5)
         end.flush()
         got += end.receive()
 
@@ -92,7 +92,7 @@ def test_one_call_does_not_read_for_ever(ends: tuple[MessageSocket, MessageSocke
         writer = threads.submit(serve, ours, lambda: not ours.unsent, [])
         sizes = []
         while sum(sizes) < 10_000:
-            select.select([theirs], [], [], WAIT)
+            wait_readable(theirs, WAIT)
             sizes.append(len(theirs.receive()))
         writer.result(WAIT)
     assert max(sizes) < 10_000

@@ -116,7 +116,7 @@ def test_all_ranks_have_it_or_none(
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(peer_memory, "_uuid", lambda index: b"GPU-0")
     monkeypatch.setattr(
-        peer_memory, "_reaches", lambda device, uuids: uuids == [b"GPU-0", b"GPU-1"] and fails != "reach"
+        peer_memory, "_can_access", lambda device, uuids: uuids == [b"GPU-0", b"GPU-1"] and fails != "reach"
     )
     monkeypatch.setattr(symmetric_memory, "empty", succeed_unless("empty", torch.empty(0)))
     monkeypatch.setattr(symmetric_memory, "rendezvous", succeed_unless("rendezvous", object()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from verl_server.io_struct import (
 )
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_readable
 from verl_server.ipc.sockets import free_port
 from verl_server.models.loader import iter_checkpoint
 from verl_server.models.tiny import make_model_folder
@@ -79,7 +79,7 @@ class Ranks:
         self.messages.send(msgspec.msgpack.encode(message))
 
     def says_something(self, seconds: float) -> bool:
-        return bool(select.select([self.messages], [], [], seconds)[0])
+        return wait_readable(self.messages, seconds)
 
     def receive(self) -> SchedulerOutput:
         deadline = time.monotonic() + WAIT
@@ -129,7 +129,7 @@ def test_a_waiting_loop_sends_what_had_no_room_and_still_hears_the_bell() -> Non
         waiting = threads.submit(sockets.wait, None)
         got: list[bytes] = []
         while not got:
-            assert select.select([manager], [], [], WAIT)[0], "it sleeps over an unsent message"
+            assert wait_readable(manager, WAIT), "it sleeps over an unsent message"
             got += manager.receive()
         assert len(_DECODER.decode(got[0]).payload) == 4 << 20 and not waiting.done()
         sockets.ring()

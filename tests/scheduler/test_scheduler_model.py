@@ -31,7 +31,7 @@ class Engine:
     """A scheduler in this process, and what it sent, per request."""
 
     def __init__(self, folder: Path, overlaps: bool = False, **settings: Any) -> None:
-        defaults = {"page_size": 4, "max_total_tokens": 2048, "context_length": 256, "cpu_threads": 1}
+        defaults = {"page_size": 4, "max_total_tokens": 2048, "context_length": 256, "cpu_threads": 1, "random_seed": 0}
         args = ServerArgs(model_path=str(folder), device="cpu", check_invariants=True, **(defaults | settings))
         tp = TpGroup()
         runner = ModelRunner(args, tp, torch.device("cpu"))

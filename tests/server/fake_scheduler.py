@@ -6,7 +6,6 @@ Each request's output is a script of tokens; tests decide when they go out. By d
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import msgspec
 
 from verl_server import io_struct as io
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_readable
 
 VOCAB = 320
 INFO: dict[str, Any] = {
@@ -93,7 +93,7 @@ class FakeScheduler:
         decoder = msgspec.msgpack.Decoder(io.SchedulerInput)
         while not self._stopping.is_set():
             self._messages.flush()
-            ready, _, _ = select.select([self._messages], [], [], 0 if self.running and not self.hold else 0.002)
+            ready = wait_readable(self._messages, 0 if self.running and not self.hold else 0.002)
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
                 self._handle(message)

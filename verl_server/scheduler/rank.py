@@ -26,6 +26,7 @@ import torch
 
 from verl_server.io_struct import SchedulerInput, SchedulerOutput
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_writable
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.scheduler.scheduler import Scheduler
@@ -98,7 +99,7 @@ class SchedulerSockets:
         """Hang up when everything is sent, or `_LAST_WORDS` seconds have passed."""
         deadline = time.monotonic() + _LAST_WORDS
         while self._messages.unsent and time.monotonic() < deadline:
-            select.select([], [self._messages], [], max(0.0, deadline - time.monotonic()))
+            wait_writable(self._messages, deadline - time.monotonic())
             self._messages.flush()
         self._messages.close()
         self._doorbell.close()

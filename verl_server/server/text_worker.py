@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from verl_server.chat.templates import ChatTemplates
 from verl_server.errors import VerlServerError
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_readable, wait_writable
 from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
 from verl_server.server.generate_request import GENERATE
 from verl_server.server.json_body import MalformedBodyError
@@ -62,14 +62,14 @@ class _Requests:
     def receive(self) -> bytes | None:
         """The next message; None when the parent has hung up."""
         while not self._waiting and not self._messages.is_closed:
-            select.select([self._messages], [], [])
+            wait_readable(self._messages)
             self._waiting += self._messages.receive()
         return self._waiting.pop(0) if self._waiting else None
 
     def send(self, message: bytes) -> None:
         self._messages.send(message)
         while self._messages.unsent:
-            select.select([], [self._messages], [])
+            wait_writable(self._messages)
             self._messages.flush()
 
 

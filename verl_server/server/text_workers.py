@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from verl_server.errors import (
 )
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.ipc.readiness import wait_writable
 from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.text_tools import Answer, Job, TextSetup
 
@@ -187,7 +187,7 @@ class _Worker:
             messages.send(msgspec.msgpack.encode(setup))
             while messages.unsent:  # until the child has read it, or is gone: then wait_ready says why
                 check()
-                select.select([], [messages], [], 0.2)
+                wait_writable(messages, 0.2)
                 messages.flush()
             child.wait_ready(_START_SECONDS, also=check)
         except BaseException:

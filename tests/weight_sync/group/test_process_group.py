@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from tests import fork_server
 from tests.weight_sync.group_trainer import SHAPES, tensors
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.ipc.readiness import wait_readable
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 from verl_server.weight_sync.group.group_connection import Lifeline, in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup
@@ -381,7 +381,7 @@ member.join(req, 1, "127.0.0.1", 600.0)
         connection, _ = listener.accept()  # the member is in its store's handshake now, which nobody answers
         server.kill()
         server.communicate()
-        assert select.select([member], [], [], BOUND)[0], "the member lives on without its server"
+        assert wait_readable(member, BOUND), "the member lives on without its server"
         os.close(member)
         connection.close()
 

@@ -11,7 +11,6 @@ import datetime
 import json
 import mmap
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_server.ipc.child_env import clean_child_env
+from verl_server.ipc.readiness import wait_readable
 from verl_server.weight_sync.group.group_connection import Meeting, connect_gloo
 
 _START_SECONDS = 60.0
@@ -156,7 +156,7 @@ def main(connection: Connection, parent: int) -> None:
 def _end_with(parent: int) -> None:
     """A receive may last minutes; the memory that it fills belongs to nobody once the parent is gone."""
     pidfd = os.pidfd_open(parent)
-    select.select([pidfd], [], [])
+    wait_readable(pidfd)
     os._exit(1)
 
 
