@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ async def busy(pool: TextWorkers) -> int:
 
 
 def is_gone(pid: int) -> bool:
+    """True once the process is gone. Whoever started it may reap it a moment after its end is known here."""
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     return not Path(f"/proc/{pid}").exists()
 
 
