@@ -307,7 +307,9 @@ def test_checksums_are_of_what_lies_in_the_trainers_memory_now(receiver: WeightR
     plan.verify({name: checksum.upper() for name, checksum in sums.items()})
     trainer.placed[f"module.{O_PROJ}"][1][1, 1] += 1
     trainer.placed[f"module.{NORM}"][0][0] += 1
-    with pytest.raises(WeightUpdateError, match=f"checksum of 'module.{O_PROJ}', 'module.{NORM}' differs from the trainer's"):
+    with pytest.raises(
+        WeightUpdateError, match=f"checksum of 'module.{O_PROJ}', 'module.{NORM}' differs from the trainer's"
+    ):
         plan.verify(sums)
     with pytest.raises(WeightUpdateError, match="checksum"):
         stage(receiver, trainer.description(), checksums=sums)
