@@ -91,7 +91,7 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
     columns = int(np.partition(whole[together], -2)[-2]) + 1
     valid = np.arange(columns) < np.minimum(whole[together], columns - 1)[:, None]
     pages = np.where(valid, table[rows[together], :columns], -1 - together[:, None])
-    # The rows of pages are sorted as bytes. Any order would do that makes rows with equal first pages adjacent.
+    # The rows of pages are sorted as bytes. Any other order that makes rows with equal first pages adjacent would do.
     order = np.argsort(pages.view(f"V{pages.itemsize * columns}").ravel(), kind="stable")
     pages = pages[order]
     # depth[i] is the number of keys that entries i and i + 1 of the order share. Since the order is sorted, the entries
