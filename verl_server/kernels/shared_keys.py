@@ -19,8 +19,8 @@ LEVELS = 2
 """Largest number of runs in one entry: for example a system prompt, then a task prompt that samples share."""
 
 _MAX_DEPTH = 4
-"""Levels of the tree of shared prefixes that are searched for these runs. Every entry reads by itself what is shared
-only below them."""
+"""Levels of the tree of shared prefixes that are searched for these runs. If keys are shared only at deeper levels,
+each entry reads them by itself."""
 
 ITEM = 8
 """Number of integers of an item: index in `Runs.order` of its first entry, number of entries, first key, end of the
