@@ -42,7 +42,7 @@ from verl_server.models.tiny import random_model
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
 _FREED = 0.95
-"""Share of the bytes that the server reports to hold which must be free after a release."""
+"""A release must free at least this share of the bytes that the server reports."""
 
 
 class Cycle:

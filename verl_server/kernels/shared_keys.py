@@ -19,8 +19,8 @@ LEVELS = 2
 """Largest number of runs in one entry: for example a system prompt, then a task prompt that samples share."""
 
 _MAX_DEPTH = 4
-"""Levels of the tree of shared prefixes that are searched for these runs. Every entry reads by itself what is shared
-only below them."""
+"""Levels of the tree of shared prefixes that are searched for these runs. If keys are shared only at deeper levels,
+each entry reads them by itself."""
 
 ITEM = 8
 """Number of integers of an item: index in `Runs.order` of its first entry, number of entries, first key, end of the
@@ -91,7 +91,7 @@ def find_runs(table: Ints, rows: Ints, lens: Ints, page_size: int, min_keys: int
     columns = int(np.partition(whole[together], -2)[-2]) + 1
     valid = np.arange(columns) < np.minimum(whole[together], columns - 1)[:, None]
     pages = np.where(valid, table[rows[together], :columns], -1 - together[:, None])
-    # The rows of pages are sorted as bytes. Any order would do that makes rows with equal first pages adjacent.
+    # The rows of pages are sorted as bytes. Any other order that makes rows with equal first pages adjacent would do.
     order = np.argsort(pages.view(f"V{pages.itemsize * columns}").ravel(), kind="stable")
     pages = pages[order]
     # depth[i] is the number of keys that entries i and i + 1 of the order share. Since the order is sorted, the entries
