@@ -201,7 +201,7 @@ def test_decode_of_shared_keys_in_any_layout(name: str) -> None:
 def test_shared_keys_of_more_entries_than_there_is_memory_for() -> None:
     problem = Problem([70] * 3, [1] * 3, shared=((0, 3, 4),))
     runs = find_runs(np.tile(np.arange(1, 6), (4, 1)), np.arange(4), np.full(4, 70), 16, 16)
-    with pytest.raises(ValueError, match="4 entries"):
+    with pytest.raises(ValueError, match="4 decodes"):
         problem.attention.shared_keys(runs)
 
 
