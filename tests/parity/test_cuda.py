@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,14 @@ from verl_server.models.tiny import make_model_folder
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """What this process's allocator keeps for itself, the engine of the next test cannot have."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def busy_run(driver: Driver) -> list[Sequence]:

@@ -6,6 +6,7 @@ and the scheduler admits requests whose sampling takes more than a plain draw as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +73,10 @@ class StepMemory:
         each = _EDITED + _PENALTIES * spec.reads_outputs + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
         return each * self.vocab_size + self._reported(spec.top_logprobs_num, spec.token_ids_logprob)
 
-    def prompt_positions(self, top_num: int, requested: list[int] | None) -> int:
+    def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
         """Positions of a prompt whose log-probabilities may be computed at once, at least 1."""
         each = self.logit_bytes + _EDITED * self.vocab_size + self._reported(top_num, requested)
         return max(1, _PROMPT_BYTES // each)
 
-    def _reported(self, top_num: int, requested: list[int] | None) -> int:
+    def _reported(self, top_num: int, requested: Sequence[int] | None) -> int:
         return _TOP * top_num + _NAMED * len(requested or ())
