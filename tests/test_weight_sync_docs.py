@@ -48,6 +48,7 @@ def test_the_examples_of_one_process_run_in_their_order(tiny_qwen3: Path, tmp_pa
     assert len(served["output_ids"]) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_fsdp2_example_runs(tiny_qwen3: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -26,14 +26,21 @@ def _ranks(nproc: int, module: str, arguments: list[str], log: TextIO) -> list[s
 
 
 def torchrun(nproc: int, module: str, *arguments: str | Path, results: Path, timeout: float = 280) -> None:
-    """A launch that hangs is killed with all its ranks: the checks that are missing then say where."""
-    given = [*map(str, arguments), str(results)]
-    with (results / "log").open("w") as log:
+    """Run a module of checks, whose last argument is the folder for its results and its log.
+
+    A launch that hangs is killed with all its ranks: the checks that are missing then say where.
+    """
+    run_ranks(nproc, module, [*map(str, arguments), str(results)], results / "log", timeout)
+
+
+def run_ranks(nproc: int, module: str, arguments: list[str], log_file: Path, timeout: float) -> list[int | None]:
+    """Run `python -m MODULE ARGUMENTS` on every rank; return the exit codes of what was started, None for killed."""
+    with log_file.open("w") as log:
         if fork_server.is_running():
-            processes = _ranks(nproc, module, given, log)
+            processes = _ranks(nproc, module, arguments, log)
         else:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-            command += ["-m", module, *given]
+            command += ["-m", module, *arguments]
             processes = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)]
         deadline = time.monotonic() + timeout
         try:
@@ -42,9 +49,11 @@ def torchrun(nproc: int, module: str, *arguments: str | Path, results: Path, tim
         except subprocess.TimeoutExpired:
             pass
         finally:
+            codes = [process.returncode for process in processes]
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+    return codes
 
 
 def read_results(folder: Path, rank: int) -> dict[str, str]:

@@ -65,6 +65,7 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["seconds_to_first_token"]["weights"] == "safetensors"
 
 
+@pytest.mark.exhaustive
 def test_startup_served(capsys: pytest.CaptureFixture[str]) -> None:
     startup.main([*SMALL, "--runs", "1", "--served"])
     found = figures(capsys)

@@ -16,6 +16,7 @@ from benchmarks.push_trainer import Job, _Rank, write_parameters
 from benchmarks.served_slices import expected_checksums, served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.token_gaps import Streams, gap_figures
+from tests.depth import at_depth
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,7 @@ def test_pushes_are_measured_and_checked(capsys: pytest.CaptureFixture[str], mon
     assert "leak" in found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_two_engines_read_all_shards(capsys: pytest.CaptureFixture[str]) -> None:
     weight_sync.main(["--updates", "2", "--warmup", "1", "--trainer-ranks", "2", "--engines", "2"])
@@ -150,7 +152,7 @@ def _tiny_parameters() -> list[torch.Tensor]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("real_processes")  # a fork shares the memory that is counted
-@pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
+@pytest.mark.parametrize("more", at_depth([[], ["--tp", "2", "--keep-graphs"]]), ids=["plain", "tp2-keep-graphs"])
 def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     colocated.main(["--cycles", "2", *more])
     found = figures(capsys)

@@ -12,20 +12,29 @@ from tests.torchrun import expect_passed, torchrun
 pytestmark = pytest.mark.timeout(300)
 
 
+def checks_of(scenario: str) -> list[str]:
+    _, checks = SCENARIOS[scenario]
+    return [f"{scenario}: {check}" for check in ("start", *checks)]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    torchrun(2, "tests.engine.verl_engine_ranks", "all", tiny_llama, results=folder)
+    torchrun(2, "tests.engine.verl_engine_ranks", "server", tiny_llama, results=folder)
     return folder
 
 
-CHECKS = [f"{name}: {check}" for name, (_, checks) in SCENARIOS.items() for check in ("start", *checks)]
-CHECKS.append("a_restarted_server_is_healed_by_all_ranks")
-
-
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [*checks_of("server"), "a_restarted_server_is_healed_by_all_ranks"])
 def test_two_ranks(two_ranks: Path, check: str) -> None:
     expect_passed(two_ranks, 2, check)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "server"])
+def test_two_ranks_with_other_engines(scenario: str, tmp_path: Path, tiny_llama: Path) -> None:
+    torchrun(2, "tests.engine.verl_engine_ranks", scenario, tiny_llama, results=tmp_path)
+    for check in checks_of(scenario):
+        expect_passed(tmp_path, 2, check)
 
 
 @pytest.fixture(scope="module")

@@ -346,13 +346,12 @@ SCENARIOS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def run_scenarios(bench: Bench) -> None:
+def run_scenario(bench: Bench, name: str) -> None:
+    options, checks = SCENARIOS[name]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name, (options, checks) in SCENARIOS.items():
-        bench.run(f"{name}: start", lambda options=options: bench.start(mesh, **options))
-        for check in checks:
-            bench.run(f"{name}: {check}", getattr(bench, f"check_{check}"))
-        bench.trainer = AutoModelForCausalLM.from_pretrained(bench._settings["model_path"], dtype=torch.float32)
+    bench.run(f"{name}: start", lambda: bench.start(mesh, **options))
+    for check in checks:
+        bench.run(f"{name}: {check}", getattr(bench, f"check_{check}"))
 
 
 def run_restart(bench: Bench) -> None:
@@ -468,6 +467,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "replicas":
         run_replicas(bench)
     else:
-        run_scenarios(bench)
+        run_scenario(bench, sys.argv[1])
+    if sys.argv[1] == "server":
+        bench.trainer = AutoModelForCausalLM.from_pretrained(bench._settings["model_path"], dtype=torch.float32)
         run_restart(bench)
     dist.destroy_process_group()

@@ -188,7 +188,8 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
 @pytest.mark.parametrize("one_host", [True, False])
 def test_ranks_of_one_host_connect_and_leave_nothing_behind(tmp_path: Path, one_host: bool) -> None:
     folder = tempfile.mkdtemp()  # short enough for a socket's path
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once, not in each rank
     ranks = [
         context.Process(target=connect, args=(rank, 3, str(tmp_path / "meet"), one_host, folder)) for rank in range(3)
     ]

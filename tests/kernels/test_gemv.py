@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from tests.depth import at_depth
 from verl_server.kernels.gemv import gemv
 
 
-@pytest.mark.parametrize(("rows", "size"), [(64, 1024), (33, 96), (5, 3000), (4100, 16)])
+@pytest.mark.parametrize(("rows", "size"), at_depth([(64, 1024), (33, 96), (5, 3000), (4100, 16)], quick=3))
 @pytest.mark.parametrize("bias", [False, True])
 def test_product(rows: int, size: int, bias: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.depth import at_depth
 from tests.kernels.attention_reference import paged_attention
 
 pytest.importorskip("triton")
@@ -148,7 +149,7 @@ def test_decode_agrees_with_plain_attention(layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "lens",
-    [[1], [2], [1] * 20, [1, 700, 1], [600, 3, 300, 3]],
+    at_depth([[1], [2], [1] * 20, [1, 700, 1], [600, 3, 300, 3]], quick=3),
     ids=["one token", "two tokens", "many short", "a straggler", "mixed"],
 )
 def test_decode_balances_any_lengths(lens: list[int]) -> None:
@@ -189,7 +190,7 @@ SAME_PATH = {"pairs", "tokens first", "fp16"}
 """Layouts in which the shared keys' kernel does nothing that it does not in others."""
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in SAME_PATH])
+@pytest.mark.parametrize("name", at_depth([name for name in LAYOUTS if name not in SAME_PATH], quick=4))
 def test_decode_of_shared_keys_in_any_layout(name: str) -> None:
     layout = LAYOUTS[name]
     pages = 128 // layout.get("page_size", 16)

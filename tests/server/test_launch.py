@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.depth import at_depth
 from verl_server import Engine, HttpServerEngineAdapter, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
 from verl_server.ipc.sockets import bind_socket, free_port
 from verl_server.server.launch import launch_server_from_verl_engine
@@ -58,7 +59,7 @@ def wait_for_line(process: subprocess.Popen[str], start: str) -> str:
     raise AssertionError(f"the server ended with {process.wait(10)} before it said {start!r}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", at_depth([signal.SIGTERM, signal.SIGINT]))
 def test_signal_ends_everything_with_status_0(tiny_llama: Path, number: signal.Signals) -> None:
     with serving("--model-path", str(tiny_llama), "--port", "0") as process:
         url = wait_for_line(process, "Ready: ")

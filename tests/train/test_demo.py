@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.depth import at_depth
+from tests import fork_server
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import read_jsonl
 from verl_server.train.demo import DemoArgs, success_rate
 
-_COMMAND = [sys.executable, "-m", "verl_server", "demo", "--latency", "0.002", "--episodes", "24"]
+_DEMO = ("verl_server", "demo", "--latency", "0.002", "--episodes", "24")
 
 
 def _descendants(pid: int) -> set[int]:
@@ -41,10 +41,12 @@ def _descendants(pid: int) -> set[int]:
 @pytest.mark.timeout(300)
 def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    command = [*_COMMAND, "--out", str(out), "--steps", "3", "--pace-episodes", "16"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 1, result.stderr[-4000:]  # three steps are not enough to learn the game
-    assert "success on held-out seeds" in result.stdout
+    settings = ["--out", str(out), "--steps", "3", "--pace-episodes", "16"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    demo = fork_server.run_module(*_DEMO, *settings, **pipes)
+    printed, log = demo.communicate(timeout=240)
+    assert demo.returncode == 1, log[-4000:]  # three steps are not enough to learn the game
+    assert "success on held-out seeds" in printed
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["weight_pushes"] == 4
@@ -62,11 +64,12 @@ def test_a_short_demo_leaves_its_results(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=|<script", page)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", at_depth([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(
-        [*_COMMAND, "--out", str(tmp_path / "demo")],
+        [sys.executable, "-m", *_DEMO, "--out", str(tmp_path / "demo")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

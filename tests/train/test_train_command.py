@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.torchrun import run_ranks
 from verl_server.errors import BadRequestError
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
@@ -120,16 +118,9 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
 
 
 def _run_ranks(ranks: int, arguments: list[str], out: Path) -> list[dict[str, Any]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run(
-        [*launcher, "-m", "verl_server.train.grpo", *arguments, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=140,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    log = out.with_suffix(".log")
+    codes = run_ranks(ranks, "verl_server.train.grpo", [*arguments, "--out", str(out)], log, timeout=140)
+    assert not any(codes) and None not in codes, f"exit codes {codes}: {log.read_text()[-8000:]}"
     return lines(out / "metrics.jsonl")
 
 

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.depth import at_depth
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
 from verl_server.models import triton_attention
 from verl_server.models.triton_attention import PagedBackend
@@ -84,7 +85,7 @@ def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {("decode", 2, False), ("mixed", 16, False)} <= set(runner._graphs.steps)
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("graphs", at_depth([True, False]), ids=["graphs", "eager"])
 def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
     def run_groups(driver: Driver) -> list[Sequence]:
         """Two groups, and a request that shares nothing, which decode together and beside another's prefill."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import fork_server
+from tests.depth import at_depth
 from tests.weight_sync.group_trainer import SHAPES, tensors
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
@@ -154,8 +155,8 @@ def assert_equal(windows: list[list[tuple[str, torch.Tensor]]], expected: dict[s
 # -- what arrives ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("size", at_depth([2, 1]))
+@pytest.mark.parametrize("engines", at_depth([2, 1]))
 def test_every_rank_of_every_engine_receives(size: int, engines: int) -> None:
     weights = {
         "a": torch.randn(50, 40),
@@ -289,7 +290,7 @@ def test_a_trainer_that_leaves_in_good_order() -> None:
     server.close()
 
 
-@pytest.mark.parametrize("announced", [50, 200])
+@pytest.mark.parametrize("announced", at_depth([50, 200]))
 def test_a_broadcast_of_another_size(announced: int) -> None:
     """More bytes than announced end Gloo's process, fewer look complete to it: neither may happen to the server."""
     server = Server()
