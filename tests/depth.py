@@ -9,5 +9,11 @@ import pytest
 
 
 def at_depth(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """The values as parameters of a test: the first `quick` of them for `make test`, the others marked exhaustive."""
-    return [v if i < quick else pytest.param(v, marks=pytest.mark.exhaustive) for i, v in enumerate(values)]
+    """Return the values as parameters of a test: the first `quick` for `make test`, the others marked exhaustive.
+
+    A tuple is one value for each of several arguments.
+    """
+    arguments = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [
+        pytest.param(*value, marks=pytest.mark.exhaustive if i >= quick else ()) for i, value in enumerate(arguments)
+    ]
