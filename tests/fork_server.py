@@ -106,7 +106,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
 
 
 def install() -> None:
-    """Start the fork server, and have `ChildProcess` of this process start children through it."""
+    """Start the fork server, and have this process start its children through it."""
     folder = tempfile.mkdtemp(prefix="fork-server-")
     os.environ[_ADDRESS] = str(Path(folder) / "socket")
     listener = socket.socket(socket.AF_UNIX)
@@ -134,20 +134,25 @@ def install() -> None:
 
 
 def use_forks() -> None:
-    """Let `ChildProcess` of this process fork. Also called in every forked child."""
-    from verl_server.ipc import child_process
-
+    """Let `ChildProcess` and `GlooMember` of this process fork. Also called in every forked child."""
     names = ("PIPE", "STDOUT", "DEVNULL", "TimeoutExpired")
     stand_in = types.SimpleNamespace(Popen=ForkedProcess, **{name: getattr(subprocess, name) for name in names})
-    child_process.subprocess = stand_in  # type: ignore[assignment]
+    for module in _modules_that_start_children():
+        module.subprocess = stand_in  # type: ignore[attr-defined]
+
+
+def _modules_that_start_children() -> list[types.ModuleType]:
+    from verl_server.ipc import child_process
+    from verl_server.weight_sync.group import gloo_member
+
+    return [child_process, gloo_member]
 
 
 @contextlib.contextmanager
 def real_processes() -> Iterator[None]:
     """Children that `ChildProcess` of this process starts meanwhile are fresh interpreters, as users have them."""
-    from verl_server.ipc import child_process
-
-    child_process.subprocess = subprocess
+    for module in _modules_that_start_children():
+        module.subprocess = subprocess  # type: ignore[attr-defined]
     try:
         yield
     finally:

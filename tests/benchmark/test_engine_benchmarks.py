@@ -35,6 +35,7 @@ def test_a_run_that_generates_less_does_not_pass() -> None:
         offline.run_once(engine, offline.uniform_workload(1, 1, 2), logprobs=False)
 
 
+@pytest.mark.exhaustive
 def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
     serving.main([*SMALL, "--requests", "3", "--concurrency", "2", "--runs", "1"])
     found = figures(capsys)
@@ -44,6 +45,7 @@ def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
         assert found[name]["server_cpu_us"] > 0
 
 
+@pytest.mark.exhaustive
 def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
     multi_turn.main([*SMALL, "--agents", "4", "--turns", "2", "--group", "2", "--wait-scale", "0.01"])
     found = figures(capsys)
@@ -53,6 +55,7 @@ def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ideal_ratio"]["value"] > 0 and found["lock_step_ratio"]["value"] > 0
 
 
+@pytest.mark.exhaustive
 def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     startup.main([*SMALL, "--runs", "1", "--weights", "safetensors"])
     found = figures(capsys)

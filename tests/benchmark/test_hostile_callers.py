@@ -8,6 +8,7 @@ from benchmarks import hostile_callers
 from tests.benchmark.lines import figures
 
 
+@pytest.mark.exhaustive
 def test_hostile_callers(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["n_1000000", "token_ids_logprob_1000000"]
     small = ["--set", "cpu_threads=1", "--set", "kv_cache_gib=0.1"]

@@ -16,7 +16,6 @@ from benchmarks.push_trainer import Job, _Rank, write_parameters
 from benchmarks.served_slices import expected_checksums, served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.token_gaps import Streams, gap_figures
-from tests.depth import at_depth
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +112,7 @@ def figures(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_pushes_are_measured_and_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "_QUIET_SECONDS", 0.2)
@@ -150,9 +150,10 @@ def _tiny_parameters() -> list[torch.Tensor]:
     return list(model.parameters())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("real_processes")  # a fork shares the memory that is counted
-@pytest.mark.parametrize("more", at_depth([[], ["--tp", "2", "--keep-graphs"]]), ids=["plain", "tp2-keep-graphs"])
+@pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
 def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     colocated.main(["--cycles", "2", *more])
     found = figures(capsys)
