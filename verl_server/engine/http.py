@@ -1,8 +1,7 @@
 """`HttpServerEngineAdapter`: the engine interface over HTTP, to a server it launched or one it attaches to.
 
-Nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same as in
-process; when the server process is gone, its exit cause and the end of its log are in the error. A server that was
-started again is refused until its weights were pushed again or accepted (`server_instance`).
+The requests themselves are `http_transport`'s. A server that was started again is refused until its weights were
+pushed again or accepted (`server_instance`).
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
-import http.client
 import logging
 import secrets
 import time
@@ -19,22 +16,11 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import httpx
 import msgspec
-import orjson
 
-from verl_server.columns import MSGPACK
 from verl_server.engine.base import EngineBase, Result
-from verl_server.engine.http_answers import (
-    ask_for_columns,
-    control_reply,
-    encode,
-    raise_for,
-    read_frame,
-    read_result,
-)
-from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
-from verl_server.engine.http_connection import Answer, ControlConnections
+from verl_server.engine.http_answers import control_reply, raise_for
+from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
 from verl_server.engine.options import PushOptions
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.engine.weights import push_request
@@ -44,11 +30,9 @@ from verl_server.errors import (
     ServerDiedError,
     ServerRestartedError,
     ServerUnavailableError,
-    UnansweredError,
     VerlServerError,
 )
 from verl_server.io_struct import (
-    INSTANCE_HEADER,
     AbortReq,
     AcceptRestartReq,
     ControlReply,
@@ -61,7 +45,7 @@ from verl_server.io_struct import (
     UpdateWeightsFromDiskReq,
     UpdateWeightVersionReq,
 )
-from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.ipc.child_process import ChildProcess
 from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
@@ -79,15 +63,11 @@ NOTHING_TO_HEAL = (
     "heal() does not know what to push: nothing is registered, and the newest update was not from disk. Pass the "
     "weights, heal(model.named_parameters()), or call accept_restart() to go on with what the server serves."
 )
-_INFO_TIMEOUT = 30.0
 _LET_GO_TIMEOUT = 5.0
 _CONTROL_GRACE = 30.0
 """Over the server's own bound, so that its error, which knows more, arrives first."""
 _RESTART_POLL = 0.5
 """Seconds between two looks at a server that is started again."""
-_DEATH_WAIT = 5.0
-"""How long a broken connection is given to turn out as the end of our child."""
-_BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
 
 
 class HttpServerEngineAdapter(EngineBase):
@@ -140,15 +120,11 @@ class HttpServerEngineAdapter(EngineBase):
         raise_descriptor_limit()  # each request in flight takes a connection
         self.url = url
         self.admin_api_key = admin_api_key
-        self._api_key = api_key or admin_api_key
-        self._control_key = admin_api_key or api_key
         self._child = child
-        self._closed = False
         self._instance = ServerInstance(url)
+        self._transport = HttpTransport(url, api_key, admin_api_key, child, self._instance)
         self._last_disk: UpdateWeightsFromDiskReq | None = None
         """The newest update, if it came from disk."""
-        self._clients = HttpClients(url)
-        self._controls = ControlConnections(url, CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS)
 
     @property
     def instance_id(self) -> str | None:
@@ -163,47 +139,16 @@ class HttpServerEngineAdapter(EngineBase):
     # -- generation -----------------------------------------------------------------------------------------
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        with self._translated(timeout):
-            response = self._clients.for_threads.post("/generate", **self._generate_request(body, timeout))
-        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-        raise_for(response)
-        return read_result(response)
+        return self._transport.generate(body, timeout)
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        async with self._translated_async(timeout):
-            client = await self._clients.for_this_loop()
-            response = await client.post("/generate", **self._generate_request(body, timeout))
-        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-        raise_for(response)
-        return read_result(response)
+        return await self._transport.async_generate(body, timeout)
 
     def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
-        request = self._generate_request(body, timeout)
-        with self._translated(timeout), self._clients.for_threads.stream("POST", "/generate", **request) as response:
-            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-            if response.status_code != 200:
-                response.read()
-                raise_for(response)
-            for line in response.iter_lines():
-                if (frame := read_frame(line)) is not None:
-                    yield frame
+        return self._transport.stream(body, timeout)
 
-    async def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
-        request = self._generate_request(body, timeout)
-        client = await self._clients.for_this_loop()
-        async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
-            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-            if response.status_code != 200:
-                await response.aread()
-                raise_for(response)
-            async for line in response.aiter_lines():
-                if (frame := read_frame(line)) is not None:
-                    yield frame
-
-    def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-        request = self._request(self._api_key, ask_for_columns(body), timeout)
-        request["headers"]["Accept"] = MSGPACK
-        return request
+    def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
+        return self._transport.async_stream(body, timeout)
 
     # -- control and info -----------------------------------------------------------------------------------
 
@@ -215,7 +160,7 @@ class HttpServerEngineAdapter(EngineBase):
             path, waits = f"{req.route}?timeout={req.timeout}", req.timeout
         timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
-        reply = control_reply(self._command(path, given, timeout))
+        reply = control_reply(self._transport.post(path, given, timeout))
         if reply.success:
             self._note_version(req, reply.payload)
         return reply
@@ -229,14 +174,14 @@ class HttpServerEngineAdapter(EngineBase):
             self._instance.weight_version = req.new_version
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        raise_for(self._command(AbortReq.route, {"rid": rid, "abort_all": abort_all}, _INFO_TIMEOUT))
+        raise_for(self._transport.post(AbortReq.route, {"rid": rid, "abort_all": abort_all}, INFO_TIMEOUT))
 
     def get_server_info(self) -> ServerInfo:
-        info: ServerInfo = self._look("/server_info")
+        info: ServerInfo = self._transport.get("/server_info")
         return info
 
     def get_model_info(self) -> ModelInfo:
-        info: ModelInfo = self._look("/model_info")
+        info: ModelInfo = self._transport.get("/model_info")
         return info
 
     # -- after a restart of the server ----------------------------------------------------------------------
@@ -289,7 +234,7 @@ class HttpServerEngineAdapter(EngineBase):
         deadline = time.monotonic() + timeout
         while True:
             try:
-                instance, info = await asyncio.to_thread(self._ask_any_run)
+                instance, info = await asyncio.to_thread(self._transport.ask_any_run)
                 if instance == self._instance.id:
                     return
                 if info["weights_confirmed"]:
@@ -333,11 +278,11 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _confirm(self, instance: str | None) -> None:
         with self._instance.addressing(instance):
-            raise_for(self._command(AcceptRestartReq.route, {}, _INFO_TIMEOUT))
+            raise_for(self._transport.post(AcceptRestartReq.route, {}, INFO_TIMEOUT))
 
     def _meet(self) -> ServerInfo:
         """The first look at the server: from now on this run of it is expected."""
-        instance, info = self._ask_any_run()
+        instance, info = self._transport.ask_any_run()
         self._adopt(instance, info.get("weight_version"))
         return info
 
@@ -346,20 +291,12 @@ class HttpServerEngineAdapter(EngineBase):
             self._transaction = None
         self._instance.weight_version, self._instance.id = weight_version, instance
 
-    def _ask_any_run(self) -> tuple[str | None, ServerInfo]:
-        """The id of the run that answers now, and what it says of itself."""
-        with self._instance.addressing(None):
-            request = self._request(self._api_key, None, _INFO_TIMEOUT)
-            answer = self._send("GET", "/server_info", request, _INFO_TIMEOUT)
-        raise_for(answer)
-        return answer.headers.get(INSTANCE_HEADER), orjson.loads(answer.content)
-
     def _wait_for_server(self) -> tuple[str | None, ServerInfo]:
-        """`_ask_any_run` of a server that may still be starting."""
+        """`ask_any_run` of a server that may still be starting."""
         deadline = time.monotonic() + self.server_args.startup_timeout
         while True:
             try:
-                return self._ask_any_run()
+                return self._transport.ask_any_run()
             except (ServerUnavailableError, ServerDiedError) as error:
                 self._raise_if_gone(error)
                 if time.monotonic() > deadline:
@@ -368,18 +305,16 @@ class HttpServerEngineAdapter(EngineBase):
 
     def _raise_if_gone(self, error: VerlServerError) -> None:
         """A server that this engine launched does not come back."""
-        if self._closed or (self._child is not None and self._child.poll() is not None):
+        if self._transport.is_closed or (self._child is not None and self._child.poll() is not None):
             raise error
 
     # -- the end --------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if self._closed:
+        if self._transport.is_closed:
             return
         self._let_go()
-        self._closed = True
-        self._clients.close()
-        self._controls.close()
+        self._transport.close()
         self._finalizer()
 
     def _let_go(self) -> None:
@@ -388,113 +323,7 @@ class HttpServerEngineAdapter(EngineBase):
         if registrations and self._child is None:
             req = UnregisterWeightsReq(registrations=registrations)
             with contextlib.suppress(VerlServerError):  # it is gone, or slow: then it notices the end of this process
-                self._command(req.route, msgspec.to_builtins(req), _LET_GO_TIMEOUT)
-
-    # -- shared ---------------------------------------------------------------------------------------------
-
-    def _look(self, path: str) -> Any:
-        """The JSON body that a GET returns."""
-        answer = self._send("GET", path, self._request(self._api_key, None, _INFO_TIMEOUT), _INFO_TIMEOUT)
-        raise_for(answer)
-        return orjson.loads(answer.content)
-
-    def _command(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
-        """POST to a control route."""
-        return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
-
-    def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
-        """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
-        with self._translated(timeout, UnansweredError):
-            answer = self._controls.request(method, path, request.get("content"), request["headers"], timeout)
-        self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
-        return answer
-
-    def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
-        """Headers, body and bounds, as httpx takes them."""
-        headers = self._instance.headers()
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-            request["content"] = encode(body)
-        return request
-
-    @contextlib.contextmanager
-    def _translated(
-        self, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
-    ) -> Iterator[None]:
-        """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
-        self._check_open()
-        try:
-            yield
-        except VerlServerError:
-            raise
-        except _BROKEN as error:
-            deadline = time.monotonic() + _DEATH_WAIT
-            while self._may_be_dying(error) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            raise self._explained(error, timeout, silence) from error
-
-    @contextlib.asynccontextmanager
-    async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
-        """`_translated` that leaves the event loop to the other requests while it waits."""
-        self._check_open()
-        try:
-            yield
-        except VerlServerError:
-            raise
-        except _BROKEN as error:
-            deadline = time.monotonic() + _DEATH_WAIT
-            while self._may_be_dying(error) and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-            raise self._explained(error, timeout) from error
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ServerUnavailableError("The adapter has been shut down.")
-
-    def _may_be_dying(self, error: Exception) -> bool:
-        """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
-        if _is_timeout(error) or _is_out_of_descriptors(error):
-            return False
-        return self._child is not None and self._child.poll() is None
-
-    def _explained(
-        self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
-    ) -> VerlServerError:
-        if self._closed:
-            return ServerUnavailableError("The adapter was shut down during the call.")
-        if _is_timeout(error):
-            return silence(f"{self.url} did not answer within {timeout} s.")
-        if _is_out_of_descriptors(error):
-            return ServerUnavailableError(
-                f"No connection to {self.url} could be opened: this process has as many files and connections open "
-                "as it may (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
-            )
-        if self._child is None:
-            return ServerDiedError(f"The connection to {self.url} failed: {error!r}. Is the server still running?")
-        code = self._child.poll()
-        if code is None:
-            return ServerDiedError(f"The connection to {self.url} broke: {error!r}; its process {self.pid} still runs.")
-        return ServerDiedError(
-            f"The server at {self.url} (process {self.pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
-        )
-
-
-def _is_timeout(error: Exception) -> bool:
-    """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
-    silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
-    return silent or isinstance(error, TimeoutError)
-
-
-def _is_out_of_descriptors(error: BaseException | None) -> bool:
-    """Whether this process, not the server, kept the connection from being opened."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+                self._transport.post(req.route, msgspec.to_builtins(req), _LET_GO_TIMEOUT)
 
 
 def _terminate(child: ChildProcess | None) -> None:

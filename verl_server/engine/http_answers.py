@@ -1,4 +1,4 @@
-"""Bodies and answers of the HTTP interface, as `engine.http` writes and reads them: results, errors, event frames.
+"""Bodies of HTTP requests and answers: results, errors, event frames. `engine.http_transport` and `engine.http` use it.
 
 An error answer names its class in the X-Verl-Error header, so the same one is raised here as in process.
 """

@@ -1,7 +1,8 @@
-"""The connections on which `engine.http` generates: one httpx client for threads, and one for each event loop.
+"""Connections for generation: one httpx client for all threads, and one for each event loop.
 
-Made for rollouts: connections are not capped and kept alive, no read has a bound unless it is given one, and a host
-that vanished is noticed by keep-alive probes. (Control calls go over `http_connection`.)
+`engine.http_transport` uses them. Made for rollouts: connections are not capped and kept alive, no read has a bound
+unless it is given one, and a host that vanished is noticed by keep-alive probes. (Control calls go over
+`http_connection`.)
 """
 
 from __future__ import annotations

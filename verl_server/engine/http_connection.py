@@ -1,6 +1,6 @@
 """Control calls over plain, kept HTTP connections: a push is one small request, so the client must cost little.
 
-Used by `engine.http` for everything but generation. A call takes an idle connection or makes one, so calls of
+Used by `engine.http_transport` for everything but generation. A call takes an idle connection or makes one, so calls of
 several threads run beside each other. Nothing is sent twice. (httpx takes half a millisecond or more for such a
 request, several times as long.)
 """

@@ -1,0 +1,227 @@
+"""`HttpTransport`: requests to one server, their answers and their faults, as `engine.http` sends and reads them.
+
+Nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same as in
+process; when the server process is gone, its exit cause and the end of its log are in the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http.client
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import orjson
+
+from verl_server.columns import MSGPACK
+from verl_server.engine.base import Result
+from verl_server.engine.http_answers import ask_for_columns, encode, raise_for, read_frame, read_result
+from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
+from verl_server.engine.http_connection import Answer, ControlConnections
+from verl_server.engine.server_instance import ServerInstance
+from verl_server.errors import (
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    UnansweredError,
+    VerlServerError,
+)
+from verl_server.io_struct import INSTANCE_HEADER
+from verl_server.ipc.child_process import ChildProcess, describe_exit
+from verl_server.results import GenerateResult, ServerInfo
+
+INFO_TIMEOUT = 30.0
+_DEATH_WAIT = 5.0
+"""How long a broken connection is given to turn out as the end of our child."""
+_BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
+
+
+class HttpTransport:
+    """Used by all threads and event loops of an adapter. `child`: the server's process, if the adapter launched it."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        admin_api_key: str | None,
+        child: ChildProcess | None,
+        instance: ServerInstance,
+    ) -> None:
+        self._url = url
+        self._api_key = api_key or admin_api_key
+        self._control_key = admin_api_key or api_key
+        self._child = child
+        self._instance = instance
+        self._clients = HttpClients(url)
+        self._controls = ControlConnections(url, CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS)
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._clients.close()
+        self._controls.close()
+
+    # -- generation -----------------------------------------------------------------------------------------
+
+    def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        with self._translated(timeout):
+            response = self._clients.for_threads.post("/generate", **self._generate_request(body, timeout))
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+        raise_for(response)
+        return read_result(response)
+
+    async def async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        async with self._translated_async(timeout):
+            client = await self._clients.for_this_loop()
+            response = await client.post("/generate", **self._generate_request(body, timeout))
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+        raise_for(response)
+        return read_result(response)
+
+    def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
+        request = self._generate_request(body, timeout)
+        with self._translated(timeout), self._clients.for_threads.stream("POST", "/generate", **request) as response:
+            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+            if response.status_code != 200:
+                response.read()
+                raise_for(response)
+            for line in response.iter_lines():
+                if (frame := read_frame(line)) is not None:
+                    yield frame
+
+    async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
+        request = self._generate_request(body, timeout)
+        client = await self._clients.for_this_loop()
+        async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
+            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+            if response.status_code != 200:
+                await response.aread()
+                raise_for(response)
+            async for line in response.aiter_lines():
+                if (frame := read_frame(line)) is not None:
+                    yield frame
+
+    def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+        request = self._request(self._api_key, ask_for_columns(body), timeout)
+        request["headers"]["Accept"] = MSGPACK
+        return request
+
+    # -- control and info -----------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        """The JSON body that a GET returns."""
+        answer = self._send("GET", path, self._request(self._api_key, None, INFO_TIMEOUT), INFO_TIMEOUT)
+        raise_for(answer)
+        return orjson.loads(answer.content)
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
+        """POST to a control route."""
+        return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
+
+    def ask_any_run(self) -> tuple[str | None, ServerInfo]:
+        """The id of the run that answers now, and what it says of itself."""
+        with self._instance.addressing(None):
+            request = self._request(self._api_key, None, INFO_TIMEOUT)
+            answer = self._send("GET", "/server_info", request, INFO_TIMEOUT)
+        raise_for(answer)
+        return answer.headers.get(INSTANCE_HEADER), orjson.loads(answer.content)
+
+    # -- shared ---------------------------------------------------------------------------------------------
+
+    def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
+        """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
+        with self._translated(timeout, UnansweredError):
+            answer = self._controls.request(method, path, request.get("content"), request["headers"], timeout)
+        self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
+        return answer
+
+    def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+        """Headers, body and bounds, as httpx takes them."""
+        headers = self._instance.headers()
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            request["content"] = encode(body)
+        return request
+
+    @contextlib.contextmanager
+    def _translated(
+        self, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
+    ) -> Iterator[None]:
+        """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
+        self._check_open()
+        try:
+            yield
+        except VerlServerError:
+            raise
+        except _BROKEN as error:
+            deadline = time.monotonic() + _DEATH_WAIT
+            while self._may_be_dying(error) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            raise self._explained(error, timeout, silence) from error
+
+    @contextlib.asynccontextmanager
+    async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
+        """`_translated` that leaves the event loop to the other requests while it waits."""
+        self._check_open()
+        try:
+            yield
+        except VerlServerError:
+            raise
+        except _BROKEN as error:
+            deadline = time.monotonic() + _DEATH_WAIT
+            while self._may_be_dying(error) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            raise self._explained(error, timeout) from error
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ServerUnavailableError("The adapter has been shut down.")
+
+    def _may_be_dying(self, error: Exception) -> bool:
+        """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
+        if _is_timeout(error) or _is_out_of_descriptors(error):
+            return False
+        return self._child is not None and self._child.poll() is None
+
+    def _explained(
+        self, error: Exception, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
+    ) -> VerlServerError:
+        if self.is_closed:
+            return ServerUnavailableError("The adapter was shut down during the call.")
+        if _is_timeout(error):
+            return silence(f"{self._url} did not answer within {timeout} s.")
+        if _is_out_of_descriptors(error):
+            return ServerUnavailableError(
+                f"No connection to {self._url} could be opened: this process has as many files and connections open "
+                "as it may (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
+            )
+        if self._child is None:
+            return ServerDiedError(f"The connection to {self._url} failed: {error!r}. Is the server still running?")
+        pid, code = self._child.pid, self._child.poll()
+        if code is None:
+            return ServerDiedError(f"The connection to {self._url} broke: {error!r}; its process {pid} still runs.")
+        return ServerDiedError(
+            f"The server at {self._url} (process {pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
+        )
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
+    silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+    return silent or isinstance(error, TimeoutError)
+
+
+def _is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Whether this process, not the server, kept the connection from being opened."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
