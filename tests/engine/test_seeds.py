@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_server import ServerArgs
-from verl_server.engine.verl_engine import seed_of_engine
+from verl_server.engine.placement import seed_of_engine
 from verl_server.server.launch import with_random_seed
 
 

@@ -29,8 +29,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from verl_server import HttpServerEngineAdapter
+from verl_server.engine.placement import seed_of_engine
 from verl_server.engine.rank_group import RankGroup
-from verl_server.engine.verl_engine import VerlEngine, seed_of_engine
+from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.faults.judge import weights_of
 from tests.faults.server import SETTINGS, holdable
 from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.engine import verl_engine
+from verl_server.engine import placement
 
 BOUND = 10.0
 """Seconds within which every rank must know."""
@@ -133,7 +133,7 @@ class _Rank:
                 settings = {"rank_timeout": MEET_TIMEOUT} | settings
                 key = SETTINGS["admin_api_key"]
                 attach = mock.Mock(side_effect=lambda server_args: HttpServerEngineAdapter.attach(url, None, key))
-                patches.enter_context(mock.patch.object(verl_engine, "HttpServerEngineAdapter", attach))
+                patches.enter_context(mock.patch.object(placement, "HttpServerEngineAdapter", attach))
             settings = SETTINGS | {"sync_timeout": SILENCE_TIMEOUT} | settings
             return VerlEngine(self._mesh, launch_server=True, model_path=str(self._model), **settings)
 

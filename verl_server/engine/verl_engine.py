@@ -8,27 +8,27 @@ the same on every rank (see `rank_group`).
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.engine.base import EngineBase
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.engine.in_process import Engine
-from verl_server.engine.joint_ranks import JointRanks
 from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
+from verl_server.engine.placement import (
+    given_settings,
+    join_ranks,
+    launch_engine,
+    place_engine,
+    ranks_of_engine,
+    seed_of_engine,
+)
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.io_struct import UpdateMode
-from verl_server.ipc.sockets import free_port
 from verl_server.results import GenerateResult, ServerInfo
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
@@ -37,14 +37,6 @@ from verl_server.weight_sync.trainer.sender import Mapping
 from verl_server.weight_sync.trainer.shards import TensorShard
 
 T = TypeVar("T")
-
-
-class _Place(msgspec.Struct, array_like=True):
-    """Where a rank runs."""
-
-    host: str
-    address: str
-    gpu_uuid: str
 
 
 class VerlEngine:
@@ -73,15 +65,15 @@ class VerlEngine:
         `api_key` and `admin_api_key`. Other settings are the server's own, so they are refused.
         `rank_timeout` bounds how long a rank waits, in any call, for one that has not come to it yet (seconds).
         """
-        settings = _given(server_args) | kwargs
+        settings = given_settings(server_args) | kwargs
         if server_url is not None and (launch_server or nnodes > 1 or set(settings) - {"api_key", "admin_api_key"}):
             raise BadRequestError(
                 f"server_url={server_url!r} attaches to a server that runs: launch_server, nnodes and server settings "
                 f"other than api_key and admin_api_key cannot be given with it (also got {sorted(settings)})."
             )
-        ranks = _ranks_of(device_mesh_cpu)
+        ranks = ranks_of_engine(device_mesh_cpu)
         self._group = RankGroup(ranks, rank_timeout, settings.get("sync_timeout", 60.0))
-        self._joint = _joint_ranks(device_mesh_cpu, self._group, rank_timeout) if read_all_ranks else None
+        self._joint = join_ranks(device_mesh_cpu, self._group, rank_timeout) if read_all_ranks else None
         self._pusher = WeightPusher(self._joint or self._group)
         settings.setdefault("tp_size", self._group.size)
         if settings.get("random_seed") is not None:
@@ -110,46 +102,23 @@ class VerlEngine:
 
     def _start(self, settings: dict[str, Any], nnodes: int) -> None:
         group = self._group
-        if group.size % nnodes:
-            raise BadRequestError(f"{group.size} ranks do not divide over nnodes={nnodes}.")
-        places = [msgspec.msgpack.decode(p, type=_Place) for p in group.gather("VerlEngine", _place)]
-        node_rank, local_rank = divmod(group.rank, group.size // nnodes)
-        settings |= {"nnodes": nnodes, "node_rank": node_rank}
-        if nnodes > 1:
-            settings.setdefault("dist_init_addr", self._agree_on_address(places))
-        per_node = settings["tp_size"] // nnodes
-        gpu_uuids = [place.gpu_uuid for place in places[group.rank - local_rank :][:per_node]]
-        if len(gpu_uuids) == per_node and all(gpu_uuids) and settings.get("device", "auto") != "cpu":
-            settings.setdefault("gpu_uuids", tuple(gpu_uuids))
+        place_engine(group, settings, nnodes)
         try:
-            group.gather("VerlEngine", lambda: self._launch(settings) if local_rank == 0 else b"")
+            group.gather("VerlEngine", lambda: self._launch(settings))
             self.url, self.admin_api_key = group.call("VerlEngine", lambda _: self._address())
         except BaseException:
             self.shutdown()
             raise
 
-    def _agree_on_address(self, places: list[_Place]) -> str:
-        """Where the engine's ranks meet: a free port of the first node."""
-        one_host = all(place.host == places[0].host for place in places)
-        address = "127.0.0.1" if one_host else places[0].address
-        port: int = self._group.call("VerlEngine", lambda _: free_port(address))
-        return f"{address}:{port}"
+    def _launch(self, settings: dict[str, Any]) -> bytes:
+        if self._group.rank % (self._group.size // settings["nnodes"]) == 0:  # the first rank of its node
+            self._engine = launch_engine(settings, self._launch_server, self._server_url)
+        return b""
 
     def _address(self) -> tuple[str | None, str | None]:
         """(URL, admin key) of the server that this rank launched or attached to."""
         has_url = self._launch_server or self._server_url is not None
         return (self._serving.url, self._serving.admin_api_key) if has_url else (None, None)
-
-    def _launch(self, settings: dict[str, Any]) -> bytes:
-        if self._server_url is not None:
-            keys = settings.get("api_key"), settings.get("admin_api_key")
-            self._engine = HttpServerEngineAdapter.attach(self._server_url, *keys)
-        elif self._launch_server and settings["node_rank"] == 0:
-            # Replicas share hosts, so a port that follows from the rank would collide with another one's.
-            self._engine = HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**({"port": 0} | settings)))
-        else:
-            self._engine = Engine(server_args=ServerArgs.from_kwargs(**settings))
-        return b""
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -460,60 +429,3 @@ def _restartable(engine: EngineBase) -> HttpServerEngineAdapter:
 def _outcome(result: Sequence[Any]) -> tuple[bool, str]:
     """(success, message), which travels between ranks as a list."""
     return result[0], result[1]
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The global ranks that share this rank's engine."""
-    if mesh.ndim > 1:
-        if "tp" not in (mesh.mesh_dim_names or ()):
-            raise BadRequestError("A mesh of more than one dimension needs one that is named 'tp'.")
-        mesh = mesh["tp"]
-    return dist.get_process_group_ranks(mesh.get_group())
-
-
-def seed_of_engine(random_seed: int, first_rank: int) -> int:
-    """The `random_seed` of the engine whose first trainer rank is the global rank `first_rank`.
-
-    Replicas with one seed would all draw the same samples. Rank 0's engine keeps the given seed, so that a mesh of one
-    engine samples what a server with this seed samples.
-    """
-    if first_rank == 0:
-        return random_seed
-    digest = hashlib.sha256(f"{random_seed}:{first_rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 11  # 53 bits: every JSON reader keeps them exactly
-
-
-def _joint_ranks(mesh: DeviceMesh, engine: RankGroup, rank_timeout: float) -> JointRanks | None:
-    """All ranks of a mesh of several slices; None if there is one."""
-    everyone = sorted(mesh.mesh.flatten().tolist())
-    if len(everyone) == engine.size:
-        return None
-    group = RankGroup(everyone, rank_timeout, rank_timeout)
-    if not group.is_on_one_host:
-        raise BadRequestError(
-            "read_all_ranks=True needs all ranks of the mesh on one host, for nobody can read another's memory. Shard "
-            "the parameters among the ranks of one engine, or update through a process group or from disk."
-        )
-    return JointRanks(engine, group, [everyone.index(rank) for rank in _ranks_of(mesh)])
-
-
-def _given(server_args: ServerArgs | None) -> dict[str, Any]:
-    """The settings that differ from their defaults: the others are ours to choose."""
-    if server_args is None:
-        return {}
-    values = {
-        field.name: (getattr(server_args, field.name), field.default) for field in dataclasses.fields(server_args)
-    }
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def _place() -> bytes:
-    host = socket.gethostname()
-    uuid = ""
-    if torch.cuda.is_available():
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "127.0.0.1"
-    return msgspec.msgpack.encode(_Place(host, address, uuid))
