@@ -9,7 +9,8 @@ the same on every rank (see `rank_group`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from operator import methodcaller
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ from verl_server.weight_sync.trainer.pusher import Origin, Push, WeightPusher
 from verl_server.weight_sync.trainer.sender import Mapping
 from verl_server.weight_sync.trainer.shards import TensorShard
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -169,19 +171,19 @@ class VerlEngine:
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
         """Empty the prefix cache, waiting `timeout` seconds for an idle engine; False if it stayed busy."""
-        return self._on_engine("flush_cache", lambda engine: engine.flush_cache(timeout))
+        return self._forward(EngineBase.flush_cache, timeout)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
-        self._on_engine("abort_request", lambda engine: engine.abort_request(rid, abort_all))
+        self._forward(EngineBase.abort_request, rid, abort_all)
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Take no step until `continue_generation`; `mode` says what happens to running requests."""
-        self._on_engine("pause_generation", lambda engine: engine.pause_generation(mode))
+        self._forward(EngineBase.pause_generation, mode)
 
     def continue_generation(self) -> None:
         """Generate again after `pause_generation`."""
-        self._on_engine("continue_generation", lambda engine: engine.continue_generation())
+        self._forward(EngineBase.continue_generation)
 
     # -- weights and memory ------------------------------------------------------------------------------------
 
@@ -264,11 +266,8 @@ class VerlEngine:
         mode: UpdateMode = "wait",
     ) -> str:
         """See `EngineWeights.begin_weight_update`; rank 0's arguments count, here and in the calls below."""
-        return self._on_engine(
-            "begin_weight_update",
-            lambda engine: engine.begin_weight_update(
-                transaction_id, lease_seconds=lease_seconds, full=full, mode=mode
-            ),
+        return self._forward(
+            EngineBase.begin_weight_update, transaction_id, lease_seconds=lease_seconds, full=full, mode=mode
         )
 
     def end_weight_update(
@@ -280,13 +279,12 @@ class VerlEngine:
         discard: bool = False,
     ) -> tuple[bool, str]:
         """See `EngineWeights.end_weight_update`."""
-        return _outcome(
-            self._on_engine(
-                "end_weight_update",
-                lambda engine: engine.end_weight_update(
-                    transaction_id, weight_version=weight_version, flush_cache=flush_cache, discard=discard
-                ),
-            )
+        return self._forward_update(
+            EngineBase.end_weight_update,
+            transaction_id,
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            discard=discard,
         )
 
     def init_weights_update_group(
@@ -299,22 +297,19 @@ class VerlEngine:
         backend: str = "nccl",
     ) -> tuple[bool, str]:
         """See `EngineWeights.init_weights_update_group`. The trainer joins in another thread."""
-        return _outcome(
-            self._on_engine(
-                "init_weights_update_group",
-                lambda engine: engine.init_weights_update_group(
-                    master_address, master_port, rank_offset, world_size, group_name, backend
-                ),
-            )
+        return self._forward_update(
+            EngineBase.init_weights_update_group,
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            group_name,
+            backend,
         )
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> tuple[bool, str]:
         """See `EngineWeights.destroy_weights_update_group`."""
-        return _outcome(
-            self._on_engine(
-                "destroy_weights_update_group", lambda engine: engine.destroy_weights_update_group(group_name)
-            )
-        )
+        return self._forward_update(EngineBase.destroy_weights_update_group, group_name)
 
     def update_weights_from_distributed(
         self,
@@ -329,20 +324,16 @@ class VerlEngine:
         **options: Unpack[TensorUpdateOptions],
     ) -> tuple[bool, str]:
         """See `EngineWeights.update_weights_from_distributed`. The broadcasts are made in another thread."""
-        return _outcome(
-            self._on_engine(
-                "update_weights_from_distributed",
-                lambda engine: engine.update_weights_from_distributed(
-                    names,
-                    dtypes,
-                    shapes,
-                    group_name,
-                    flush_cache,
-                    load_format,
-                    weight_version=weight_version,
-                    **options,
-                ),
-            )
+        return self._forward_update(
+            EngineBase.update_weights_from_distributed,
+            names,
+            dtypes,
+            shapes,
+            group_name,
+            flush_cache,
+            load_format,
+            weight_version=weight_version,
+            **options,
         )
 
     def update_weights_from_disk(
@@ -355,45 +346,41 @@ class VerlEngine:
         **options: Unpack[UpdateOptions],
     ) -> tuple[bool, str]:
         """Load a folder of safetensors, as the server's host sees it, over the served weights."""
-        return _outcome(
-            self._on_engine(
-                "update_weights_from_disk",
-                lambda engine: engine.update_weights_from_disk(
-                    model_path, load_format, flush_cache=flush_cache, weight_version=weight_version, **options
-                ),
-            )
+        return self._forward_update(
+            EngineBase.update_weights_from_disk,
+            model_path,
+            load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+            **options,
         )
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
         """Relabel the served weights."""
-        return _outcome(
-            self._on_engine(
-                "update_weight_version", lambda engine: engine.update_weight_version(new_version, abort_all_requests)
-            )
-        )
+        return self._forward_update(EngineBase.update_weight_version, new_version, abort_all_requests)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """First rows of a parameter as float32 nested lists."""
-        return self._on_engine("get_weights_by_name", lambda engine: engine.get_weights_by_name(name, truncate_size))
+        return self._forward(EngineBase.get_weights_by_name, name, truncate_size)
 
     def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
         """Digests of the served weights, per rank and parameter."""
-        return self._on_engine("weights_checker", lambda engine: engine.weights_checker(action))
+        return self._forward(EngineBase.weights_checker, action)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Release memory: "kv_cache", "weights", "cuda_graph", or None for all. Refused while requests run."""
-        self._on_engine("release_memory_occupation", lambda engine: engine.release_memory_occupation(tags))
+        self._forward(EngineBase.release_memory_occupation, tags)
         if self._joint is not None:  # others' engines may have this rank's memory open until they have released, too
             self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Take memory again. Resumed weights are not loaded: push them before generating."""
-        self._on_engine("resume_memory_occupation", lambda engine: engine.resume_memory_occupation(tags))
+        self._forward(EngineBase.resume_memory_occupation, tags)
 
     def get_server_info(self) -> ServerInfo:
         """Settings, load and weight version of the server that this rank's engine has."""
-        return self._on_engine("get_server_info", lambda engine: engine.get_server_info())
+        return self._forward(EngineBase.get_server_info)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -413,6 +400,16 @@ class VerlEngine:
         self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _forward(self, method: Callable[Concatenate[EngineBase, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `method` of rank 0's engine. All ranks of this engine get its JSON-like result or its error."""
+        result: T = self._on_engine(method.__name__, methodcaller(method.__name__, *args, **kwargs))
+        return result
+
+    def _forward_update(
+        self, method: Callable[Concatenate[EngineBase, P], tuple[bool, str]], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[bool, str]:
+        return _outcome(self._forward(method, *args, **kwargs))
 
     def _on_engine(self, call: str, act: Callable[[EngineBase], T]) -> T:
         """`act` on rank 0's engine; its JSON-like result, or its error, on all ranks of this engine."""
