@@ -1,7 +1,7 @@
-"""`EngineBase`: what trainers and rollouts call, whichever side of HTTP the engine is on.
+"""`EngineBase`: the interface that trainers and rollouts call. An engine runs in this process or behind HTTP.
 
-SGLang's method and argument names. A subclass brings generation, one `_control` call and a few getters; cache and
-pause methods are here, those of weights and memory in `EngineWeights`, the same for all.
+Method and argument names are SGLang's. A subclass implements generation, `_control` for all control requests, and a few
+getters. The methods for cache and pause are in this module, and those for weights and memory in `EngineWeights`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from verl_server.results import GenerateResult, InternalState, ModelInfo, Schedu
 from verl_server.server_args import ServerArgs
 
 Result = GenerateResult | list[GenerateResult]
-"""A list for several prompts, and for one prompt with `n` above 1."""
+"""One result, or a list for several prompts and for one prompt with `n` above 1."""
 
 
 class EngineBase(EngineWeights):
-    """One policy that generates. Thread-safe; a context manager that shuts down at the end."""
+    """One policy that generates text. Methods may be called from any thread. A `with` block shuts the engine down."""
 
     server_args: ServerArgs
+    """Settings of the server."""
     scheduler_info: SchedulerInfo
+    """Report of rank 0's scheduler at its start."""
     url: str | None = None
-    """Where it answers HTTP, if it does."""
+    """Base URL of the server; None if the engine does not serve HTTP."""
     admin_api_key: str | None = None
-    """Key of the control routes at `url`, if they need one."""
+    """Key of the control routes at `url`; None if they need no key or the key is not known."""
 
     # -- generation -----------------------------------------------------------------------------------------
-    # One prompt, several prompts, a stream. (No prompt at all fits the first two, and is refused at run time.)
+    # The overloads: one prompt, several prompts, a stream. A call without a prompt matches the first two for a type
+    # checker; it raises an error at run time.
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -81,11 +84,12 @@ class EngineBase(EngineWeights):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | Iterator[GenerateResult]:
-        """One result, a list of them, or with `stream` an iterator of cumulative ones.
+        """Generate, and return one result for one prompt or a list of results for several prompts.
 
-        One prompt with `sampling_params["n"]` above 1 gives a list, too, which the declared type cannot tell. The
-        sampling parameters are those of `SamplingParams`. The call has no bound unless `timeout` (seconds) is given;
-        beyond it the request is aborted and ControlTimeoutError is raised.
+        With `stream` the call returns an iterator; each result in it holds everything generated so far. One prompt with
+        `sampling_params["n"]` above 1 also returns a list, although the declared type is one result. The keys of
+        `sampling_params` are the fields of `SamplingParams`. Without `timeout` (seconds) the wait has no bound. When
+        the timeout is over, the request is aborted and ControlTimeoutError is raised.
         """
         body = generate_body(prompt, sampling_params, input_ids, options)
         return self._stream(body | {"stream": True}, timeout) if stream else self._generate(body, timeout)
@@ -136,7 +140,7 @@ class EngineBase(EngineWeights):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | AsyncIterator[GenerateResult]:
-        """`generate`, awaited from any event loop; with `stream` it returns an async iterator."""
+        """Same as `generate`, for any event loop. With `stream` the awaited call returns an async iterator."""
         body = generate_body(prompt, sampling_params, input_ids, options)
         if stream:
             return self._async_stream(body | {"stream": True}, timeout)
@@ -145,21 +149,27 @@ class EngineBase(EngineWeights):
     # -- cache, pause ---------------------------------------------------------------------------------------
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty the prefix cache, waiting `timeout` seconds for an idle engine; False if it stayed busy."""
+        """Empty the prefix cache. Wait up to `timeout` seconds for an idle engine; return False if it stays busy."""
         return self._control(FlushCacheReq(timeout=timeout)).success
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stop generation until `continue_generation`.
+
+        Running requests return their partial output ("abort"), wait and compute their KV cache again ("retract"), or
+        wait and keep their KV cache ("in_place").
+        """
         self._ask(PauseGenerationReq(mode=mode))
 
     def continue_generation(self) -> None:
+        """Continue generation after `pause_generation`."""
         self._ask(ContinueGenerationReq())
 
     def get_internal_state(self) -> InternalState:
-        """The scheduler's load and memory figures."""
+        """Return the scheduler's load and memory figures."""
         state: InternalState = self._ask(GetInternalStateReq())
         return state
 
-    # -- what a subclass brings -----------------------------------------------------------------------------
+    # -- implemented by subclasses --------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
@@ -175,17 +185,22 @@ class EngineBase(EngineWeights):
 
     @abc.abstractmethod
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
+        """Abort the request `rid`, or all requests.
+
+        Their callers get the partial output, with finish_reason.type "abort".
+        """
 
     @abc.abstractmethod
-    def get_server_info(self) -> ServerInfo: ...
+    def get_server_info(self) -> ServerInfo:
+        """Return the server's settings, load and weight version."""
 
     @abc.abstractmethod
-    def get_model_info(self) -> ModelInfo: ...
+    def get_model_info(self) -> ModelInfo:
+        """Return the answer of `/model_info`."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End every process of ours. Idempotent."""
+        """End every process that this engine started, and close its connections. Later calls do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +215,10 @@ def generate_body(
     input_ids: list[int] | list[list[int]] | None,
     options: GenerateOptions,
 ) -> dict[str, Any]:
-    """The `/generate` body of these arguments: unset ones are left out, arrays and tensors become lists."""
+    """Return the body of `/generate`. Arguments that are None or False are left out; arrays and tensors become lists.
+
+    Raises BadRequestError for an unknown option and for NaN or infinity in `sampling_params`.
+    """
     check_names(options, GenerateOptions, "generate")
     _check_finite("sampling_params", sampling_params)
     fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
@@ -216,7 +234,10 @@ def _plain(value: Any) -> Any:
 
 
 def _check_finite(path: str, value: Any) -> None:
-    """JSON encoders write NaN as null, which would mean the default: refuse it before."""
+    """Raise BadRequestError if `value` contains NaN or infinity.
+
+    A JSON encoder would write null, which the server reads as the default.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRequestError(f"{path} is {value}; it must be a finite number.")
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

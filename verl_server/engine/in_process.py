@@ -1,7 +1,7 @@
-"""`Engine`: the server's runtime inside this Python process, without HTTP.
+"""`Engine`: an engine in this Python process, without HTTP.
 
-The model runs in scheduler processes; this process holds the TokenizerManager, whose loop has a thread of its
-own. All methods may be called from any thread; `HttpServerEngineAdapter` has the same ones over HTTP.
+The model runs in scheduler processes. This process runs the TokenizerManager, whose event loop has a thread of its own.
+All methods may be called from any thread. `HttpServerEngineAdapter` has the same methods over HTTP.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 
 class Engine(EngineBase):
-    """`Engine(model_path=..., **settings)` or `Engine(server_args=...)`; ready when the constructor returns.
+    """`Engine(model_path=..., **settings)` or `Engine(server_args=...)`. It is ready when the constructor returns.
 
-    With `nnodes > 1`, nodes other than the first hold scheduler ranks only: their calls raise.
+    With `nnodes > 1`, all nodes but the first run scheduler ranks only: on those nodes every call except `wait` and
+    `shutdown` raises ServerUnavailableError.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -37,9 +38,10 @@ class Engine(EngineBase):
         super().__init__()
         self._processes = EngineProcesses(server_args or ServerArgs.from_kwargs(**kwargs))
         self.server_args = self._processes.server_args
-        from verl_server.server.dialects.sglang.routes import NativeApi  # beside the scheduler processes' imports
+        # This slow import runs while the scheduler processes start.
+        from verl_server.server.dialects.sglang.routes import NativeApi
 
-        # Runs at shutdown(), when the engine is collected, or at interpreter exit, whichever is first.
+        # The finalizer runs at shutdown(), when the engine is garbage-collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
         try:
             self.scheduler_info = cast(SchedulerInfo, self._processes.wait_ready())
@@ -54,7 +56,7 @@ class Engine(EngineBase):
 
     @property
     def tokenizer_manager(self) -> TokenizerManager:
-        """The manager of this engine; `launch_server_from_verl_engine` serves HTTP over it."""
+        """The TokenizerManager of this engine. `launch_server_from_verl_engine` starts an HTTP server that uses it."""
         if self._manager_or_none is None:
             raise ServerUnavailableError(
                 f"This is node {self.server_args.node_rank} of {self.server_args.nnodes}: it only runs scheduler "
@@ -116,7 +118,7 @@ class Engine(EngineBase):
         return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
 
     def wait(self) -> None:
-        """Block a node that has only scheduler ranks until they end."""
+        """Block until the scheduler ranks of this node end. For nodes other than the first."""
         wait_for_followers(self._processes)
 
     def shutdown(self) -> None:

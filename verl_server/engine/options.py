@@ -1,7 +1,7 @@
-"""The keyword options that several methods of an engine share, each defined once.
+"""Keyword options that several methods of an engine share.
 
-`EngineBase`, `EngineWeights` and `VerlEngine` take them as `**options: Unpack[...]`, so that editors list them and type
-checkers check them; `check_names` refuses unknown ones at run time.
+`EngineBase`, `EngineWeights` and `VerlEngine` accept them as `**options: Unpack[...]`, so that editors list the options
+and type checkers verify them. `check_names` raises an error for an unknown option at run time.
 """
 
 from __future__ import annotations
@@ -14,60 +14,65 @@ from verl_server.io_struct import UpdateMode
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `generate` and `async_generate` take besides the prompt. A list has one entry for each prompt."""
+    """Options of `generate` and `async_generate`. A list has one entry for each prompt."""
 
     rid: str | list[str] | None
-    """Name of the request for `abort_request`; default: a random one."""
+    """Name of the request, for `abort_request`; default: a random name."""
     return_logprob: bool | list[bool]
     """Return the log-probability of every output token."""
     logprob_start_len: int | list[int] | None
-    """First prompt position whose log-probability is returned, too; default: none is."""
+    """First prompt position whose log-probability is returned; default: no prompt position."""
     top_logprobs_num: int | list[int] | None
-    """Number of most likely candidates returned for each position."""
+    """Number of the most likely candidates that are returned for each position."""
     token_ids_logprob: list[int] | list[list[int]] | None
     """Token ids whose log-probabilities are returned for each position."""
     return_text_in_logprobs: bool
-    """Fill the third entry of each log-probability triple."""
+    """Return the text of each token as the third entry of its log-probability triple."""
     return_prompt_token_ids: bool
-    """Return the ids of the prompt, too."""
+    """Return the token ids of the prompt."""
     image_data: Any
-    """SGLang's; refused when it is set, as are the two below."""
+    """Not supported: an error when it is set. The name is SGLang's."""
     lora_path: str | list[str] | None
+    """Not supported: an error when it is set. The name is SGLang's."""
     custom_logit_processor: str | list[str] | None
+    """Not supported: an error when it is set. The name is SGLang's."""
 
 
 class UpdateOptions(TypedDict, total=False):
-    """What every weight update takes."""
+    """Options of every weight update."""
 
     mode: UpdateMode
-    """What happens to running requests: "wait" (default; they finish first), "in_place" (they keep their KV cache),
-    "retract" (their KV cache is computed again) or "abort" (they return what they have)."""
+    """Treatment of running requests: "wait" (default; they finish before the update), "in_place" (they keep their KV
+    cache), "retract" (their KV cache is computed again) or "abort" (they return their partial output)."""
     abort_all_requests: bool
     """Shorthand for mode="abort"."""
     allow_nonfinite: bool
-    """Serve weights that hold NaN or infinity; otherwise such an update fails and the weights are torn."""
+    """Serve weights that contain NaN or infinity; otherwise such an update fails and the weights are torn."""
     transaction_id: str | None
-    """Id of the open transaction that the update belongs to; default: the one that this engine began."""
+    """Id of the transaction that the update belongs to; default: the transaction that this engine opened, if any."""
 
 
 class TensorUpdateOptions(UpdateOptions, total=False):
-    """What updates from named tensors take besides."""
+    """Options of updates from named tensors."""
 
     strict_dtype: bool
     """Refuse to convert floating dtypes during the copy."""
     partial: bool
-    """False: refuse an update that does not bring every parameter."""
+    """False: refuse an update in which a parameter is missing. Default: True."""
 
 
 class PushOptions(TensorUpdateOptions, total=False):
-    """What updates from the trainer's memory take besides."""
+    """Options of updates from the trainer's memory."""
 
     checksums: dict[str, str] | None
-    """`tensor_checksum` of whole source tensors by name; one that does not match refuses the update."""
+    """Tensor name -> `tensor_checksum` of the whole source tensor. The update is refused if a checksum differs."""
 
 
 def check_names(options: Mapping[str, Any], kind: type, call: str) -> None:
-    """Raise BadRequestError for options that the TypedDict `kind` does not have (Python checks no `**options`)."""
+    """Raise BadRequestError if `options` has a name that the TypedDict `kind` does not declare.
+
+    Python does not check the names in `**options`. `call` names the method in the message.
+    """
     unknown = [name for name in options if name not in kind.__annotations__]
     if unknown:
         raise BadRequestError(f"Unknown option(s) {unknown}; {call} takes {', '.join(kind.__annotations__)}.")

@@ -1,4 +1,4 @@
-"""Where the engines of a device mesh run: the ranks, hosts, GPUs and seed of each, and the launch of a rank's part.
+"""Placement of engines on a device mesh: the ranks, hosts, GPUs and seed of each engine, and the engine's launch.
 
 `VerlEngine` calls these functions when it starts.
 """
@@ -26,7 +26,7 @@ from verl_server.server_args import ServerArgs
 
 
 class _Place(msgspec.Struct, array_like=True):
-    """Where a rank runs."""
+    """Host and GPU on which a rank runs."""
 
     host: str
     address: str
@@ -34,7 +34,7 @@ class _Place(msgspec.Struct, array_like=True):
 
 
 def ranks_of_engine(mesh: DeviceMesh) -> list[int]:
-    """The global ranks that share this rank's engine."""
+    """Return the global ranks that share this rank's engine."""
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
             raise BadRequestError("A mesh of more than one dimension needs one that is named 'tp'.")
@@ -43,10 +43,10 @@ def ranks_of_engine(mesh: DeviceMesh) -> list[int]:
 
 
 def seed_of_engine(random_seed: int, first_rank: int) -> int:
-    """The `random_seed` of the engine whose first trainer rank is the global rank `first_rank`.
+    """Return the `random_seed` of the engine whose first trainer rank is the global rank `first_rank`.
 
-    Replicas with one seed would all draw the same samples. Rank 0's engine keeps the given seed, so that a mesh of one
-    engine samples what a server with this seed samples.
+    Engines with the same seed would all draw the same samples. Rank 0's engine keeps the given seed, so that a mesh of
+    one engine draws the same samples as a server with this seed.
     """
     if first_rank == 0:
         return random_seed
@@ -55,21 +55,25 @@ def seed_of_engine(random_seed: int, first_rank: int) -> int:
 
 
 def join_ranks(mesh: DeviceMesh, engine: RankGroup, rank_timeout: float) -> JointRanks | None:
-    """All ranks of a mesh of several slices; None if there is one."""
-    everyone = sorted(mesh.mesh.flatten().tolist())
-    if len(everyone) == engine.size:
+    """Return the joint ranks of a mesh with several engines; None if the mesh has one engine.
+
+    `engine` is the group of this rank's engine. Raises BadRequestError if the ranks of the mesh are on several hosts.
+    """
+    all_ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(all_ranks) == engine.size:
         return None
-    group = RankGroup(everyone, rank_timeout, rank_timeout)
+    group = RankGroup(all_ranks, rank_timeout, rank_timeout)
     if not group.is_on_one_host:
         raise BadRequestError(
-            "read_all_ranks=True needs all ranks of the mesh on one host, for nobody can read another's memory. Shard "
-            "the parameters among the ranks of one engine, or update through a process group or from disk."
+            "read_all_ranks=True needs all ranks of the mesh on one host, because an engine cannot read the memory of "
+            "another host. Shard the parameters over the ranks of one engine, or update through a process group or "
+            "from disk."
         )
-    return JointRanks(engine, group, [everyone.index(rank) for rank in ranks_of_engine(mesh)])
+    return JointRanks(engine, group, [all_ranks.index(rank) for rank in ranks_of_engine(mesh)])
 
 
 def given_settings(server_args: ServerArgs | None) -> dict[str, Any]:
-    """The settings that differ from their defaults: the others are ours to choose."""
+    """Return the settings that differ from their defaults. `VerlEngine` may choose values for the others."""
     if server_args is None:
         return {}
     values = {
@@ -91,7 +95,10 @@ def _place() -> bytes:
 
 
 def place_engine(group: RankGroup, settings: dict[str, Any], nnodes: int) -> None:
-    """Add to `settings` where this rank's part of the engine runs: its node, the address where they meet, its GPUs."""
+    """Add this rank's node, the ranks' meeting address and the node's GPUs to `settings`.
+
+    All ranks of the engine call it together. Raises BadRequestError if the ranks do not divide over the nodes.
+    """
     if group.size % nnodes:
         raise BadRequestError(f"{group.size} ranks do not divide over nnodes={nnodes}.")
     places = [msgspec.msgpack.decode(p, type=_Place) for p in group.gather("VerlEngine", _place)]
@@ -106,7 +113,7 @@ def place_engine(group: RankGroup, settings: dict[str, Any], nnodes: int) -> Non
 
 
 def _agree_on_address(group: RankGroup, places: list[_Place]) -> str:
-    """Where the engine's ranks meet: a free port of the first node."""
+    """Return `host:port` for the engine's ranks to meet: a free port of the first node."""
     one_host = all(place.host == places[0].host for place in places)
     address = "127.0.0.1" if one_host else places[0].address
     port: int = group.call("VerlEngine", lambda _: free_port(address))
@@ -114,9 +121,10 @@ def _agree_on_address(group: RankGroup, places: list[_Place]) -> str:
 
 
 def launch_engine(settings: dict[str, Any], launch_server: bool, server_url: str | None) -> EngineBase:
+    """Start this rank's part of the engine, or attach to the server at `server_url`. Return when it is ready."""
     if server_url is not None:
         return HttpServerEngineAdapter.attach(server_url, settings.get("api_key"), settings.get("admin_api_key"))
     if launch_server and settings["node_rank"] == 0:
-        # Replicas share hosts, so a port that follows from the rank would collide with another one's.
+        # Several engines may share a host. A port that is computed from the rank could be another engine's port.
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**({"port": 0} | settings)))
     return Engine(server_args=ServerArgs.from_kwargs(**settings))

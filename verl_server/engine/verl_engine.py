@@ -1,9 +1,8 @@
-"""`VerlEngine`: the face of the rollout engine that every trainer rank holds.
+"""`VerlEngine`: the rollout engine's interface for SPMD trainer ranks.
 
-Constructed by all ranks of a mesh (under torchrun), which then call the same methods in the same order. The
-first rank of each node owns the processes of that node: an in-process `Engine`, or on the first rank, with
-`launch_server=True`, a server process that every rank knows the URL of. Rank 0 acts; results and errors are
-the same on every rank (see `rank_group`).
+All ranks of a device mesh (under torchrun) construct it, and then call the same methods in the same order. The first
+rank of each node owns the processes of that node: an in-process `Engine` or, on rank 0 with `launch_server=True`, a
+server process. Rank 0 calls the engine; every rank gets the same result or error (`rank_group`).
 """
 
 from __future__ import annotations
@@ -42,6 +41,12 @@ T = TypeVar("T")
 
 
 class VerlEngine:
+    """One policy for all ranks of a trainer. All ranks call the same methods in the same order.
+
+    Where ranks pass different arguments, the arguments of rank 0 are used. Tensors and registered weights are each
+    rank's own.
+    """
+
     def __init__(
         self,
         device_mesh_cpu: DeviceMesh,
@@ -53,25 +58,31 @@ class VerlEngine:
         rank_timeout: float = RANK_TIMEOUT,
         **kwargs: Any,
     ) -> None:
-        """Start the engine; all ranks return when it is ready, or all raise.
+        """Start the engine. All ranks return when it is ready, or all ranks raise an error.
 
-        `device_mesh_cpu` is 1-D, or has a dimension "tp": then each slice along it is an engine of its own, which
-        reads the memory of its own ranks. With `read_all_ranks` each reads that of all ranks of the mesh, for
-        parameters that are sharded over the slices (FSDP over all ranks, all on one host); what pushes, registers,
-        unregisters or releases is then called by all ranks of the mesh together.
-        Settings come as `server_args`, as keyword arguments, or both. Unless given, `tp_size` is the number of
-        ranks, a server's port is a free one, and the GPUs are those that the ranks use (with a larger `tp_size`
-        those from `base_gpu_id` on). From a given `random_seed` each engine of a mesh gets another one, the first one
-        the given.
-        With `server_url` nothing is launched: rank 0 attaches to the server that runs there, on the ranks' host, with
-        `api_key` and `admin_api_key`. Other settings are the server's own, so they are refused.
-        `rank_timeout` bounds how long a rank waits, in any call, for one that has not come to it yet (seconds).
+        `device_mesh_cpu` is 1-D, or has a dimension named "tp". With "tp", each slice along this dimension is an engine
+        of its own, which reads the memory of its own ranks.
+
+        `read_all_ranks`: each engine reads the memory of all ranks of the mesh. This is for parameters that are sharded
+        over several engines' ranks (FSDP over all ranks, all on one host). All ranks of the mesh then call the methods
+        that push, register, unregister or release weights together.
+
+        Settings are `server_args`, keyword arguments, or both. Defaults that differ from `ServerArgs`: `tp_size` is the
+        number of ranks, a server's port is a free port, and the GPUs are the GPUs of the ranks (if `tp_size` is larger
+        than the number of ranks: the GPUs from `base_gpu_id` on). If `random_seed` is set, the first engine of a mesh
+        uses it and every other engine uses a seed that is derived from it.
+
+        `server_url`: launch nothing. Rank 0 attaches to the server at this URL, which runs on the host of the ranks,
+        with `api_key` and `admin_api_key`. Other settings belong to the server and raise BadRequestError here.
+
+        `rank_timeout`: seconds that a rank waits, in any call, for a rank that has not made the call yet.
         """
         settings = given_settings(server_args) | kwargs
         if server_url is not None and (launch_server or nnodes > 1 or set(settings) - {"api_key", "admin_api_key"}):
             raise BadRequestError(
-                f"server_url={server_url!r} attaches to a server that runs: launch_server, nnodes and server settings "
-                f"other than api_key and admin_api_key cannot be given with it (also got {sorted(settings)})."
+                f"server_url={server_url!r} attaches to a running server: it cannot be combined with launch_server, "
+                "nnodes and server settings other than api_key and admin_api_key (the settings given are "
+                f"{sorted(settings)})."
             )
         ranks = ranks_of_engine(device_mesh_cpu)
         self._group = RankGroup(ranks, rank_timeout, settings.get("sync_timeout", 60.0))
@@ -84,14 +95,18 @@ class VerlEngine:
         self._launch_server = launch_server
         self._server_url = server_url
         self.url: str | None = None
-        """Base URL of the server, on every rank; None without `launch_server` and `server_url`."""
+        """Base URL of the server, on every rank. None without `launch_server` and `server_url`."""
         self.admin_api_key: str | None = None
-        """Key of that server's control routes, on every rank: random if it was launched and none was given."""
+        """Key of the server's control routes, on every rank. A launched server gets a random key unless one is set."""
         self._start(settings, nnodes)
 
     @property
     def engine(self) -> EngineBase | None:
-        """What this rank owns: on rank 0 the engine that serves, elsewhere a node's part of it or nothing."""
+        """The engine that this rank owns.
+
+        Rank 0 owns the engine that serves. The first rank of another node owns an `Engine` with that node's scheduler
+        ranks. For all other ranks it is None.
+        """
         return self._engine
 
     @property
@@ -118,7 +133,7 @@ class VerlEngine:
         return b""
 
     def _address(self) -> tuple[str | None, str | None]:
-        """(URL, admin key) of the server that this rank launched or attached to."""
+        """Return (URL, admin key) of the server that this rank launched or attached to."""
         has_url = self._launch_server or self._server_url is not None
         return (self._serving.url, self._serving.admin_api_key) if has_url else (None, None)
 
@@ -158,31 +173,34 @@ class VerlEngine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult | list[GenerateResult]:
-        """What `EngineBase.generate` returns, the same on every rank; rank 0's arguments count."""
+        """Return the result of `EngineBase.generate` on every rank. `stream` is not supported."""
         if stream:
-            raise BadRequestError("VerlEngine.generate cannot stream: stream from rank 0's `engine`, or over `url`.")
+            raise BadRequestError(
+                "VerlEngine.generate cannot stream. Call generate(stream=True) of rank 0's `engine`, or send requests "
+                "to `url`."
+            )
 
         def generate(engine: EngineBase) -> Any:
-            call: Callable[..., Any] = engine.generate  # none of its overloads takes all kinds of prompts
+            call: Callable[..., Any] = engine.generate  # no single overload accepts every type of prompt
             return call(prompt, sampling_params, input_ids, timeout=timeout, **options)
 
         result: GenerateResult | list[GenerateResult] = self._on_engine("generate", generate)
         return result
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty the prefix cache, waiting `timeout` seconds for an idle engine; False if it stayed busy."""
+        """Empty the prefix cache. Wait up to `timeout` seconds for an idle engine; return False if it stays busy."""
         return self._forward(EngineBase.flush_cache, timeout)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End one request or all; their callers get what there is, with finish_reason.type "abort"."""
+        """Abort the request `rid`, or all requests; see `EngineBase.abort_request`."""
         self._forward(EngineBase.abort_request, rid, abort_all)
 
     def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Take no step until `continue_generation`; `mode` says what happens to running requests."""
+        """Stop generation until `continue_generation`; see `EngineBase.pause_generation`."""
         self._forward(EngineBase.pause_generation, mode)
 
     def continue_generation(self) -> None:
-        """Generate again after `pause_generation`."""
+        """Continue generation after `pause_generation`."""
         self._forward(EngineBase.continue_generation)
 
     # -- weights and memory ------------------------------------------------------------------------------------
@@ -197,11 +215,12 @@ class VerlEngine:
         weight_version: str | None = None,
         **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
-        """Push what the ranks own, in one update: whole tensors (each server rank reads one rank's), `DTensor`s and
-        `TensorShard`s, which are read shard by shard from their owners.
+        """Copy the tensors of all ranks into the served weights, in one update. Return (True, message).
 
-        What several ranks bring under one name must be one tensor. When it returns on any rank, no rank's tensors
-        are read any more.
+        Each server rank reads a whole tensor from one trainer rank. It reads a `DTensor` or `TensorShard` shard by
+        shard, from the ranks that own the shards. If several ranks pass the same name, they must pass the same tensor.
+        When the call returns on any rank, the server has finished reading the tensors of all ranks. See
+        `EngineWeights.update_weights_from_tensor`.
         """
 
         def send(push: Push) -> tuple[bool, str]:
@@ -211,13 +230,13 @@ class VerlEngine:
         return _outcome(self._pusher.update(named_tensors, mapping, send))
 
     def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
-        """Have the server open and plan the memory of all ranks now; see `EngineWeights.register_weights`."""
+        """Make the server open the memory of all ranks and plan the copies; see `EngineWeights.register_weights`."""
         self._pusher.register(weights, mapping, lambda push: self._serving.send_registration(push, strict_dtype))
 
     def push_weights(
         self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
     ) -> tuple[bool, str]:
-        """Copy what the ranks registered into the served weights, as it is now."""
+        """Copy the current values of all ranks' registered weights; see `EngineWeights.push_weights`."""
 
         def send(push: Push) -> tuple[bool, str]:
             return self._serving.send_update(push, push_request(None, flush_cache, version, options))
@@ -225,7 +244,7 @@ class VerlEngine:
         return _outcome(self._pusher.push(send))
 
     def unregister_weights(self) -> None:
-        """Have the server close the memory of all ranks; afterwards it may be freed or offloaded."""
+        """Make the server close the memory of all ranks. Afterwards this memory may be freed or offloaded."""
         self._pusher.unregister(lambda ids: self._serving.send_unregistration(ids))
 
     def heal(
@@ -237,9 +256,9 @@ class VerlEngine:
         partial: bool = False,
         mode: UpdateMode = "wait",
     ) -> tuple[bool, str]:
-        """Push the weights to a server that was started again, and go on; see `HttpServerEngineAdapter.heal`.
+        """Push the weights to a server that was started again, and work with it; see `HttpServerEngineAdapter.heal`.
 
-        All ranks call it (with `read_all_ranks`, all ranks of the mesh), each with its own tensors.
+        All ranks of the engine call it (with `read_all_ranks`, all ranks of the mesh), each with its own tensors.
         """
         options = PushOptions(partial=partial, mode=mode)
 
@@ -254,7 +273,7 @@ class VerlEngine:
         return _outcome(self._on_engine("heal", lambda engine: _restartable(engine).heal_from_disk(version)))
 
     def accept_restart(self) -> None:
-        """Go on with a server that was started again, and with the weights that it serves now."""
+        """Accept a server that was started again; see `HttpServerEngineAdapter.accept_restart`."""
         self._on_engine("accept_restart", lambda engine: _restartable(engine).accept_restart())
 
     def begin_weight_update(
@@ -265,7 +284,7 @@ class VerlEngine:
         full: bool = False,
         mode: UpdateMode = "wait",
     ) -> str:
-        """See `EngineWeights.begin_weight_update`; rank 0's arguments count, here and in the calls below."""
+        """Open a transaction and return the transaction's id; see `EngineWeights.begin_weight_update`."""
         return self._forward(
             EngineBase.begin_weight_update, transaction_id, lease_seconds=lease_seconds, full=full, mode=mode
         )
@@ -278,7 +297,7 @@ class VerlEngine:
         flush_cache: bool = True,
         discard: bool = False,
     ) -> tuple[bool, str]:
-        """See `EngineWeights.end_weight_update`."""
+        """Close the transaction; see `EngineWeights.end_weight_update`."""
         return self._forward_update(
             EngineBase.end_weight_update,
             transaction_id,
@@ -296,7 +315,10 @@ class VerlEngine:
         group_name: str = "weight_update_group",
         backend: str = "nccl",
     ) -> tuple[bool, str]:
-        """See `EngineWeights.init_weights_update_group`. The trainer joins in another thread."""
+        """Make the server join a process group; see `EngineWeights.init_weights_update_group`.
+
+        The trainer joins the group in another thread.
+        """
         return self._forward_update(
             EngineBase.init_weights_update_group,
             master_address,
@@ -308,7 +330,7 @@ class VerlEngine:
         )
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> tuple[bool, str]:
-        """See `EngineWeights.destroy_weights_update_group`."""
+        """Make the server leave a process group that it joined in `init_weights_update_group`."""
         return self._forward_update(EngineBase.destroy_weights_update_group, group_name)
 
     def update_weights_from_distributed(
@@ -323,7 +345,10 @@ class VerlEngine:
         weight_version: str | None = None,
         **options: Unpack[TensorUpdateOptions],
     ) -> tuple[bool, str]:
-        """See `EngineWeights.update_weights_from_distributed`. The broadcasts are made in another thread."""
+        """Make the server receive broadcast tensors; see `EngineWeights.update_weights_from_distributed`.
+
+        Rank 0 of the process group broadcasts in another thread.
+        """
         return self._forward_update(
             EngineBase.update_weights_from_distributed,
             names,
@@ -345,7 +370,7 @@ class VerlEngine:
         weight_version: str | None = None,
         **options: Unpack[UpdateOptions],
     ) -> tuple[bool, str]:
-        """Load a folder of safetensors, as the server's host sees it, over the served weights."""
+        """Load a folder of safetensors files into the served weights. `model_path` is a path on the server's host."""
         return self._forward_update(
             EngineBase.update_weights_from_disk,
             model_path,
@@ -356,36 +381,39 @@ class VerlEngine:
         )
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
-        """Relabel the served weights."""
+        """Change the version label of the served weights."""
         return self._forward_update(EngineBase.update_weight_version, new_version, abort_all_requests)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """First rows of a parameter as float32 nested lists."""
+        """Return the first `truncate_size` rows of a parameter as nested lists of float32 values."""
         return self._forward(EngineBase.get_weights_by_name, name, truncate_size)
 
     def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Digests of the served weights, per rank and parameter."""
+        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter."""
         return self._forward(EngineBase.weights_checker, action)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Release memory: "kv_cache", "weights", "cuda_graph", or None for all. Refused while requests run."""
+        """Release memory of the server; see `EngineWeights.release_memory_occupation`."""
         self._forward(EngineBase.release_memory_occupation, tags)
-        if self._joint is not None:  # others' engines may have this rank's memory open until they have released, too
+        if self._joint is not None:  # until the other engines have released too, they may have this rank's memory open
             self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Take memory again. Resumed weights are not loaded: push them before generating."""
+        """Allocate released memory again. Resumed weights have no contents: push weights before you generate."""
         self._forward(EngineBase.resume_memory_occupation, tags)
 
     def get_server_info(self) -> ServerInfo:
-        """Settings, load and weight version of the server that this rank's engine has."""
+        """Return the settings, load and weight version of the engine that this rank uses."""
         return self._forward(EngineBase.get_server_info)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End what this rank owns. Waits for no other rank, so it is safe after an error. Idempotent."""
+        """Shut down the engine that this rank owns. Later calls do nothing.
+
+        It does not wait for other ranks, so it is safe after an error.
+        """
         self._pusher.end()
         if self._joint is not None:
             self._joint.close()
@@ -402,7 +430,7 @@ class VerlEngine:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _forward(self, method: Callable[Concatenate[EngineBase, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `method` of rank 0's engine. All ranks of this engine get its JSON-like result or its error."""
+        """Call `method` of rank 0's engine; see `_on_engine`."""
         result: T = self._on_engine(method.__name__, methodcaller(method.__name__, *args, **kwargs))
         return result
 
@@ -412,17 +440,20 @@ class VerlEngine:
         return _outcome(self._forward(method, *args, **kwargs))
 
     def _on_engine(self, call: str, act: Callable[[EngineBase], T]) -> T:
-        """`act` on rank 0's engine; its JSON-like result, or its error, on all ranks of this engine."""
+        """Run `act` on rank 0's engine. Every rank of this engine gets the same JSON-like result or error."""
         result: T = self._group.call(call, lambda _: act(self._serving))
         return result
 
 
 def _restartable(engine: EngineBase) -> HttpServerEngineAdapter:
     if not isinstance(engine, HttpServerEngineAdapter):
-        raise BadRequestError("This engine runs in the trainer's processes: it cannot be started again without them.")
+        raise BadRequestError(
+            "This engine has no server that could be started again: it runs in the trainer's processes. Construct "
+            "VerlEngine with launch_server=True or server_url for heal() and accept_restart()."
+        )
     return engine
 
 
 def _outcome(result: Sequence[Any]) -> tuple[bool, str]:
-    """(success, message), which travels between ranks as a list."""
+    """Return (success, message) as a tuple. Between ranks it is sent as a list."""
     return result[0], result[1]

@@ -1,7 +1,7 @@
-"""`EngineWeights`: the weights of an engine, as a trainer or a tool on its side sees them.
+"""`EngineWeights`: the methods of `EngineBase` that update, read, release and version weights.
 
-The half of `EngineBase` that changes, reads, releases and versions weights; SGLang's method and argument names. A
-refused update raises WeightUpdateError and leaves the weights as they were.
+Method and argument names are SGLang's. Trainers call these methods; `VerlEngine` also calls the `send_...` methods. An
+update that the server refuses raises WeightUpdateError and does not change the served weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ U = TypeVar("U", UpdateWeightsFromTensorReq, UpdateWeightsFromDiskReq, UpdateWei
 
 
 class EngineWeights(abc.ABC):
-    """Thread-safe: pushes of several threads come one after the other."""
+    """Weight methods of an engine. Methods may be called from any thread; pushes of several threads run in turn."""
 
     def __init__(self) -> None:
         self._pusher: WeightPusher | None = None
@@ -69,12 +69,13 @@ class EngineWeights(abc.ABC):
         mapping: Mapping | None = None,
         **options: Unpack[PushOptions],
     ) -> tuple[bool, str]:
-        """Copy tensors (Hugging Face names) into the served weights; returns (True, message).
+        """Copy tensors, named as in Hugging Face checkpoints, into the served weights. Return (True, message).
 
-        Tensors of this process travel as descriptions of their memory, which must not be written before this
-        returns. From the second push of the same tensors on, the server keeps their memory open, and this process
-        holds it (CUDA memory that is to be freed or offloaded wants `unregister_weights` first).
-        `mapping(name, tensor)` returns the tensors, or `TensorShard`s, that the server knows for each.
+        The request describes the memory of the tensors; the server reads this memory. Do not write to the tensors
+        before the call returns. From the second push of the same tensors on, the server keeps the memory open and this
+        process does not free it: call `unregister_weights` before you free or offload CUDA memory.
+        `mapping(name, tensor)` returns the tensors or `TensorShard`s, under the server's names, for one of
+        `named_tensors`.
         """
         req = push_request(load_format, flush_cache, weight_version, options)
         result: tuple[bool, str] = self._weight_pusher().update(
@@ -83,27 +84,30 @@ class EngineWeights(abc.ABC):
         return result
 
     def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
-        """Have the server open and plan this memory now, so that `push_weights` only copies.
+        """Make the server open this memory and plan the copies now, so that `push_weights` only copies.
 
-        `weights` is a module, whose parameters are looked up at every push (FSDP2 modules are resharded first);
-        a function that gives (name, tensor) pairs at every push; or pairs, which are pushed as *these* tensors,
-        whatever the model refers to later. The engine refers to them until `unregister_weights`.
+        `weights` is one of:
+        a module: each push reads its current parameters (an FSDP2 module is resharded before);
+        a function: each push calls it for (name, tensor) pairs;
+        (name, tensor) pairs: each push copies these tensors, also if the model has other ones by then.
+        The engine keeps a reference to `weights` until `unregister_weights`.
         """
         self._weight_pusher().register(weights, mapping, lambda push: self.send_registration(push, strict_dtype))
 
     def push_weights(
         self, version: str | int | None = None, *, flush_cache: bool = True, **options: Unpack[PushOptions]
     ) -> tuple[bool, str]:
-        """Copy what was registered into the served weights, as it is now; storage that moved is registered again.
+        """Copy the current values of the registered weights into the served weights.
 
-        `version` labels the new weights; default: the next integer.
+        Storage that has moved since the registration is registered again. `version` is the label of the new weights;
+        default: the next integer.
         """
         req = push_request(None, flush_cache, version, options)
         result: tuple[bool, str] = self._weight_pusher().push(lambda push: self.send_update(push, req))
         return result
 
     def unregister_weights(self) -> None:
-        """Have the server close the memory of this process. Afterwards it may be freed or offloaded."""
+        """Make the server close the memory of this process. Afterwards this memory may be freed or offloaded."""
         if self._pusher is not None:
             self._pusher.unregister(self.send_unregistration)
 
@@ -118,7 +122,7 @@ class EngineWeights(abc.ABC):
         weight_version: str | None = None,
         **options: Unpack[UpdateOptions],
     ) -> tuple[bool, str]:
-        """Load a folder of safetensors, as the server's host sees it, over the served weights."""
+        """Load a folder of safetensors files into the served weights. `model_path` is a path on the server's host."""
         check_names(options, UpdateOptions, "update_weights_from_disk")
         req = UpdateWeightsFromDiskReq(
             model_path=str(model_path),
@@ -138,9 +142,9 @@ class EngineWeights(abc.ABC):
         group_name: str = "weight_update_group",
         backend: str = "nccl",
     ) -> tuple[bool, str]:
-        """Have the server join a process group as ranks `rank_offset ...`; the trainer, rank 0, joins meanwhile.
+        """Make the server join a process group as ranks `rank_offset`, `rank_offset + 1`, ...; the trainer is rank 0.
 
-        Blocks until all have joined: the trainer calls it from another thread than the one that joins.
+        The call blocks until all ranks have joined, so the trainer joins in another thread.
         """
         req = InitWeightsUpdateGroupReq(
             master_address=master_address,
@@ -153,6 +157,7 @@ class EngineWeights(abc.ABC):
         return self._update(req)
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> tuple[bool, str]:
+        """Make the server leave a process group that it joined in `init_weights_update_group`."""
         return self._update(DestroyWeightsUpdateGroupReq(group_name=group_name))
 
     def update_weights_from_distributed(
@@ -167,9 +172,10 @@ class EngineWeights(abc.ABC):
         weight_version: str | None = None,
         **options: Unpack[TensorUpdateOptions],
     ) -> tuple[bool, str]:
-        """Receive what rank 0 of the group broadcasts, in the order of `names`; `dtypes` are torch's, or their names.
+        """Make the server receive tensors that rank 0 of the group broadcasts in the order of `names`.
 
-        Blocks until the weights are served: rank 0 calls it from another thread than the one that broadcasts.
+        `dtypes` are torch dtypes or their names. The call blocks until the weights are served, so rank 0 broadcasts in
+        another thread.
         """
         check_names(options, TensorUpdateOptions, "update_weights_from_distributed")
         req = UpdateWeightsFromDistributedReq(
@@ -194,10 +200,12 @@ class EngineWeights(abc.ABC):
         full: bool = False,
         mode: UpdateMode = "wait",
     ) -> str:
-        """Open a transaction, which this engine's update calls belong to until `end_weight_update`; returns its id.
+        """Open a transaction and return the transaction's id.
 
-        The server takes no step meanwhile. `full`: its end is refused while a parameter is missing. After
-        `lease_seconds` without a call the server gives the transaction up; the next call raises UpdateConflictError.
+        All update calls of this engine belong to the transaction until `end_weight_update`. The server runs no
+        generation step during the transaction. With `full`, `end_weight_update` raises an error while a parameter is
+        missing. The server abandons the transaction after `lease_seconds` (default: `ServerArgs.weight_update_lease`)
+        without a call; the next call then raises UpdateConflictError.
         """
         transaction_id = transaction_id or uuid.uuid4().hex
         req = BeginWeightUpdateReq(transaction_id=transaction_id, lease_seconds=lease_seconds, full=full, mode=mode)
@@ -213,9 +221,10 @@ class EngineWeights(abc.ABC):
         flush_cache: bool = True,
         discard: bool = False,
     ) -> tuple[bool, str]:
-        """Serve what the transaction brought as one new version, or with `discard` give it up.
+        """Close the transaction: serve its updates as one new version or, with `discard`, abandon the transaction.
 
-        An end that is refused because parameters are missing leaves the transaction open.
+        If parameters are missing from a `full` transaction, the call raises WeightUpdateError and the transaction stays
+        open.
         """
         req = EndWeightUpdateReq(
             transaction_id=transaction_id or self._transaction,
@@ -227,40 +236,49 @@ class EngineWeights(abc.ABC):
         try:
             return self._update(req)
         except VerlServerError as error:
-            if error.status_code == 400:  # something is missing, it is still open; after anything else it is not ours
+            if error.status_code == 400:  # parameters are missing: only then is the transaction still open
                 self._transaction = ours
             raise
 
     # -- versions, inspection, memory ----------------------------------------------------------------------------
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
-        """Relabel the served weights."""
+        """Change the version label of the served weights."""
         return self._update(UpdateWeightVersionReq(new_version=new_version, abort_all_requests=abort_all_requests))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """First rows of a parameter as float32 nested lists."""
+        """Return the first `truncate_size` rows of a parameter as nested lists of float32 values."""
         rows: list[Any] = self._ask(GetWeightsByNameReq(name=name, truncate_size=truncate_size))
         return rows
 
     def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Digests of the served weights, per rank and parameter."""
+        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter."""
         payload = self._ask(WeightsCheckerReq(action=action))
         return payload if isinstance(payload, dict) else {}
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Give memory back: "kv_cache", "weights", "cuda_graph", or None for all. Refused while requests run."""
+        """Release memory of the server. It is an error while requests run.
+
+        `tags`: any of "kv_cache", "weights" and "cuda_graph"; None for all.
+        """
         self._ask(ReleaseMemoryOccupationReq(tags=tags))
         if self._pusher is not None:
             self._pusher.released(tags)
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Take memory again. Resumed weights are not loaded: push them before generating."""
+        """Allocate released memory again. Resumed weights have no contents: push weights before you generate.
+
+        `tags`: see `release_memory_occupation`.
+        """
         self._ask(ResumeMemoryOccupationReq(tags=tags))
 
-    # -- requests of a push, also for `VerlEngine` ---------------------------------------------------------------
+    # -- requests of a push; `VerlEngine` also calls them --------------------------------------------------------
 
     def send_update(self, push: Push, req: UpdateWeightsFromTensorReq) -> tuple[bool, str]:
-        """Send `req` with the source of `push`: its id where the server knows it, else the description."""
+        """Send `req` with the source of `push`: the registration's id if the server knows the id, else the description.
+
+        Return (True, message). Raise WeightUpdateError if the server refuses the update.
+        """
         req, terms = self._in_transaction(req), push.terms
         if terms is None or push.describe is None:
             return self._update(msgspec.structs.replace(req, named_tensors=push.named_tensors))
@@ -273,11 +291,14 @@ class EngineWeights(abc.ABC):
         return self._update(msgspec.structs.replace(req, description=push.describe(), keep=terms.keep))
 
     def send_registration(self, push: Push, strict_dtype: bool) -> None:
+        """Send the description of `push` for registration. Raise BadRequestError if the memory cannot be registered."""
         if push.terms is None or push.describe is None:
-            raise BadRequestError("register_weights takes tensors; handles (LocalSerializedTensor) are for one update.")
+            raise BadRequestError(
+                "register_weights accepts tensors only; a handle (LocalSerializedTensor) is for a single update."
+            )
         if not push.terms.keep:
             raise BadRequestError(
-                "This CUDA memory cannot be registered: the driver does not tell its allocations apart. Use "
+                "This CUDA memory cannot be registered, because the driver does not report its allocations. Use "
                 "update_weights_from_tensor."
             )
         req = RegisterWeightsReq(description=push.describe(), forget=push.terms.forget, strict_dtype=strict_dtype)
@@ -290,14 +311,17 @@ class EngineWeights(abc.ABC):
 
     @abc.abstractmethod
     def _control(self, req: ControlReq) -> ControlReply:
-        """Bounded. Raises for a dead or unreachable engine; a refusal is `success=False`."""
+        """Send a control request and return the reply. A refusal by the scheduler is a reply with `success=False`.
+
+        The wait has a bound. Raises an error if the engine is dead, unreachable or silent.
+        """
 
     def _in_transaction(self, req: U) -> U:
-        """`req` as a part of the transaction that this engine began, unless it names one."""
+        """Return `req` with the id of this engine's open transaction, unless `req` already names a transaction."""
         return msgspec.structs.replace(req, transaction_id=req.transaction_id or self._transaction)
 
     def _weight_pusher(self) -> WeightPusher:
-        """Made at the first push: a client that only generates needs no torch."""
+        """Return the pusher. The first push creates it, so that a client that only generates does not import torch."""
         from verl_server.weight_sync.trainer.pusher import OneRank, WeightPusher
 
         with self._pusher_lock:
@@ -306,11 +330,11 @@ class EngineWeights(abc.ABC):
             return self._pusher
 
     def _end_pushes(self) -> list[str]:
-        """Hold no memory any more; returns the registrations that a server which lives on still has."""
+        """Release all memory that was pushed. Return the ids of the registrations that the server may still hold."""
         return self._pusher.end() if self._pusher is not None else []
 
     def _ask(self, req: ControlReq, refused: type[VerlServerError] = BadRequestError) -> Any:
-        """The payload of a control call; a refusal raises."""
+        """Send a control request and return the reply's payload. Raise an error of type `refused` for a refusal."""
         reply = self._control(req)
         if not reply.success:
             raise error_for_status(reply.status_code, reply.message, refused)
@@ -329,13 +353,13 @@ class EngineWeights(abc.ABC):
             and self._forget_transaction(req.transaction_id)
         ):
             message += (
-                " This engine has left the transaction: until begin_weight_update, each of its calls is an update of "
-                "its own again."
+                " This engine has left the transaction: until the next begin_weight_update, each update call makes a "
+                "version of its own."
             )
         raise error_for_status(reply.status_code, message, WeightUpdateError)
 
     def _forget_transaction(self, transaction_id: str | None) -> bool:
-        """The server, which may have been started again, has no transaction under this id; whether it was ours."""
+        """Forget this engine's transaction if it has this id, and return whether it had."""
         if transaction_id is None or transaction_id != self._transaction:
             return False
         self._transaction = None
@@ -345,7 +369,7 @@ class EngineWeights(abc.ABC):
 def push_request(
     load_format: str | None, flush_cache: bool, version: str | int | None, options: PushOptions
 ) -> UpdateWeightsFromTensorReq:
-    """An update that lacks its source; raises BadRequestError for unknown options."""
+    """Return an update request without a source (`send_update` adds it). Raise BadRequestError for unknown options."""
     check_names(options, PushOptions, "an update")
     weight_version = None if version is None else str(version)
     return UpdateWeightsFromTensorReq(
