@@ -192,7 +192,7 @@ def test_only_the_owner_may_accept_for_all(folder: Path) -> None:
 
 def test_who_waits_for_a_heal_waits_within_a_bound(server: Server, engine: HttpServerEngineAdapter) -> None:
     server.restart()
-    with pytest.raises(ServerRestartedError, match=r"not healed within 0 s .*'default', which nobody has confirmed"):
+    with pytest.raises(ServerRestartedError, match=r"not healed within 0 s .*'default', which no engine has confirmed"):
         asyncio.run(engine.async_wait_until_healed(0))
     httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": "/weights"}).raise_for_status()
     asyncio.run(engine.async_wait_until_healed(0))
@@ -215,7 +215,7 @@ def test_a_server_that_names_no_run_has_taken_over(server: Server, engine: HttpS
     """Another make, or an older version: it ignores what the request expects, so its answer is thrown away."""
     engine._instance.check(200, engine.instance_id)
     engine._instance.check(502, None)  # of a proxy
-    with pytest.raises(ServerRestartedError, match="names no run"):
+    with pytest.raises(ServerRestartedError, match="its answer has no run id"):
         engine._instance.check(200, None)
 
 

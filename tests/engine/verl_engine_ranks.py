@@ -251,7 +251,7 @@ class Bench:
     def check_a_rank_that_does_not_come_is_named_with_the_setting(self) -> None:
         group = RankGroup(list(range(dist.get_world_size())), 1.0, silence_timeout=20)
         if self.rank == 0:
-            text = "push: another rank of this VerlEngine died, or did not come to the call within rank_timeout=1 s "
+            text = "push: another rank of this VerlEngine ended, or did not make the call within rank_timeout=1 s "
             self.expect_error(UnansweredError, f"{text}(rank(s) 1 sent nothing", lambda: group.gather("push", bytes))
         dist.barrier()
 

@@ -1,7 +1,7 @@
-"""`HttpServerEngineAdapter`: the engine interface over HTTP, to a server it launched or one it attaches to.
+"""`HttpServerEngineAdapter`: the engine interface over HTTP.
 
-The requests themselves are `http_transport`'s. A server that was started again is refused until its weights were
-pushed again or accepted (`server_instance`).
+The adapter launches a server or attaches to a running one. `http_transport` sends the requests. After a restart of the
+server every call raises ServerRestartedError, until the weights are pushed again or accepted (`server_instance`).
 """
 
 from __future__ import annotations
@@ -60,23 +60,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTHING_TO_HEAL = (
-    "heal() does not know what to push: nothing is registered, and the newest update was not from disk. Pass the "
-    "weights, heal(model.named_parameters()), or call accept_restart() to go on with what the server serves."
+    "heal() does not know what to push: no weights are registered, and the newest update was not from disk. Pass the "
+    "weights, heal(model.named_parameters()), or call accept_restart() to use the weights that the server serves."
 )
-_LET_GO_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 5.0
+"""Seconds to wait, at shutdown, until the server has closed this process's memory."""
 _CONTROL_GRACE = 30.0
-"""Over the server's own bound, so that its error, which knows more, arrives first."""
+"""Seconds added to the server's own bound, so that the server's more precise error arrives first."""
 _RESTART_POLL = 0.5
-"""Seconds between two looks at a server that is started again."""
+"""Seconds between two requests to a server that is being started again."""
 
 
 class HttpServerEngineAdapter(EngineBase):
-    """`HttpServerEngineAdapter(model_path=..., port=0)` launches; `HttpServerEngineAdapter.attach(url)` does not.
+    """An engine over HTTP.
 
-    Nobody else controls a launched server: it gets a random admin key, through a pipe, unless one is given.
+    `HttpServerEngineAdapter(model_path=..., port=0)` launches a server. `HttpServerEngineAdapter.attach(url)` uses a
+    running server. A launched server gets a random admin key through a pipe unless the settings have a key, so that no
+    other process can control the server.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        """Launch a server and return when it is ready. Settings are `server_args` or keyword arguments."""
         if server_args is not None and kwargs:
             raise BadRequestError(f"Give server_args or keyword arguments, not both (also got {list(kwargs)}).")
         args = server_args or ServerArgs.from_kwargs(**kwargs)
@@ -98,42 +102,46 @@ class HttpServerEngineAdapter(EngineBase):
 
     @classmethod
     def attach(cls, url: str, api_key: str | None = None, admin_api_key: str | None = None) -> HttpServerEngineAdapter:
-        """An adapter for a server that runs already. `shutdown` closes connections only.
+        """Return an adapter for a running server. `shutdown` only closes the connections.
 
-        A server that was launched by another process has an admin key: that process's `engine.admin_api_key`.
+        Control calls need the server's admin key. If another process launched the server with this class, the key is
+        `engine.admin_api_key` in that process.
         """
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
         info = adapter._meet()
         if adapter._instance.id is None:
-            logger.warning("The server at %s names no run: a restart of it will not be noticed.", url)
+            logger.warning(
+                "The server at %s sends no instance id. The adapter cannot detect a restart of this server.", url
+            )
         known = {field.name for field in dataclasses.fields(ServerArgs)}
         fields: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
         fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(fields.get("gpu_uuids", ()))}
         adapter.server_args = ServerArgs(**fields | {"allow_unauthenticated": True})
-        adapter.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})  # another make's has none
+        # Servers of other projects do not report it.
+        adapter.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})
         return adapter
 
     def _connect(self, url: str, api_key: str | None, admin_api_key: str | None, child: ChildProcess | None) -> None:
         super().__init__()
-        raise_descriptor_limit()  # each request in flight takes a connection
+        raise_descriptor_limit()  # each running request uses a connection
         self.url = url
         self.admin_api_key = admin_api_key
         self._child = child
         self._instance = ServerInstance(url)
         self._transport = HttpTransport(url, api_key, admin_api_key, child, self._instance)
         self._last_disk: UpdateWeightsFromDiskReq | None = None
-        """The newest update, if it came from disk."""
+        """The newest update if it was from disk, else None."""
 
     @property
     def instance_id(self) -> str | None:
-        """The run of the server that this engine works with; None if the server names none."""
+        """Id of the server run that this engine works with; None if the server sends no id."""
         return self._instance.id
 
     @property
     def pid(self) -> int | None:
-        """Process id of a launched server."""
+        """Process id of a launched server; None if the adapter attached to the server."""
         return self._child.pid if self._child is not None else None
 
     # -- generation -----------------------------------------------------------------------------------------
@@ -162,10 +170,10 @@ class HttpServerEngineAdapter(EngineBase):
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
         reply = control_reply(self._transport.post(path, given, timeout))
         if reply.success:
-            self._note_version(req, reply.payload)
+            self._record_version(req, reply.payload)
         return reply
 
-    def _note_version(self, req: ControlReq, payload: Any) -> None:
+    def _record_version(self, req: ControlReq, payload: Any) -> None:
         if isinstance(req, UpdateReq):
             self._last_disk = req if isinstance(req, UpdateWeightsFromDiskReq) else None
         if isinstance(payload, dict) and "weight_version" in payload:
@@ -184,7 +192,7 @@ class HttpServerEngineAdapter(EngineBase):
         info: ModelInfo = self._transport.get("/model_info")
         return info
 
-    # -- after a restart of the server ----------------------------------------------------------------------
+    # -- restarts of the server -----------------------------------------------------------------------------
 
     def heal(
         self,
@@ -195,14 +203,16 @@ class HttpServerEngineAdapter(EngineBase):
         partial: bool = False,
         mode: UpdateMode = "wait",
     ) -> tuple[bool, str]:
-        """Push the weights to a server that was started again, and go on with it.
+        """Push the weights to a server that was started again, and work with the new run. Return (True, message).
 
-        The weights are `named_tensors`; else what was registered, as it is now; else the folder that the newest update
-        loaded. Their `version` is the one that the server had, unless given: give it if the weights have changed since.
-        A server that is still starting is waited for, at most `startup_timeout`. All other calls raise
-        ServerRestartedError until this one has succeeded.
-        `partial=True` permits a push that lacks parameters, for a trainer that leaves them as the server loads them.
-        Process groups are gone with the run before: make them anew.
+        The weights are `named_tensors`. Without `named_tensors` they are the current values of the registered weights
+        or, if none are registered, the folder that the newest update loaded. `version` is their label; default: the
+        version that the server had before the restart. Set `version` if the weights have changed since then. `partial`
+        permits a push in which parameters are missing; the server keeps the values that it loaded for these. `mode` is
+        the treatment of running requests, as in every update.
+
+        If the server is still starting, the call waits, at most `ServerArgs.startup_timeout` seconds. All other calls
+        raise ServerRestartedError until this call has succeeded. The new run has no process groups: create them again.
         """
 
         def send(push: Push) -> tuple[bool, str]:
@@ -215,10 +225,11 @@ class HttpServerEngineAdapter(EngineBase):
         return sent[0], sent[1]
 
     def accept_restart(self) -> None:
-        """Go on with a server that was started again, and with the weights that it serves now.
+        """Work with a server that was started again, and with the weights that it serves now.
 
-        On behalf of all: engines that wait for it to be healed (`AgentLoop`) go on, too. It needs the admin key then;
-        a server that was healed already is accepted without.
+        If no engine has healed the server yet, the call confirms the weights for all engines, and needs the admin key.
+        Engines that wait in `async_wait_until_healed` (`AgentLoop`) then continue, too. If an engine has healed the
+        server, the call needs no admin key.
         """
         instance, info = self._wait_for_server()
         if not info["weights_confirmed"]:
@@ -226,37 +237,38 @@ class HttpServerEngineAdapter(EngineBase):
         self._adopt(instance, info["weight_version"])
 
     async def async_wait_until_healed(self, timeout: float) -> None:
-        """Wait until the server answers, and, if it was started again, until its weights were confirmed by the engine
-        that pushes (`heal`, `accept_restart`, or a full update). Then go on with it.
+        """Wait until the server answers and its weights are confirmed, and work with its current run.
 
-        Raises ServerRestartedError after `timeout` seconds, or ServerDiedError if the server cannot come back.
+        The weights of a new run are confirmed when the engine that pushes calls `heal` or `accept_restart`, or pushes
+        every parameter. Raises ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
+        launched by this adapter and has ended.
         """
         deadline = time.monotonic() + timeout
         while True:
             try:
-                instance, info = await asyncio.to_thread(self._transport.ask_any_run)
+                instance, info = await asyncio.to_thread(self._transport.info_of_any_run)
                 if instance == self._instance.id:
                     return
                 if info["weights_confirmed"]:
                     self._adopt(instance, info["weight_version"])
                     return
-                state = f"run {instance} serves version {info['weight_version']!r}, which nobody has confirmed"
+                state = f"run {instance} serves version {info['weight_version']!r}, which no engine has confirmed"
             except (ServerUnavailableError, ServerDiedError, ControlTimeoutError) as error:
                 self._raise_if_gone(error)
                 state = str(error)
             if time.monotonic() > deadline:
                 raise ServerRestartedError(
-                    f"The server at {self.url} was started again, and was not healed within {timeout:g} s ({state}). "
+                    f"The server at {self.url} was started again and was not healed within {timeout:g} s ({state}). "
                     "The engine that pushes must call heal() or accept_restart()."
                 )
             await asyncio.sleep(_RESTART_POLL)
 
     def send_healing(self, push: Push, version: str | int | None, options: PushOptions) -> tuple[bool, str]:
-        """`send_update` of `heal`, also for `VerlEngine`."""
+        """Send the update of `heal` with the source of `push`. `VerlEngine.heal` calls it on rank 0."""
         return self._healed(version, lambda label: self.send_update(push, push_request(None, True, label, options)))
 
     def heal_from_disk(self, version: str | int | None) -> tuple[bool, str]:
-        """`heal` with the folder that the newest update loaded, also for `VerlEngine`."""
+        """Run `heal` with the folder that the newest update loaded. `VerlEngine.heal` calls it on rank 0."""
         req = self._last_disk
         if req is None:
             raise BadRequestError(NOTHING_TO_HEAL)
@@ -266,10 +278,11 @@ class HttpServerEngineAdapter(EngineBase):
         )
 
     def _healed(self, version: str | int | None, push: Callable[[str | None], tuple[bool, str]]) -> tuple[bool, str]:
+        """Run `push` with the label of the new version against the server's current run, and work with this run."""
         instance, _ = self._wait_for_server()
         label = self._instance.weight_version if version is None else str(version)
         if instance != self._instance.id:
-            self._transaction = None  # it ended with the run before
+            self._transaction = None  # the transaction ended with the previous run
         with self._instance.addressing(instance):
             result = push(label)
         self._confirm(instance)
@@ -281,8 +294,8 @@ class HttpServerEngineAdapter(EngineBase):
             raise_for(self._transport.post(AcceptRestartReq.route, {}, INFO_TIMEOUT))
 
     def _meet(self) -> ServerInfo:
-        """The first look at the server: from now on this run of it is expected."""
-        instance, info = self._transport.ask_any_run()
+        """Read the server's information, and expect its current run from now on."""
+        instance, info = self._transport.info_of_any_run()
         self._adopt(instance, info.get("weight_version"))
         return info
 
@@ -292,11 +305,11 @@ class HttpServerEngineAdapter(EngineBase):
         self._instance.weight_version, self._instance.id = weight_version, instance
 
     def _wait_for_server(self) -> tuple[str | None, ServerInfo]:
-        """`ask_any_run` of a server that may still be starting."""
+        """Return `HttpTransport.info_of_any_run`, waiting for a server that is still starting."""
         deadline = time.monotonic() + self.server_args.startup_timeout
         while True:
             try:
-                return self._transport.ask_any_run()
+                return self._transport.info_of_any_run()
             except (ServerUnavailableError, ServerDiedError) as error:
                 self._raise_if_gone(error)
                 if time.monotonic() > deadline:
@@ -304,29 +317,30 @@ class HttpServerEngineAdapter(EngineBase):
             time.sleep(_RESTART_POLL)
 
     def _raise_if_gone(self, error: VerlServerError) -> None:
-        """A server that this engine launched does not come back."""
+        """Raise `error` if the adapter is shut down, or if the server that it launched has ended."""
         if self._transport.is_closed or (self._child is not None and self._child.poll() is not None):
             raise error
 
-    # -- the end --------------------------------------------------------------------------------------------
+    # -- shutdown -------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         if self._transport.is_closed:
             return
-        self._let_go()
+        self._close_registrations()
         self._transport.close()
         self._finalizer()
 
-    def _let_go(self) -> None:
-        """Hold none of our memory any more. A server that we only attached to lives on, and must close it first."""
+    def _close_registrations(self) -> None:
+        """Release the pushed memory. A server that the adapter only attached to keeps running and must close it."""
         registrations = self._end_pushes()
         if registrations and self._child is None:
             req = UnregisterWeightsReq(registrations=registrations)
-            with contextlib.suppress(VerlServerError):  # it is gone, or slow: then it notices the end of this process
-                self._transport.post(req.route, msgspec.to_builtins(req), _LET_GO_TIMEOUT)
+            # If the server does not answer, it closes the memory when it notices the end of this process.
+            with contextlib.suppress(VerlServerError):
+                self._transport.post(req.route, msgspec.to_builtins(req), _CLOSE_TIMEOUT)
 
 
 def _terminate(child: ChildProcess | None) -> None:
-    """End a launched server; one that was attached to is not ours to end."""
+    """End a launched server. `child` is None for a server that the adapter attached to."""
     if child is not None:
         child.terminate(grace=20.0)

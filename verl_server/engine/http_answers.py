@@ -1,6 +1,7 @@
-"""Bodies of HTTP requests and answers: results, errors, event frames. `engine.http_transport` and `engine.http` use it.
+"""Bodies of HTTP requests and answers: results, errors, event frames.
 
-An error answer names its class in the X-Verl-Error header, so the same one is raised here as in process.
+`engine.http_transport` and `engine.http` call these functions. The X-Verl-Error header of an error answer names the
+class of the error, so that the HTTP adapter raises the same class as the in-process engine.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _FAULTS = (
     "UnansweredError",
     "ServerUnavailableError",
 )
-"""Errors of a control call that raise; any other is the scheduler's refusal, which is a reply."""
+"""Error classes that `control_reply` raises. Any other class is a refusal by the scheduler and becomes a reply."""
 
 
 def encode(body: Any) -> bytes:
-    """JSON of a request; raises BadRequestError for what has none."""
+    """Return `body` as JSON. Raise BadRequestError for a value that JSON cannot represent."""
     try:
         return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError as error:
@@ -40,12 +41,15 @@ def encode(body: Any) -> bytes:
 
 
 def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a `/generate` whose reply may hold columns, which are a fifth as long and give the same result."""
+    """Return `body` of a `/generate` request, with `columnar` set where columns can express the reply.
+
+    A columnar reply is a fifth as long; `read_result` turns it into the same result.
+    """
     return body if body.get("return_text_in_logprobs") else body | {"columnar": True}
 
 
 def read_result(response: httpx.Response) -> Result:
-    """What `/generate` returned, as JSON or msgpack (a server of another make does not know msgpack)."""
+    """Return the result in an answer of `/generate`: JSON or msgpack. Servers of other projects answer in JSON."""
     is_msgpack = response.headers.get("content-type") == MSGPACK
     content: Any = msgspec.msgpack.decode(response.content) if is_msgpack else orjson.loads(response.content)
     for result in content if isinstance(content, list) else [content]:
@@ -54,7 +58,7 @@ def read_result(response: httpx.Response) -> Result:
 
 
 def read_frame(line: str) -> GenerateResult | None:
-    """A result of an event-stream line, None for other lines; raises for an error frame."""
+    """Return the result in a line of an event stream, or None if it has none. Raise the error of an error frame."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     frame: dict[str, Any] = orjson.loads(line[6:])
@@ -64,12 +68,12 @@ def read_frame(line: str) -> GenerateResult | None:
 
 
 def raise_for(response: httpx.Response | Answer) -> None:
-    """Raise what an error answer stands for; return for any other."""
+    """Raise the error of an error answer (status 400 and above). Return for any other answer."""
     if response.status_code < 400:
         return
     message = _message(response)
     if response.status_code == 401:
-        message = f"{message}: the server wants an api_key (or, for control calls, an admin_api_key)."
+        message = f"{message}: the server needs an api_key (for control calls: an admin_api_key)."
     kind = getattr(errors, response.headers.get("X-Verl-Error", ""), None)
     if inspect.isclass(kind) and issubclass(kind, VerlServerError) and kind is not VerlServerError:
         raise kind(message)
@@ -77,7 +81,7 @@ def raise_for(response: httpx.Response | Answer) -> None:
 
 
 def _message(response: httpx.Response | Answer) -> str:
-    """The human part of any of the error bodies."""
+    """Return the message in an error body of any of the known forms."""
     try:
         body = orjson.loads(response.content)
     except orjson.JSONDecodeError:
@@ -89,7 +93,7 @@ def _message(response: httpx.Response | Answer) -> str:
 
 
 def control_reply(response: Answer) -> ControlReply:
-    """A control route's answer as the scheduler gave it. Refusals are replies; other faults raise."""
+    """Return the scheduler's reply in the answer of a control route. A refusal is a reply; other faults raise."""
     if response.status_code != 200:
         kind = response.headers.get("X-Verl-Error", "")
         if kind in _FAULTS or not kind:

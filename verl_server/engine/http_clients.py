@@ -1,8 +1,8 @@
 """Connections for generation: one httpx client for all threads, and one for each event loop.
 
-`engine.http_transport` uses them. Made for rollouts: connections are not capped and kept alive, no read has a bound
-unless it is given one, and a host that vanished is noticed by keep-alive probes. (Control calls go over
-`http_connection`.)
+`engine.http_transport` sends `/generate` requests over them, and control requests over `http_connection`. A rollout has
+many long requests. Therefore the number of connections has no limit, idle connections are kept for the next request,
+and a read has no timeout unless the caller sets one. Keep-alive probes detect a host that no longer responds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 CONNECT_TIMEOUT = 30.0
+"""Seconds to wait for a connection."""
 _KEEP_ALIVE_EXPIRY = 60.0
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_EXPIRY)
 KEEP_ALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after about two minutes
+if hasattr(socket, "TCP_KEEPIDLE"):  # 60 s + 4 probes, 15 s apart: a lost host ends the wait after two minutes
     KEEP_ALIVE_OPTIONS += [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -30,6 +31,8 @@ if hasattr(socket, "TCP_KEEPIDLE"):  # a host that vanished ends the wait after 
 
 
 class HttpClients:
+    """The httpx clients of one server."""
+
     def __init__(self, url: str) -> None:
         self._url = url
         self.for_threads = httpx.Client(
@@ -42,7 +45,7 @@ class HttpClients:
         ] = weakref.WeakKeyDictionary()
 
     async def for_this_loop(self) -> httpx.AsyncClient:
-        """The running loop's client: connections belong to the loop that opened them, and end with it."""
+        """Return the running loop's client. A connection belongs to the event loop that opened it."""
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
             client = httpx.AsyncClient(
@@ -50,13 +53,13 @@ class HttpClients:
                 timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
                 transport=AiohttpTransport(client=_aiohttp_session),
             )
-            # asyncio.run closes the async generators of its loop at the end: that is when the client closes.
+            # asyncio.run closes the loop's async generators at its end. The client closes with this generator.
             lifetime = _open_until_closed(client)
             self._by_loop[loop] = lifetime, await anext(lifetime)
         return self._by_loop[loop][1]
 
     def close(self) -> None:
-        """Close all connections; calls that wait for an answer end with an error."""
+        """Close all connections. Calls that wait for an answer raise an error."""
         self.for_threads.close()
         for loop, (lifetime, _) in list(self._by_loop.items()):
             if loop.is_running():
@@ -73,14 +76,17 @@ async def _close(lifetime: AsyncGenerator[httpx.AsyncClient, None]) -> None:
 
 
 def _aiohttp_session() -> aiohttp.ClientSession:
-    """httpx on aiohttp's connections: httpx's own pool looks at every connection for every request, which at 256
-    requests in flight leaves a few hundred a second of 4,000. No cap, and POST is never retried."""
+    """Return aiohttp's session, whose connections httpx uses. It has no limit of connections and does not retry POST.
+
+    httpx's own pool scans all connections for each request. With 256 concurrent requests the pool reaches a few hundred
+    requests a second, and aiohttp reaches 4,000.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket)
     return aiohttp.ClientSession(connector=connector)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices, by keep-alive probes, that the server's host vanished during a long generation."""
+    """Return a socket whose keep-alive probes detect, during a long generation, that the server's host is lost."""
     family, kind, protocol, *_ = address
     sock = socket.socket(family, kind, protocol)
     for option in KEEP_ALIVE_OPTIONS:

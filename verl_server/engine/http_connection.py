@@ -1,8 +1,8 @@
-"""Control calls over plain, kept HTTP connections: a push is one small request, so the client must cost little.
+"""HTTP connections for control calls. They are kept open between calls.
 
-Used by `engine.http_transport` for everything but generation. A call takes an idle connection or makes one, so calls of
-several threads run beside each other. Nothing is sent twice. (httpx takes half a millisecond or more for such a
-request, several times as long.)
+`engine.http_transport` uses them for all requests except `/generate`. A call uses an idle connection or opens one, so
+calls of several threads run at the same time. No request is sent twice. A weight push is one small request, so the
+client must be fast: httpx needs half a millisecond or more for such a request, several times as long as this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import httpx
 
 from verl_server.errors import BadRequestError
 
-_IDLE = 8
-"""Connections that are kept for later calls."""
+_MAX_IDLE = 8
+"""Most idle connections that are kept for later calls."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP response, read to its end."""
+    """A complete HTTP response."""
 
     status_code: int
     headers: http.client.HTTPMessage
@@ -35,11 +35,12 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """The content as UTF-8."""
         return self.content.decode("utf-8", "replace")
 
 
 class ControlConnections:
-    """Connections to one server. Thread-safe."""
+    """Connections to one server. Methods may be called from any thread."""
 
     def __init__(self, url: str, connect_timeout: float, socket_options: Iterable[tuple[int, int, int]]) -> None:
         self._url = urlsplit(url)
@@ -54,16 +55,16 @@ class ControlConnections:
     def request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float | None
     ) -> Answer:
-        """One request and its answer. `timeout` bounds each wait for the server, in seconds.
+        """Send a request and return the answer. `timeout`: seconds of each wait for the server; None is unbounded.
 
-        Raises TimeoutError when the server is silent, another OSError or http.client.HTTPException when it cannot be
-        reached or the connection breaks.
+        Raises TimeoutError if the server is silent, and another OSError or http.client.HTTPException if the server
+        cannot be reached or the connection breaks.
         """
         connection = self._take()
         keep = False
         try:
             connection.settimeout(timeout)
-            # One piece: a body that came after its head would wake the server twice.
+            # Head and body in one write: two writes would wake the server twice.
             connection.sendall(self._head(method, path, headers, body) + (body or b""))
             with http.client.HTTPResponse(connection, method=method) as response:
                 response.begin()
@@ -74,13 +75,13 @@ class ControlConnections:
         return answer
 
     def close(self) -> None:
-        """Close all; calls that wait for an answer end with an error."""
+        """Close all connections. Calls that wait for an answer raise an error."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             for connection in self._used:
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
         for connection in idle:
             connection.close()
 
@@ -89,7 +90,7 @@ class ControlConnections:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines += [] if body is None else [f"Content-Length: {len(body)}"]
         if any("\r" in line or "\n" in line for line in lines):
-            raise BadRequestError("An API key, a URL or a path has a line break in it.")
+            raise BadRequestError("An API key, a URL or a path contains a line break. Remove it.")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
     def _take(self) -> socket.socket:
@@ -106,7 +107,7 @@ class ControlConnections:
     def _give_back(self, connection: socket.socket, keep: bool) -> None:
         with self._lock:
             self._used.remove(connection)
-            keep = keep and not self._closed and len(self._idle) < _IDLE
+            keep = keep and not self._closed and len(self._idle) < _MAX_IDLE
             if keep:
                 self._idle.append(connection)
         if not keep:
@@ -120,12 +121,12 @@ class ControlConnections:
             for option in self._socket_options:
                 connection.setsockopt(*option)
             return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=address[0])
-        except TimeoutError as error:  # not a server that is silent during a call
+        except TimeoutError as error:  # TimeoutError would mean a server that is silent during a call
             raise ConnectionError(f"no connection within {self._connect_timeout} s") from error
 
 
 def _was_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed an idle connection: nothing else makes it readable."""
+    """Return True if the server has closed an idle connection. Nothing else makes an idle connection readable."""
     idle = select.poll()
     idle.register(connection, select.POLLIN)
     return bool(idle.poll(0))

@@ -1,7 +1,8 @@
-"""`HttpTransport`: requests to one server, their answers and their faults, as `engine.http` sends and reads them.
+"""`HttpTransport`: sends requests to one server and turns answers and faults into results and errors.
 
-Nothing is retried (a retried `/generate` would sample twice). Faults raise the classes of `errors`, the same as in
-process; when the server process is gone, its exit cause and the end of its log are in the error.
+`engine.http` calls it. No request is retried, because a second `/generate` would sample again. A fault raises the same
+class of `errors` as the in-process engine. If a launched server has ended, the message contains the exit status and the
+end of the server's log.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
 INFO_TIMEOUT = 30.0
-_DEATH_WAIT = 5.0
-"""How long a broken connection is given to turn out as the end of our child."""
-_BROKEN = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
+"""Seconds to wait for answers that need no work of the scheduler."""
+_EXIT_WAIT = 5.0
+"""Seconds to wait, after a connection broke, until the exit status of the launched server is known."""
+_TRANSPORT_FAULTS = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)
 
 
 class HttpTransport:
-    """Used by all threads and event loops of an adapter. `child`: the server's process, if the adapter launched it."""
+    """Sends all requests of one adapter, from any thread and event loop.
+
+    `child` is the server's process if the adapter launched it, else None. Every answer must come from the server run in
+    `instance`.
+    """
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class HttpTransport:
         self.is_closed = False
 
     def close(self) -> None:
+        """Close all connections. Running calls raise ServerUnavailableError."""
         self.is_closed = True
         self._clients.close()
         self._controls.close()
@@ -68,6 +75,7 @@ class HttpTransport:
     # -- generation -----------------------------------------------------------------------------------------
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
+        """Send a `/generate` request and return the result. `timeout`: seconds without an answer; None is unbounded."""
         with self._translated(timeout):
             response = self._clients.for_threads.post("/generate", **self._generate_request(body, timeout))
         self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
@@ -113,17 +121,17 @@ class HttpTransport:
     # -- control and info -----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
-        """The JSON body that a GET returns."""
+        """Send a GET request and return the JSON body of the answer."""
         answer = self._send("GET", path, self._request(self._api_key, None, INFO_TIMEOUT), INFO_TIMEOUT)
         raise_for(answer)
         return orjson.loads(answer.content)
 
     def post(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
-        """POST to a control route."""
+        """Send a POST request to a control route, with the admin key."""
         return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
 
-    def ask_any_run(self) -> tuple[str | None, ServerInfo]:
-        """The id of the run that answers now, and what it says of itself."""
+    def info_of_any_run(self) -> tuple[str | None, ServerInfo]:
+        """Return the id of the server's current run (None if it sends no id) and its `/server_info`."""
         with self._instance.addressing(None):
             request = self._request(self._api_key, None, INFO_TIMEOUT)
             answer = self._send("GET", "/server_info", request, INFO_TIMEOUT)
@@ -133,14 +141,17 @@ class HttpTransport:
     # -- shared ---------------------------------------------------------------------------------------------
 
     def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
-        """One control call. Whatever ends it early closes its connection: then the server withdraws what can be."""
+        """Send a control request and return the answer.
+
+        If the call ends early, its connection closes; the server then withdraws the request if it has not begun.
+        """
         with self._translated(timeout, UnansweredError):
             answer = self._controls.request(method, path, request.get("content"), request["headers"], timeout)
         self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
         return answer
 
     def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
-        """Headers, body and bounds, as httpx takes them."""
+        """Return the keyword arguments of an httpx request: headers, timeout, and `body` as JSON."""
         headers = self._instance.headers()
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -154,28 +165,31 @@ class HttpTransport:
     def _translated(
         self, timeout: float | None, silence: type[VerlServerError] = ControlTimeoutError
     ) -> Iterator[None]:
-        """Transport faults as our errors; a broken connection is traced to the server process where we own it."""
+        """Raise a transport fault in the block as an error of this package. `silence` is the class for no answer.
+
+        After a broken connection it waits for the exit status of a launched server, which goes into the message.
+        """
         self._check_open()
         try:
             yield
         except VerlServerError:
             raise
-        except _BROKEN as error:
-            deadline = time.monotonic() + _DEATH_WAIT
+        except _TRANSPORT_FAULTS as error:
+            deadline = time.monotonic() + _EXIT_WAIT
             while self._may_be_dying(error) and time.monotonic() < deadline:
                 time.sleep(0.02)
             raise self._explained(error, timeout, silence) from error
 
     @contextlib.asynccontextmanager
     async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
-        """`_translated` that leaves the event loop to the other requests while it waits."""
+        """Same as `_translated`, without blocking the event loop."""
         self._check_open()
         try:
             yield
         except VerlServerError:
             raise
-        except _BROKEN as error:
-            deadline = time.monotonic() + _DEATH_WAIT
+        except _TRANSPORT_FAULTS as error:
+            deadline = time.monotonic() + _EXIT_WAIT
             while self._may_be_dying(error) and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             raise self._explained(error, timeout) from error
@@ -185,7 +199,7 @@ class HttpTransport:
             raise ServerUnavailableError("The adapter has been shut down.")
 
     def _may_be_dying(self, error: Exception) -> bool:
-        """Whether a broken connection may turn out to be the end of our child, which is not reaped yet."""
+        """Return True if the launched server may have broken the connection by ending but has no exit status yet."""
         if _is_timeout(error) or _is_out_of_descriptors(error):
             return False
         return self._child is not None and self._child.poll() is None
@@ -199,27 +213,29 @@ class HttpTransport:
             return silence(f"{self._url} did not answer within {timeout} s.")
         if _is_out_of_descriptors(error):
             return ServerUnavailableError(
-                f"No connection to {self._url} could be opened: this process has as many files and connections open "
-                "as it may (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
+                f"No connection to {self._url} could be opened: this process has reached its limit of open files and "
+                "connections (`ulimit -n`). Run fewer requests at a time, or raise the hard limit (`ulimit -Hn`)."
             )
         if self._child is None:
             return ServerDiedError(f"The connection to {self._url} failed: {error!r}. Is the server still running?")
         pid, code = self._child.pid, self._child.poll()
         if code is None:
-            return ServerDiedError(f"The connection to {self._url} broke: {error!r}; its process {pid} still runs.")
+            return ServerDiedError(
+                f"The connection to {self._url} broke: {error!r}; the server's process {pid} still runs."
+            )
         return ServerDiedError(
             f"The server at {self._url} (process {pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
         )
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Whether the server was silent. (A connection that breaks or cannot be had may come as a ConnectTimeout.)"""
+    """Return True if the server sent no answer in time. A ConnectTimeout may also mean a connection that broke."""
     silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
     return silent or isinstance(error, TimeoutError)
 
 
 def _is_out_of_descriptors(error: BaseException | None) -> bool:
-    """Whether this process, not the server, kept the connection from being opened."""
+    """Return True if no connection could be opened because of this process's limit of open files."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True

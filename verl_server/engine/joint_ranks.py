@@ -1,8 +1,8 @@
-"""`JointRanks`: the trainer ranks of several engines, which push together what they shard among them.
+"""`JointRanks`: collective calls of all ranks of a mesh with several engines.
 
-`VerlEngine` makes one for `read_all_ranks`, where every engine of a mesh reads the memory of every rank. All ranks
-meet, the first rank of each engine acts for it, and all meet again: nobody returns before every engine has answered,
-and no rank takes for a success, or a refusal, what may still be going on elsewhere.
+`VerlEngine` uses it with `read_all_ranks`, when every engine of the mesh reads the memory of every rank. All ranks
+meet, the first rank of each engine acts, and all ranks meet again. So no rank returns before every engine has answered,
+and a rank reports success or refusal only if no engine may still be reading.
 """
 
 from __future__ import annotations
@@ -19,50 +19,58 @@ T = TypeVar("T")
 
 
 class _Outcome(msgspec.Struct, array_like=True):
-    """What became of a call on a rank's engine."""
+    """The outcome of a call on one rank's engine."""
 
     error: tuple[str, str] | None = None
+    """(type, message) of the error; None for success."""
     is_certain: bool = True
-    """The engine answered: it does not read any more."""
+    """True if the engine has answered, so that it no longer reads."""
 
 
 class JointRanks:
-    def __init__(self, ours: RankGroup, everyone: RankGroup, own_places: list[int]) -> None:
-        """`ours`: the ranks of this rank's engine, which stand at `own_places` among `everyone`."""
-        self._ours, self._everyone, self._own_places = ours, everyone, own_places
-        self.rank, self.size = ours.rank, ours.size
+    """The ranks of all engines of a mesh, with the methods of `RankGroup`."""
+
+    def __init__(self, engine: RankGroup, everyone: RankGroup, engine_places: list[int]) -> None:
+        """`engine`: the ranks of this rank's engine. `everyone`: all ranks. `engine_places`: positions of the former in
+        the latter."""
+        self._engine, self._everyone, self._engine_places = engine, everyone, engine_places
+        self.rank, self.size = engine.rank, engine.size
 
     def gather(self, what: str, prepare: Callable[[], bytes]) -> list[bytes]:
-        """See `RankGroup.gather`; of all ranks."""
+        """Return the results of all ranks' `prepare()` on every rank of the mesh; see `RankGroup.gather`."""
         try:
-            self._ours.gather(what, bytes)  # a rank of this engine that called something else is noticed here
+            self._engine.gather(what, bytes)  # raises if a rank of this engine makes another call
         except BaseException:
-            self.close()  # the others would wait for this rank
+            self.close()  # the other engines' ranks would wait for this rank
             raise
         return self._everyone.gather(what, prepare)
 
     def own(self, parts: list[T]) -> list[T]:
-        """Of what all ranks brought, that of this engine's ranks."""
-        return [parts[place] for place in self._own_places]
+        """Return the parts of this engine's ranks from `parts`, which has one part for each rank of the mesh."""
+        return [parts[place] for place in self._engine_places]
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
-        """See `RankGroup.act`; for this engine. Raises if any engine's failed, its own error if it is as grave."""
+        """Run `act()` on the first rank of each engine. Return the result of this rank's engine.
+
+        Every rank raises an error if an engine failed. An error that leaves the outcome open has priority over a
+        refusal; among equal errors, a rank raises the error of its own engine.
+        """
         result, failure = None, None
         try:
-            result = self._ours.act(what, act)
-        except BaseException as error:  # also Ctrl-C: the others must not wait for this rank
+            result = self._engine.act(what, act)
+        except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank
             failure = error
-        if self._ours.is_lost:
-            self.close()  # the rank that is missed would be waited for again
+        if self._engine.is_lost:
+            self.close()  # otherwise all ranks would wait again for the rank that is gone
         try:
             data = self._everyone.gather(f"{what}, outcome", lambda: msgspec.msgpack.encode(_outcome(failure)))
         except UnansweredError as error:
-            _raise_graver(failure, error)
-        _raise_gravest(failure, [msgspec.msgpack.decode(each, type=_Outcome) for each in data])
+            _raise_uncertain(failure, error)
+        _raise_most_serious(failure, [msgspec.msgpack.decode(each, type=_Outcome) for each in data])
         return result
 
     def close(self) -> None:
-        """The joint calls of all other ranks fail from now on."""
+        """Make the joint calls of all other ranks fail from now on."""
         self._everyone.close()
 
 
@@ -74,25 +82,26 @@ def _is_certain(failure: BaseException) -> bool:
     return isinstance(failure, VerlServerError) and not isinstance(failure, (ControlTimeoutError, ServerDiedError))
 
 
-def _raise_graver(failure: BaseException | None, error: UnansweredError) -> NoReturn:
-    """`error` came from elsewhere and leaves the outcome open; so may this rank's own failure."""
+def _raise_uncertain(failure: BaseException | None, error: UnansweredError) -> NoReturn:
+    """Raise this rank's own failure if it leaves the outcome open, else `error`, which came from another rank."""
     if failure is not None and not _is_certain(failure):
         raise failure
     raise error from failure
 
 
-def _raise_gravest(failure: BaseException | None, outcomes: list[_Outcome]) -> None:
+def _raise_most_serious(failure: BaseException | None, outcomes: list[_Outcome]) -> None:
+    """Raise the error of a failed call, as `JointRanks.act` describes. Return if every engine succeeded."""
     for rank, outcome in enumerate(outcomes):
         if not outcome.is_certain and outcome.error is not None:
             name, message = outcome.error
-            _raise_graver(failure, UnansweredError(f"The engine of rank {rank}: {name}: {message}"))
+            _raise_uncertain(failure, UnansweredError(f"The engine of rank {rank}: {name}: {message}"))
     if failure is not None:
         raise failure
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
             error = rebuild_error(outcome.error, rank)
             error.add_note(
-                "This rank's engine has done it. Until the next push that succeeds the engines may serve different "
-                "weights."
+                "This rank's engine has carried out the call. The engines may serve different weights until the next "
+                "successful push."
             )
             raise error

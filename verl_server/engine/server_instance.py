@@ -1,12 +1,13 @@
-"""`ServerInstance`: the run of a server that an adapter knows, so that it never takes a restarted one for it.
+"""`ServerInstance`: the server run that an HTTP adapter works with. It detects restarts of the server.
 
-A server that is started again serves the weights that it loads, not those that were pushed to it before. Every request
-of an adapter names the run that it expects; the server checks that before it does anything (`server.instance`), so no
-race is left, and no round trip is added. Every answer names its run, too, which also covers a server of another make,
-or of an older version, that took over the URL and knows nothing of the check.
+A restarted server serves the weights that it loads from disk, not the weights that were pushed to its previous run. So
+every start of a server is a *run* with a random id. Each request of an adapter has the id of the expected run in a
+header, and the server compares the ids before it does anything else (`server.instance`). This needs no extra request
+and leaves no race. Each answer has the id of the run that answers. The adapter checks it, because a server of another
+project or an older version may answer at the same URL and ignore the request's header.
 
-Each adapter knows its run by itself: of two that share a server, each must `heal` or `accept_restart`. An adapter that
-attaches takes the server as it is. A server that names no run is not watched.
+If two adapters use one server, each of them must call `heal` or `accept_restart` after a restart. A new adapter accepts
+the run that answers its first request. If this run sends no id, restarts are not detected.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from verl_server.io_struct import EXPECTED_INSTANCE_HEADER
 
 
 class ServerInstance:
-    """Used by all threads of an adapter."""
+    """The expected run of one server. All threads of an adapter share this object."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.id: str | None = None
-        """None: the server names no run, or was not asked yet."""
+        """Id of the expected run; None if the server sends no id, or before the first answer."""
         self.weight_version: str | None = None
-        """The newest version that this adapter knows of."""
+        """The newest weight version that the server reported to this adapter."""
         self._thread = threading.local()
 
     @contextlib.contextmanager
     def addressing(self, id: str | None) -> Iterator[None]:
-        """The calls of this thread are for the run `id` (None: for any), those of other threads as before."""
+        """Expect the run `id` (None: any run) for the requests of this thread. Other threads are not affected."""
         self._thread.id = id
         try:
             yield
@@ -40,24 +41,24 @@ class ServerInstance:
             del self._thread.id
 
     def headers(self) -> dict[str, str]:
-        """Of a request."""
+        """Return the headers of a request that name the expected run."""
         expected = self._expected
         return {EXPECTED_INSTANCE_HEADER: expected} if expected is not None else {}
 
     def check(self, status_code: int, found: str | None) -> None:
-        """Raise ServerRestartedError unless an answer comes from the expected run, or is a proxy's error.
+        """Raise ServerRestartedError if an answer comes from another run. An error of a proxy, without an id, passes.
 
-        `found`: its `INSTANCE_HEADER`.
+        `found` is the value of the answer's `INSTANCE_HEADER`, None if it has no such header.
         """
         expected = self._expected
         if expected is None or found == expected or (found is None and status_code >= 300):
             return
-        now = f"is run {found}" if found is not None else "names no run"
+        now = f"it is run {found}" if found is not None else "its answer has no run id"
         raise ServerRestartedError(
-            f"The server at {self._url} was started again: it {now}, this engine knew run {expected} at weight "
-            f"version {self.weight_version!r}. It serves what it loaded at its start until the weights are pushed "
-            "again. On the engine that pushes, call heal(), which pushes them again, or accept_restart() to go on with "
-            "what is served."
+            f"The server at {self._url} was started again: {now}, but this engine expects run {expected} with weight "
+            f"version {self.weight_version!r}. The server serves the weights that it loaded at its start. On the "
+            "engine that pushes weights, call heal() to push them again, or accept_restart() to use the weights that "
+            "the server serves."
         )
 
     @property
