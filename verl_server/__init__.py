@@ -1,7 +1,7 @@
 """The rollout server for agentic RL: serve a policy over HTTP, roll it out, train it, push the weights back.
 
-The names below are the public API. They are imported on first use, so that `import verl_server` and the
-command line's `--help` cost no torch.
+The names in `__all__` are the public API. Each name is imported at its first use, so that `import verl_server` and
+`verl-server --help` do not import torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "launch_server_from_verl_engine",
 ]
 
-_HOMES = {
+_MODULES = {
     "Engine": "verl_server.engine.in_process",
     "EngineBase": "verl_server.engine.base",
     "HttpServerEngineAdapter": "verl_server.engine.http",
@@ -78,7 +78,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'verl_server' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "verl_server.errors")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "verl_server.errors")), name)
 
 
 def __dir__() -> list[str]:

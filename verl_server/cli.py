@@ -1,7 +1,7 @@
 """The command line: `verl-server serve | rollout | env | demo | bench`.
 
-Dispatch is by hand and imports are late, so that `--help` answers at once; `serve` is generated from
-`ServerArgs`, whose field docstrings are its help.
+Each command imports its modules when it runs, so that `--help` is fast. The options of `serve` are the fields of
+`ServerArgs`, and the docstrings of the fields are their help.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
-  rollout   drive agents against environments through a server
+  rollout   run agents in environments, with a server's policy
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
-  demo      train a tiny policy on a multi-turn game, all processes on this machine
+  demo      train a tiny policy on a multi-turn game, with all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
 
 `verl-server COMMAND --help` lists a command's options.
@@ -38,7 +38,7 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. Faults of the user are one clear message, not a traceback."""
+    """Run a command and return the exit status. A VerlServerError is printed as a message without a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
@@ -89,7 +89,10 @@ def _serve(args: list[str]) -> int:
 
 
 def _unchecked(settings: type[ServerArgs]) -> type[ServerArgs]:
-    """The same options without their checks, whose errors tyro would wrap. They are checked when all are parsed."""
+    """Return a class with the same options and no checks. tyro would wrap the errors of the checks.
+
+    `_serve` checks the options after tyro has parsed all of them.
+    """
     return type(settings.__name__, (settings,), {"__post_init__": _nothing, "__doc__": settings.__doc__})
 
 
@@ -97,9 +100,9 @@ def _nothing(settings: object) -> None: ...
 
 
 def _with_flags(message: str, names: Sequence[str]) -> str:
-    """An error of `ServerArgs` with flags in place of Python's names: `tp_size=3` becomes `--tp-size 3`.
+    """Return an error message of `ServerArgs` with flags instead of field names: `tp_size=3` becomes `--tp-size 3`.
 
-    A name of one word ("port") is a word of English, too: it counts only with a value or after "ServerArgs.".
+    A field name of one word ("port") may be an English word. It is replaced only with a value or after "ServerArgs.".
     """
     for name in names:
         flag = "--" + name.replace("_", "-")
@@ -118,7 +121,7 @@ _KEY_FLAGS = {"VERL_SERVER_API_KEY": "--api-key", "VERL_SERVER_ADMIN_API_KEY": "
 
 
 def _keys_of_environment() -> list[str]:
-    """Keys in the environment, as flags. They are taken out of it: child processes need none."""
+    """Return the keys in the environment as flags, and remove them from the environment, which children inherit."""
     given = [(flag, os.environ.pop(name, "")) for name, flag in _KEY_FLAGS.items()]
     return [f"{flag}={key}" for flag, key in given if key]
 
@@ -127,7 +130,7 @@ def _warn_of_visible_keys(args: list[str]) -> None:
     for name, flag in _KEY_FLAGS.items():
         if any(arg.replace("_", "-").split("=")[0] == flag for arg in args):
             logging.getLogger(__name__).warning(
-                "Every user of this host can read the key that %s puts on the command line. Set %s, or use %s-file.",
+                "Every user of this host can read the value of %s on the command line. Set %s, or use %s-file.",
                 flag,
                 name,
                 flag,
@@ -150,7 +153,7 @@ def _demo(args: list[str]) -> int:
 
 
 def _delegate(command: str, module: str, args: list[str]) -> int:
-    """Run `main(args)` of a part that may be left out of an installation."""
+    """Run `main(args)` of a module that an installation may lack."""
     if importlib.util.find_spec(module) is None:
         print(f"verl-server {command}: {module} is not part of this installation.", file=sys.stderr)
         return 2
@@ -159,11 +162,11 @@ def _delegate(command: str, module: str, args: list[str]) -> int:
 
 
 def _bench(args: list[str]) -> int:
-    """`bench NAME OPTIONS` runs `benchmarks.NAME`, which lives beside the package in a checkout."""
+    """Run `benchmarks.NAME` for `bench NAME OPTIONS`. A checkout has the folder `benchmarks` beside the package."""
     name = args[0] if args and not args[0].startswith("-") else ""
     sys.path.insert(0, "")
     if importlib.util.find_spec("benchmarks") is None:
-        print("verl-server bench: run it in a checkout; benchmarks are not installed.", file=sys.stderr)
+        print("verl-server bench: run this in a checkout; benchmarks are not installed.", file=sys.stderr)
         return 2
     if not name or importlib.util.find_spec(f"benchmarks.{name}") is None:
         print(

@@ -1,79 +1,98 @@
-"""Errors that cross the boundary between us and a caller.
+"""Errors that this package raises to its users.
 
-Every error a user can meet derives from `VerlServerError` and knows its HTTP status, so the in-process
-engine raises what the HTTP adapter raises for the same fault. Messages say what, where and the remedy.
+Each class derives from `VerlServerError` and has an HTTP status. For the same fault, the in-process engine and the HTTP
+adapter raise the same class. A message says what is wrong, where, and how to fix it.
 
     VerlServerError
-    ├── BadRequestError        400  the caller's input; nothing was changed
-    ├── ServerUnavailableError 503  cannot serve now (no weights, torn weights, queue full)
+    ├── BadRequestError        400  the caller's input is wrong; nothing was changed
+    ├── ServerUnavailableError 503  the server cannot generate now (no weights, torn weights, full queue)
     │   └── ServerStoppingError     503  the server is shutting down
-    ├── WeightUpdateError      400  an update was refused; the old weights are still served
-    │   ├── UnknownRegistrationError 404  the server does not know it (any more): send the description
-    │   └── UpdateConflictError      409  another transaction is open, or the caller's is not (any more)
-    ├── ServerLaunchError      500  the server did not come up; carries the child's traceback and log tail
-    ├── ServerDiedError        503  the server was up and is gone
-    ├── ServerRestartedError   412  the server was started again: nothing was done; heal() or accept_restart()
-    └── ControlTimeoutError    504  a call took longer than its bound: it was refused, and is not carried out
-        └── UnansweredError    504  no answer came, so it is not certain whether it was carried out
+    ├── WeightUpdateError      400  the server refused an update and still serves the old weights
+    │   ├── UnknownRegistrationError 404  the server does not have this registration: send the description
+    │   └── UpdateConflictError      409  another transaction is open, or the caller's transaction is closed
+    ├── ServerLaunchError      500  the server did not start; the message has the child's traceback and log tail
+    ├── ServerDiedError        503  the server has ended, or the connection to it broke
+    ├── ServerRestartedError   412  the server was started again; nothing was done: call heal() or accept_restart()
+    └── ControlTimeoutError    504  a call exceeded its time limit; it was refused and will not be carried out
+        └── UnansweredError    504  the server did not answer: it may or may not have carried out the call
 """
 
 from __future__ import annotations
 
 
 class VerlServerError(Exception):
-    """Base of all errors raised to users of this package."""
+    """Base class of all errors that this package raises to its users."""
 
     status_code = 500
+    """HTTP status of the error."""
 
 
 class BadRequestError(VerlServerError, ValueError):
+    """The caller's input is wrong. Nothing was changed."""
+
     status_code = 400
 
 
 class ServerUnavailableError(VerlServerError):
+    """The server cannot generate now: it has no weights, its weights are torn, or its queue is full."""
+
     status_code = 503
 
 
 class ServerStoppingError(ServerUnavailableError):
-    pass
+    """The server is shutting down."""
 
 
 class WeightUpdateError(VerlServerError):
+    """The server refused an update and still serves the old weights."""
+
     status_code = 400
 
 
 class UnknownRegistrationError(WeightUpdateError):
+    """The server does not have a registration with this id. Send the description."""
+
     status_code = 404
 
 
 class UpdateConflictError(WeightUpdateError):
+    """Another transaction is open, or the caller's transaction is closed."""
+
     status_code = 409
 
 
 class ServerLaunchError(VerlServerError):
+    """The server did not start. The message has the child's traceback and the end of its log."""
+
     status_code = 500
 
 
 class ServerDiedError(VerlServerError, ConnectionError):
+    """The server has ended, or the connection to it broke."""
+
     status_code = 503
 
 
 class ServerRestartedError(VerlServerError):
+    """The server was started again and may serve other weights. The call had no effect."""
+
     status_code = 412
 
 
 class ControlTimeoutError(VerlServerError, TimeoutError):
+    """A call exceeded its time limit. The server will not carry it out."""
+
     status_code = 504
 
 
 class UnansweredError(ControlTimeoutError):
-    pass
+    """The server did not answer. It may or may not have carried out the call."""
 
 
 def error_for_status(
     status_code: int, message: str, bad_request: type[VerlServerError] = BadRequestError
 ) -> VerlServerError:
-    """The error that an HTTP status stands for; `bad_request` is the class of 4xx."""
+    """Return an error for an HTTP status. `bad_request` is the class for a status 4xx that has no class of its own."""
     kinds: dict[int, type[VerlServerError]] = {
         412: ServerRestartedError,
         503: ServerUnavailableError,

@@ -1,12 +1,12 @@
-"""Every message that crosses a process boundary inside a server.
+"""The messages between the processes of a server.
 
-`TokenizerManager` -> `Scheduler` (`MessageSocket`, msgpack): `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, the
-control requests and `WithdrawReq`. `Scheduler` -> `TokenizerManager`: `BatchTokenIDOut`, once a step, as a struct of
-arrays, and one `ControlReply` for each control request, matched by `id`.
+The TokenizerManager sends the scheduler `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, control requests and
+`WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a struct of arrays, and one `ControlReply`
+with the same `id` for each control request. All messages are msgpack on a `MessageSocket`.
 
-Control requests double as the JSON bodies of their HTTP routes; `id` is then set by the TokenizerManager. `route` is
-the path: `server.dialects.sglang.admin_routes` mounts it, `engine.http` sends to it.
-Unknown JSON keys are ignored there, as SGLang's routes do.
+A control request is also the JSON body of its HTTP route, without `id`, which the TokenizerManager sets. `route` is the
+path of this route: `server.dialects.sglang.admin_routes` mounts the route, and `engine.http` sends requests to it. The
+routes ignore unknown JSON keys, as SGLang's routes do.
 """
 
 from __future__ import annotations
@@ -19,83 +19,91 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
-"""It travels with every token, and one of digits only is counted on from."""
+"""Label of a weight version. After a label of digits only, the default label of the next version is the next
+integer."""
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
+"""Treatment of running requests in an update; see `UpdateWeightsFromTensorReq.mode`."""
 
 INSTANCE_HEADER = "X-Verl-Instance"
-"""On every HTTP response: the id of the run of the server that answers."""
+"""Header of every HTTP response: id of the server run that answers."""
 EXPECTED_INSTANCE_HEADER = "X-Verl-Expected-Instance"
-"""On a request: the only run that may carry it out; another one answers 412 and does nothing (`server.instance`)."""
+"""Header of a request: id of the server run that may carry it out. Any other run answers 412 and does nothing."""
 
 # -- generation ---------------------------------------------------------------------------------------------
 
 
 class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
-    """One sample to generate (`n` and batches are expanded before this)."""
+    """One sample to generate. The TokenizerManager has expanded `n` and batches."""
 
     rid: str
+    """Request id of the sample."""
     input_ids: list[int]
-    """Prompt, 1 <= length < context length (checked by the TokenizerManager and again by the scheduler)."""
+    """Token ids of the prompt: at least one, and fewer than the context length. The scheduler checks this again."""
     sampling: SamplingParams
-    """Verified; `max_new_tokens` is resolved to an int that fits the context."""
+    """Verified settings. `max_new_tokens` is an int that fits the context."""
     stop_ids: list[int] = []
-    """EOS ids plus `stop_token_ids`; empty with `ignore_eos`."""
+    """Ids of EOS tokens and `stop_token_ids`. Empty with `ignore_eos`."""
     return_logprob: bool = False
+    """Return log-probabilities of the output tokens."""
     logprob_start_len: int = -1
-    """First prompt position whose log-probability is wanted; -1 for none."""
+    """First prompt position whose log-probability is returned; -1 for none."""
     top_logprobs_num: int = 0
+    """Number of the most likely candidates that are returned for each position."""
     token_ids_logprob: list[int] | None = None
+    """Token ids whose log-probabilities are returned for each position."""
 
 
 class AbortReq(msgspec.Struct, tag=True, kw_only=True):
-    """Stop one request (exact `rid`) or all; each gets its terminal `BatchTokenIDOut` with type "abort"."""
+    """Abort one request or all requests. Each of them ends with finish_reason.type "abort" and its partial output."""
 
     route: ClassVar[str] = "/abort_request"
     rid: str = ""
+    """Exact id of the request."""
     abort_all: bool = False
+    """Abort all requests."""
 
 
 class AcceptRestartReq(msgspec.Struct, tag=True, kw_only=True):
-    """The owner of the weights accepts those that the server serves, though nobody pushed them since its start.
+    """Confirm the weights that a restarted server serves, although no engine has pushed them since the start.
 
-    Handled by the TokenizerManager: the scheduler does not know of it.
+    The TokenizerManager handles this request; the scheduler does not receive it.
     """
 
     route: ClassVar[str] = "/accept_restart"
 
 
 class FinishReq(msgspec.Struct, tag=True, kw_only=True):
-    """The TokenizerManager has its final answer already (a stop string matched): free the request silently."""
+    """Free a request without an answer. The TokenizerManager has the final answer, because a stop string matched."""
 
     rid: str
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """SGLang's `finish_reason` object."""
+    """The reason why a sample ended; SGLang's `finish_reason` object."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
-    """stop: token id or stop string."""
+    """stop: the token id or the stop string."""
     length: int | None = None
-    """length: completion tokens."""
+    """length: the number of output tokens."""
     message: str | None = None
-    """abort: why."""
+    """abort: the cause."""
     status_code: int | None = None
-    """abort: None for the user's own abort (answered 200 with partial output), else the HTTP status."""
+    """abort: HTTP status of an error; None if the caller aborted the request (answered 200 with partial output)."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Candidates of one position: parallel lists, most likely first (or in the order asked)."""
+    """Candidates of one position in two parallel lists: the most likely first, or in the order of the request's ids."""
 
     logprobs: list[float]
     token_ids: list[int]
 
 
 class PromptLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of prompt[start:], from raw logits. Entry 0 of each list is null, as SGLang does:
+    """Log-probabilities of the tokens prompt[start:], from raw logits.
 
-    the i-th value is log p(prompt[start+i] | prompt[:start+i]) and is left out for the first one listed.
+    Entry i of each list is for log p(prompt[start+i] | prompt[:start+i]). Entry 0 is None, as in SGLang.
     """
 
     token_ids: list[int]
@@ -105,180 +113,208 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
 
 
 class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
-    """New tokens of one step, entry i belonging to request `rids[i]`.
+    """New tokens of one step. Entry i of each list belongs to the request `rids[i]`.
 
-    All tokens of one message were computed in one launch, so they share one `weight_version`. A request's
-    last message carries its `finish_reasons` entry; after it the scheduler knows the rid no more.
+    All tokens of a message were computed in one step, so they have the same `weight_version`. The last message of a
+    request has an entry in `finish_reasons`; the scheduler has then forgotten the request.
     """
 
     rids: list[str]
     output_ids: list[list[int]]
-    """Tokens new since the request's previous message; may be empty (abort, prefill only)."""
+    """Tokens since the request's previous message. May be empty (abort, prefill only)."""
     output_logprobs: list[list[float]]
-    """Same shape as output_ids where `return_logprob`, else []."""
+    """Log-probabilities of `output_ids`. Empty without `return_logprob`."""
     finish_reasons: list[FinishReason | None]
     weight_version: str
     cached_tokens: list[int]
-    """Prompt tokens taken from the prefix cache."""
+    """Number of prompt tokens that were read from the prefix cache."""
     num_retractions: list[int]
     top_logprobs: dict[int, list[TokenLogprobs]] = {}
-    """Entry index -> candidates for each new token; only requests that asked."""
+    """Entry index -> candidates for each new token, for requests with `top_logprobs_num`."""
     token_ids_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Entry index -> log-probabilities of the requested ids for each new token, for requests with
+    `token_ids_logprob`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    """Sent once, with the first message of a request that asked."""
+    """Entry index -> log-probabilities of the prompt. Sent once, with the first message of a request that needs
+    them."""
 
 
 # -- control ------------------------------------------------------------------------------------------------
 
 
 class WithdrawReq(msgspec.Struct, tag=True, kw_only=True):
-    """The caller of a control request gave up. Unless it has begun, it is answered with 499 and never carried out;
-    one that ends or closes something (`ENDING_REQS`) is carried out all the same. Has no answer of its own."""
+    """Withdraw a control request whose caller no longer waits.
+
+    If the control request has not begun, it is answered with status 499 and is never carried out. `ENDING_REQS` are
+    carried out anyway. A withdrawal has no answer of its own.
+    """
 
     id: int
-    """Of the request that nobody waits for any more."""
+    """Id of the control request."""
 
 
 class FlushCacheReq(msgspec.Struct, tag=True, kw_only=True):
-    """Empty the prefix cache. Refused (success=False) while requests run or wait, as SGLang does."""
+    """Empty the prefix cache. Refused (success=False) while requests run or wait, as in SGLang."""
 
     route: ClassVar[str] = "/flush_cache"
     id: int = 0
     timeout: float = 0.0
-    """Seconds to wait for the scheduler to become idle first."""
+    """Seconds to wait until no request runs or waits."""
 
 
 class PauseGenerationReq(msgspec.Struct, tag=True, kw_only=True):
-    """Stop stepping. `abort` ends all requests with partial output, `retract` frees their KV and re-queues
-    them, `in_place` freezes them with their KV. New requests queue until `ContinueGenerationReq`."""
+    """Stop generation until `ContinueGenerationReq`. New requests wait in the queue."""
 
     route: ClassVar[str] = "/pause_generation"
     id: int = 0
     mode: Literal["abort", "retract", "in_place"] = "abort"
+    """Treatment of running requests. "abort": they end with partial output. "retract": they go back to the queue and
+    lose their KV cache. "in_place": they wait and keep their KV cache."""
 
 
 class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):
+    """Continue generation after `PauseGenerationReq`."""
+
     route: ClassVar[str] = "/continue_generation"
     id: int = 0
     torch_empty_cache: bool = True
+    """No effect. SGLang's clients send it."""
 
 
 class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
-    """Copy tensors that other processes own into the served weights, in place, all or nothing.
+    """Copy tensors from the memory of other processes into the served weights, in place.
 
-    The source is exactly one of `named_tensors`, `description`, `registration` and `serialized_named_tensors`.
+    A refused update changes nothing. The source is exactly one of `named_tensors`, `description`, `registration` and
+    `serialized_named_tensors`.
     """
 
     route: ClassVar[str] = "/update_weights_from_tensor"
     id: int = 0
     named_tensors: list[tuple[str, LocalSerializedTensor]] | None = None
-    """Hugging Face names; server rank i reads `values[i]`. Opened for this update only."""
+    """Tensors with Hugging Face names. Server rank i reads `values[i]`. The memory is opened for this update only."""
     description: WeightsDescription | None = None
-    """Whole or sharded tensors of any number of owners; with `keep` they stay registered under its id."""
+    """Memory of whole or sharded tensors, of any number of owners. With `keep` it stays registered under its id."""
     registration: str | None = None
-    """Id of a description that is registered already: nothing is opened, checked or planned again.
-    404 if the server does not know it (any more): send the description."""
+    """Id of a registered description. The server uses the existing plan and opens nothing. If it has no such
+    registration, it answers 404: send the description then."""
     serialized_named_tensors: list[str] | None = None
-    """SGLang's payloads, one base64 pickle for each tensor-parallel rank. They are parsed, never unpickled."""
+    """SGLang's payloads: one base64 pickle for each tensor-parallel rank. They are parsed as data, never unpickled."""
     keep: bool = False
-    """Keep `description` open for later pushes. Its owner then holds the memory until it was unregistered."""
+    """Keep the memory of `description` open for later pushes. The owner must not free it before it is unregistered."""
     forget: list[str] = []
-    """Registrations to close before this update; unknown ids are ignored."""
+    """Registrations to close before this update. Unknown ids are ignored."""
     load_format: str | None = None
+    """Format of `serialized_named_tensors`, as in SGLang. Must be null or "auto" with the other sources."""
     flush_cache: bool = True
-    """SGLang's; without effect: KV pages of an older version never serve a new request, whatever is asked for."""
+    """No effect; the name is SGLang's. A KV page of an older version is never used for a new request."""
     abort_all_requests: bool = False
     """Shorthand for mode="abort"."""
     mode: UpdateMode = "wait"
-    """What happens to running requests: finish first under the old weights (new ones queue), keep their KV,
-    recompute it under the new weights, or return partial output. Ignored while paused or in a transaction."""
+    """Treatment of running requests. "wait": they finish under the old weights, and new requests wait in the queue.
+    "in_place": they keep their KV cache. "retract": they compute it again under the new weights. "abort": they return
+    partial output. Ignored while generation is paused and in a transaction."""
     weight_version: VersionLabel | None = None
-    """Label of the new version; default: the next integer. Inside a transaction it is settled at the end."""
+    """Label of the new version; default: the next integer. In a transaction, the end of the transaction sets it."""
     transaction_id: TransactionId | None = None
     """The transaction (`BeginWeightUpdateReq`) that this call belongs to."""
     strict_dtype: bool = False
     """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
-    """False: the update must cover every parameter."""
+    """False: refuse an update in which a parameter is missing."""
     allow_nonfinite: bool = False
-    """Serve the weights although NaN or infinity was copied. Otherwise the update fails (400) and they are torn."""
+    """Serve weights that contain NaN or infinity. Otherwise such an update fails (400) and the weights are torn."""
     checksums: dict[str, str] | None = None
-    """`tensor_checksum` of whole source tensors by name; one that does not match refuses the update (400)."""
+    """Tensor name -> `tensor_checksum` of the whole source tensor. The update is refused (400) if a checksum
+    differs."""
 
 
 class RegisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
-    """Open and plan `description` now, so that pushes by its id only copy. Changes no weights."""
+    """Open the memory of `description` and plan the copies now, so that a push by id only copies. Changes no
+    weights."""
 
     route: ClassVar[str] = "/register_weights"
     id: int = 0
     description: WeightsDescription
+    """Memory of the tensors."""
     forget: list[str] = []
+    """Registrations to close before this one. Unknown ids are ignored."""
     strict_dtype: bool = False
+    """Refuse to convert floating dtypes during the copy."""
 
 
 class UnregisterWeightsReq(msgspec.Struct, tag=True, kw_only=True):
-    """Close registrations. When it is answered, no process of the server maps their memory any more."""
+    """Close registrations. After the reply, no process of the server maps their memory."""
 
     route: ClassVar[str] = "/unregister_weights"
     id: int = 0
     registrations: list[str] | None = None
-    """None: all. Unknown ids are ignored."""
+    """Ids of the registrations; null closes all. Unknown ids are ignored."""
 
 
 class BeginWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Open a transaction: several update calls become one version. One at a time; a second is refused (409, or 400 if
-    neither has an id).
+    """Open a transaction, which makes one version of several updates.
 
-    From its reply to its end no step is taken (requests wait). Its calls renew the lease.
+    Only one transaction may be open. A second one is refused (409, or 400 if neither has an id). No generation step
+    runs from the reply to the end of the transaction. Each call of the transaction renews the lease.
     """
 
     route: ClassVar[str] = "/begin_weight_update"
     id: int = 0
     transaction_id: TransactionId | None = None
-    """Calls of this transaction carry it, all others are refused (409). None: SGLang's transactions, whose calls carry
-    no id: calls without an id belong to it."""
+    """Id of the transaction. Updates without this id are refused (409). Null, as in SGLang: updates without an id
+    belong to the transaction."""
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
-    """Silence after which the transaction is over: old weights if nothing was written, else torn.
-    Default: `ServerArgs.weight_update_lease`."""
+    """Seconds without a call after which the transaction is abandoned: the old weights are served if nothing was
+    written, else the weights are torn. Default: `ServerArgs.weight_update_lease`."""
     full: bool = False
-    """The transaction claims to bring every parameter: its end is refused while one is missing."""
+    """Refuse the end of the transaction while a parameter is missing."""
     mode: UpdateMode = "wait"
+    """Treatment of running requests, as in an update."""
     selector: str = "all"
+    """Must be "all" or "target"; there is no draft model. The name is SGLang's."""
 
 
 class EndWeightUpdateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Close the transaction: its writes become one new version, under which generation goes on.
-
-    `discard` gives it up instead: old weights if nothing was written, else torn.
-    """
+    """Close the transaction: its updates become one new version, and generation continues with it."""
 
     route: ClassVar[str] = "/end_weight_update"
     id: int = 0
     transaction_id: TransactionId | None = None
+    """Id of the transaction; null for a transaction without an id."""
     weight_version: VersionLabel | None = None
+    """Label of the new version; default: the next integer."""
     flush_cache: bool = True
-    """Without effect, see `UpdateWeightsFromTensorReq`."""
+    """No effect; see `UpdateWeightsFromTensorReq`."""
     discard: bool = False
+    """Abandon the transaction: the old weights are served if nothing was written, else the weights are torn."""
 
 
 class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
-    """Join a process group with trainers of other hosts: the trainer is rank 0, server ranks follow."""
+    """Join a process group with trainers on other hosts. The trainer is rank 0, and the server's ranks follow."""
 
     route: ClassVar[str] = "/init_weights_update_group"
     id: int = 0
     master_address: str
+    """Host of rank 0."""
     master_port: int
+    """Port of rank 0."""
     rank_offset: int
-    """Rank in the group = rank_offset + tensor-parallel rank."""
+    """Rank in the group of the server's tensor-parallel rank 0. The other ranks follow in order."""
     world_size: int
+    """Number of ranks in the group."""
     group_name: str = "weight_update_group"
+    """Name of the group in later requests."""
     backend: str = "nccl"
+    """torch.distributed backend of the group."""
 
 
 class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
+    """Leave a process group."""
+
     route: ClassVar[str] = "/destroy_weights_update_group"
     id: int = 0
     group_name: str = "weight_update_group"
+    """Name of the group."""
 
 
 class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
@@ -287,102 +323,135 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     route: ClassVar[str] = "/update_weights_from_distributed"
     id: int = 0
     names: list[str]
+    """Hugging Face names of the tensors."""
     dtypes: list[str]
-    """torch's names, with or without "torch."."""
+    """Names of the tensors' torch dtypes, with or without the prefix "torch."."""
     shapes: list[list[int]]
+    """Shapes of the tensors."""
     group_name: str = "weight_update_group"
+    """Name of the process group."""
     load_format: str | None = None
-    """None: one broadcast a tensor. "flattened_bucket": one broadcast of all, concatenated as bytes."""
+    """Null: one broadcast for each tensor. "flattened_bucket": one broadcast of all tensors, concatenated as bytes."""
     flush_cache: bool = True
-    """Without effect, see `UpdateWeightsFromTensorReq`."""
+    """No effect; see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
+    """Shorthand for mode="abort"."""
     mode: UpdateMode = "wait"
+    """Treatment of running requests; see `UpdateWeightsFromTensorReq`."""
     weight_version: VersionLabel | None = None
+    """Label of the new version; default: the next integer."""
     transaction_id: TransactionId | None = None
+    """The transaction (`BeginWeightUpdateReq`) that this update belongs to."""
     selector: str = "all"
+    """Must be "all" or "target"; there is no draft model. The name is SGLang's."""
     strict_dtype: bool = False
+    """Refuse to convert floating dtypes during the copy."""
     partial: bool = True
+    """False: refuse an update in which a parameter is missing."""
     allow_nonfinite: bool = False
+    """Serve weights that contain NaN or infinity. Otherwise such an update fails (400) and the weights are torn."""
 
 
 class UpdateWeightsFromDiskReq(msgspec.Struct, tag=True, kw_only=True):
-    """Load a folder of safetensors over the served weights."""
+    """Load a folder of safetensors files into the served weights."""
 
     route: ClassVar[str] = "/update_weights_from_disk"
     id: int = 0
     model_path: str
+    """Path of the folder on the server's host or, with `ServerArgs.allow_hub_updates`, a hub id."""
     load_format: str | None = None
+    """Null, "auto" or "safetensors"."""
     flush_cache: bool = True
-    """Without effect, see `UpdateWeightsFromTensorReq`."""
+    """No effect; see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False
+    """Shorthand for mode="abort"."""
     mode: UpdateMode = "wait"
+    """Treatment of running requests; see `UpdateWeightsFromTensorReq`."""
     weight_version: VersionLabel | None = None
+    """Label of the new version; default: the next integer."""
     transaction_id: TransactionId | None = None
+    """The transaction (`BeginWeightUpdateReq`) that this update belongs to."""
     keep_pause: bool = False
-    """Leave generation paused after a successful update, until `ContinueGenerationReq`. False: as it was before."""
+    """After a successful update, pause generation until `ContinueGenerationReq`. False: leave the pause as it was."""
     allow_nonfinite: bool = False
+    """Serve weights that contain NaN or infinity. Otherwise such an update fails (400) and the weights are torn."""
 
 
 class UpdateWeightVersionReq(msgspec.Struct, tag=True, kw_only=True):
-    """Relabel the served weights without changing them."""
+    """Change the version label of the served weights. The weights stay the same."""
 
     route: ClassVar[str] = "/update_weight_version"
     id: int = 0
     new_version: VersionLabel
+    """The new label."""
     abort_all_requests: bool = True
+    """Abort all requests before the change, unless a transaction is open."""
 
 
 class GetWeightsByNameReq(msgspec.Struct, tag=True, kw_only=True):
-    """First `truncate_size` rows of a parameter under its Hugging Face name, as float32 nested lists."""
+    """Return the first rows of a parameter as nested lists of float32 values."""
 
     route: ClassVar[str] = "/get_weights_by_name"
     id: int = 0
     name: str
+    """Hugging Face name of the parameter."""
     truncate_size: int = 100
+    """Number of rows."""
 
 
 class WeightsCheckerReq(msgspec.Struct, tag=True, kw_only=True):
-    """`checksum`: a digest per parameter and rank; `snapshot`/`compare`: remember weights, compare later;
-    `reset_tensors`: overwrite with noise (marks the weights torn until a full update)."""
+    """Check the served weights."""
 
     route: ClassVar[str] = "/weights_checker"
     id: int = 0
     action: str = "checksum"
+    """"checksum" returns a digest for each rank and parameter. "snapshot" stores the digests, and "compare" compares
+    the weights with the snapshot. "reset_tensors" overwrites the weights with noise: they are torn until a full
+    update."""
     allow_quant_error: bool = False
+    """Must be false; weights are not quantized. The name is SGLang's."""
     skip_tensor_list: list[str] | None = None
+    """Leave out each parameter whose name contains one of these strings."""
     selector: str = "all"
+    """Must be "all" or "target"; there is no draft model. The name is SGLang's."""
 
 
 class ReleaseMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
-    """Give memory back. Refused while requests run. Tags: "kv_cache", "weights", "cuda_graph"; None is all."""
+    """Release memory of the server. Refused while requests run."""
 
     route: ClassVar[str] = "/release_memory_occupation"
     id: int = 0
     tags: list[str] | None = None
+    """Any of "kv_cache", "weights" and "cuda_graph"; null for all."""
 
 
 class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
-    """Take memory again. Resumed weights are *not loaded*: generation answers 503 until a full update, unless
-    `enable_weights_cpu_backup` kept their contents."""
+    """Allocate released memory again.
+
+    Resumed weights have no contents, and generation answers 503 until a full update. With `enable_weights_cpu_backup`
+    they have their old contents.
+    """
 
     route: ClassVar[str] = "/resume_memory_occupation"
     id: int = 0
     tags: list[str] | None = None
+    """Any of "kv_cache", "weights" and "cuda_graph"; null for all."""
 
 
 class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
-    """Load and memory figures of the scheduler, for `/server_info`, `/v1/loads` and `/metrics`."""
+    """Return the scheduler's load and memory figures, for `/server_info`, `/v1/loads` and `/metrics`."""
 
     route: ClassVar[str] = "/server_info"
-    """Whose answer holds the figures as `internal_states[0]`."""
+    """The answer of this route holds the figures in `internal_states[0]`."""
     id: int = 0
 
 
 UpdateReq = UpdateWeightsFromTensorReq | UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq
-"""Requests that bring new weights."""
+"""Requests for new weights."""
 
 StagedReq = UpdateReq | RegisterWeightsReq | InitWeightsUpdateGroupReq
-"""Requests that open, check or wait for something before they are carried out; that happens off the loop."""
+"""Requests that need preparation, such as opening memory. The preparation runs in threads, outside the scheduler's
+loop."""
 
 WeightReq = (
     StagedReq
@@ -396,25 +465,25 @@ WeightReq = (
     | ReleaseMemoryOccupationReq
     | ResumeMemoryOccupationReq
 )
-"""Requests that every tensor-parallel rank carries out, in the same order: `WeightUpdater`'s."""
+"""Requests that the `WeightUpdater` of every tensor-parallel rank carries out, in the same order."""
 
 ENDING_REQS = (EndWeightUpdateReq, UnregisterWeightsReq, DestroyWeightsUpdateGroupReq)
-"""Requests that are right to carry out for a caller who is gone: they read none of his memory, and without them a
-transaction would hold generation until its lease ends, or memory would stay mapped."""
+"""Requests that are carried out even if the caller no longer waits. They do not read the caller's memory. Without them,
+a transaction would stop generation until its lease ends, or memory would stay mapped."""
 
 ControlReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
 
 
 class ControlReply(msgspec.Struct, tag=True, kw_only=True):
-    """Answer to the control request with the same `id`."""
+    """The answer to the control request with the same `id`."""
 
     id: int
     success: bool
     message: str = ""
     status_code: int = 200
-    """HTTP status when not `success`."""
+    """HTTP status if `success` is false."""
     payload: Any = None
-    """JSON-like data of requests that ask for some."""
+    """JSON-like result, for requests that have one."""
 
 
 SchedulerInput = TokenizedGenerateReq | AbortReq | FinishReq | WithdrawReq | ControlReq

@@ -1,8 +1,8 @@
-"""The folder of a model: a local path, or the snapshot of a hub id, and the JSON files in the folder.
+"""The folder of a model: a local path or the snapshot of a hub id. Also reads JSON files in the folder.
 
-The front process (`server.tokenizer`) reads configs and the tokenizer there, every scheduler process
-(`worker.model_runner`) reads weights. Neither torch nor transformers is imported here, and huggingface_hub for hub ids
-only: each of these imports takes seconds.
+The front process (`server.tokenizer`) reads configs and the tokenizer in the folder. Every scheduler process
+(`worker.model_runner`) reads weights. This module imports neither torch nor transformers, and huggingface_hub only for
+hub ids, because each of these imports takes seconds.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.txt", "*.model"]
 _HUB_COPIES = ["consolidated*", "original/*", "onnx/*"]
 _HUB_SECONDS = 5.0
-"""Bound of the first contact with the hub. (Its own client tries again for half a minute, for every file.)"""
+"""Seconds to wait for the hub's first answer. The hub's client retries for half a minute, for each file."""
 
 
 def local_folder(model_path: str, setting: str = "model_path") -> Path | None:
-    """The folder that `model_path` names, or None if it can only be a hub id.
+    """Return the folder at `model_path`, or None if there is no folder and `model_path` has the form of a hub id.
 
-    Raises BadRequestError, which names `setting`, for a path at which there is no folder.
+    Otherwise raise BadRequestError, which names `setting`.
     """
     try:
         path = Path(model_path).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL
-        raise BadRequestError(f"{setting}={model_path!r} is no path: {error}.") from None
+        raise BadRequestError(f"{setting}={model_path!r} is not a valid path: {error}.") from None
     if is_folder:
         return path
     if exists:
-        raise BadRequestError(f"{setting}={model_path!r} is a file. Give the folder that holds it.")
+        raise BadRequestError(f"{setting}={model_path!r} is a file. Set it to the folder that contains the file.")
     if not _HUB_ID.fullmatch(model_path):
         raise BadRequestError(
-            f"{setting}={model_path!r} does not exist. Give a folder with config.json and *.safetensors, or a hub id "
-            "(NAME or ORGANIZATION/NAME)."
+            f"{setting}={model_path!r} does not exist. Set it to a folder with config.json and *.safetensors, or to a "
+            "hub id (NAME or ORGANIZATION/NAME)."
         )
     return None
 
 
 def resolve_model_folder(model_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """The local folder of a model: `model_path` itself, or the hub's snapshot (downloaded if need be)."""
+    """Return the local folder of a model: `model_path` itself, or the hub's snapshot, which may be downloaded now.
+
+    With `config_only` no weights are downloaded. Raises BadRequestError if there is no such model.
+    """
     if (folder := local_folder(model_path)) is not None:
         return folder
     from huggingface_hub import snapshot_download
@@ -66,7 +69,7 @@ def resolve_model_folder(model_path: str, revision: str | None = None, *, config
 
 
 def hub_problem() -> str | None:
-    """Why the hub cannot be asked, found out within seconds; None if it can."""
+    """Return the reason why the hub cannot be reached, or None if it can. The check takes a few seconds at most."""
     import httpx
     from huggingface_hub import constants
 
@@ -75,26 +78,29 @@ def hub_problem() -> str | None:
     try:
         httpx.head(constants.ENDPOINT, timeout=_HUB_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"{constants.ENDPOINT} cannot be reached: {error}"
+        return f"{constants.ENDPOINT} does not answer: {error}"
     return None
 
 
 def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestError:
-    """The error for a hub id that leads nowhere; `problem` is `hub_problem()`, `reason` what the hub's client says."""
+    """Return the error for a hub id without a model.
+
+    `problem` is the result of `hub_problem()`; `reason` is the message of the hub's client.
+    """
     if problem is not None:
         return BadRequestError(
-            f"model_path={name!r} is not a folder here, and no model in the hub's local cache; the hub cannot be asked "
-            f"({problem}). Check the path, or the network."
+            f"model_path={name!r} is not a folder on this host, and the hub's local cache has no such model. The hub "
+            f"cannot be reached ({problem}). Check the path, or the network."
         )
     first_line = next(iter(reason.strip().splitlines()), "").rstrip(".")
     return BadRequestError(
-        f"model_path={name!r} is not a folder here, and no model that the hub shows you: {first_line}. Check "
-        "the spelling; a private or gated model needs HF_TOKEN."
+        f"model_path={name!r} is not a folder on this host, and the hub has no such model that you may read: "
+        f"{first_line}. Check the spelling. A private or gated model needs HF_TOKEN."
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises BadRequestError that names the file if it cannot be read or is no object."""
+    """Return the JSON object in a file. Raise BadRequestError, which names the file, if there is no such object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,5 +108,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise BadRequestError(f"{path} holds no JSON object.")
+        raise BadRequestError(f"{path} does not contain a JSON object.")
     return content

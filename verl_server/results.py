@@ -1,10 +1,10 @@
-"""Types of what an engine returns: the answers of `/generate`, `/server_info` and `/model_info`.
+"""Types of an engine's results: the answers of `/generate`, `/server_info` and `/model_info`.
 
-SGLang's shapes. They are for readers and type checkers: `server.request_state` and `server.dialects.sglang.routes`
-build the objects, `engine` returns them as they came.
+Their form is SGLang's. The types are for readers and type checkers; nothing validates objects against them.
+`server.request_state` and `server.dialects.sglang.routes` build the objects, and `engine` returns them unchanged.
 """
 
-# Annotations are evaluated here: of postponed ones a TypedDict cannot tell at run time which keys are required.
+# No `from __future__ import annotations`: with postponed annotations a TypedDict does not know its required keys.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -13,9 +13,10 @@ LogprobTriple = list[Any]
 
 
 class FinishReason(TypedDict):
-    """Why a sample ended."""
+    """The reason why a sample ended."""
 
     type: Literal["stop", "length", "abort"]
+    """"stop": end of sequence or a stop string. "length": token limit. "abort": abort or error."""
     matched: NotRequired[int | str | None]
     """stop: the token id or the stop string."""
     length: NotRequired[int | None]
@@ -23,152 +24,222 @@ class FinishReason(TypedDict):
     message: NotRequired[str]
     """abort: the cause."""
     status_code: NotRequired[int | None]
-    """abort: None for an abort that a caller asked for."""
+    """abort: HTTP status of an error; None if the caller aborted the request."""
     err_type: NotRequired[str | None]
-    """abort: always None; SGLang's clients read it."""
+    """abort: always None. SGLang's clients read it."""
 
 
 class VersionSpan(TypedDict):
     """Output tokens [start, end) were sampled under weight version `version`."""
 
     version: str
+    """Version label of the weights."""
     start: int
+    """Index of the first output token."""
     end: int
+    """Index after the last output token."""
 
 
 class MetaInfo(TypedDict):
-    """What is known about one sample besides its tokens."""
+    """Information about one sample, besides its tokens."""
 
     id: str
+    """Request id (`rid`) of the sample."""
     finish_reason: FinishReason | None
-    """None in the frames of a stream before the last one."""
+    """The reason why the sample ended. In a stream, None in every frame but the last."""
     prompt_tokens: int
+    """Number of prompt tokens."""
     completion_tokens: int
+    """Number of output tokens."""
     cached_tokens: int
-    """Prompt tokens that were taken from the prefix cache."""
+    """Number of prompt tokens that were read from the prefix cache."""
     cached_tokens_details: dict[str, int]
+    """`cached_tokens` by the place of the cache: "device", and "host", which is always 0."""
     reasoning_tokens: int
+    """Always 0. SGLang's clients read it."""
     weight_version: str
-    """The version of the newest output token."""
+    """Weight version of the newest output token."""
     weight_versions: NotRequired[list[VersionSpan]]
-    """All versions, in the order of the tokens; present when the sample has ended."""
+    """Weight versions of all output tokens, in their order. Present when the sample has ended."""
     num_retractions: int
+    """Number of times that the sample lost its KV cache and computed it again."""
     dp_rank: int
+    """Always 0. SGLang's clients read it."""
     e2e_latency: float
     """Seconds since the request was accepted."""
     response_sent_to_client_ts: float
-    """Unix time in seconds."""
+    """Unix time of the reply, in seconds."""
     input_token_logprobs: NotRequired[list[LogprobTriple]]
-    """With `return_logprob`: the prompt from `logprob_start_len` on."""
+    """With `return_logprob`: log-probabilities of the prompt tokens from `logprob_start_len` on."""
     output_token_logprobs: NotRequired[list[LogprobTriple]]
-    """With `return_logprob`: one for each output token."""
+    """With `return_logprob`: log-probabilities of the output tokens."""
     output_token_logprobs_length: NotRequired[int]
+    """Length of `output_token_logprobs`."""
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
-    """With `top_logprobs_num`: candidates for each position, the most likely first."""
+    """With `top_logprobs_num`: candidates for each prompt position, the most likely first."""
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    """With `top_logprobs_num`: candidates for each output token, the most likely first."""
     input_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
-    """With `token_ids_logprob`: the requested ids at each position."""
+    """With `token_ids_logprob`: log-probabilities of these ids at each prompt position."""
     output_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    """With `token_ids_logprob`: log-probabilities of these ids for each output token."""
 
 
 class GenerateResult(TypedDict):
-    """One sample. In a stream each frame is cumulative."""
+    """One sample. In a stream, each frame holds everything generated so far."""
 
     text: NotRequired[str]
-    """Missing if the server has no tokenizer (`skip_tokenizer_init`)."""
+    """Output text. Missing if the server has no tokenizer (`skip_tokenizer_init`)."""
     output_ids: list[int]
+    """Token ids of the output."""
     meta_info: MetaInfo
+    """Everything about the sample besides its tokens."""
     prompt_token_ids: NotRequired[list[int]]
-    """With `return_prompt_token_ids`."""
+    """With `return_prompt_token_ids`: token ids of the prompt."""
     index: NotRequired[int]
-    """In a stream of several samples: which sample this frame belongs to."""
+    """In a stream of several samples: index of the sample that this frame belongs to."""
 
 
 class SchedulerInfo(TypedDict):
-    """What rank 0's scheduler reports once, when it is ready."""
+    """Report of rank 0's scheduler when it is ready."""
 
     max_total_num_tokens: int
     """Capacity of the KV cache in tokens."""
     max_req_input_len: int
+    """Most tokens in a prompt."""
     context_length: int
+    """Most tokens in prompt and output together."""
     page_size: int
+    """Tokens in a KV page."""
     max_running_requests: int
+    """Most requests in one batch."""
     chunked_prefill_size: int
+    """Most prompt tokens in one step."""
     vocab_size: int
+    """Number of token ids."""
     num_parameters: int
-    """Parameters by name, as a full weight update brings them (not their elements)."""
+    """Number of named parameters in a full weight update (not the number of their elements)."""
     device: str
+    """Device of rank 0, for example "cuda:0" or "cpu"."""
     dtype: str
+    """Dtype of the model, for example "bfloat16"."""
     weight_version: str
+    """Version label of the weights at the start."""
     pid: int
+    """Process id of rank 0's scheduler."""
     tp_rank: int
+    """Tensor-parallel rank of the scheduler that reports: 0."""
     device_uuid: str
+    """UUID of rank 0's GPU without the prefix "GPU-"; "" on the CPU."""
     start: dict[str, float]
-    """When each phase of the start ended, in seconds of `time.monotonic`."""
+    """Phase of the start -> time of its end, in seconds of `time.monotonic`."""
 
 
 class InternalState(TypedDict, total=False):
-    """Load and memory figures of the scheduler at this moment; empty if it was too busy to answer."""
+    """Current load and memory figures of the scheduler. Empty if the scheduler was too busy to answer."""
 
     num_running_reqs: int
+    """Requests in the running batch."""
     num_waiting_reqs: int
+    """Requests in the queue."""
     num_used_tokens: int
+    """Tokens of KV cache capacity that running requests occupy."""
     max_total_num_tokens: int
+    """Capacity of the KV cache in tokens."""
     token_usage: float
+    """`num_used_tokens` / `max_total_num_tokens`."""
     cache_hit_rate: float
+    """Share of all prompt tokens since the start that were read from the prefix cache."""
     num_cached_pages: int
+    """KV pages in the prefix cache that a new request may share."""
     gen_throughput: float
+    """Output tokens per second, over about one second."""
     num_retractions: int
+    """Number of times since the start that a request lost its KV cache and was queued again."""
     num_requests: int
+    """Samples accepted since the start."""
     num_aborted_requests: int
+    """Samples aborted since the start."""
     num_steps: int
+    """Steps since the start."""
     prompt_tokens_total: int
+    """Prompt tokens since the start."""
     cached_tokens_total: int
+    """Prompt tokens since the start that were read from the prefix cache."""
     output_tokens_total: int
+    """Output tokens since the start."""
     weight_version: str
+    """Version label of the served weights."""
     weights_state: Literal["serving", "torn", "not_loaded", "asleep"]
+    """State of the weights: served, torn by a failed update, without contents, or released."""
     refusal: str | None
-    """Why generation is refused now; None if it is not."""
+    """The reason why generation is refused now; None if it is not refused."""
     paused: bool
+    """True between `pause_generation` and `continue_generation`."""
     draining: bool
+    """True while an update waits for running requests to finish."""
     transaction: str | None
+    """Id of the open weight-update transaction."""
     memory: dict[str, Any]
+    """Memory figures of rank 0."""
 
 
 class ServerInfo(TypedDict, total=False):
-    """`/server_info`: what is named here, every setting of `ServerArgs` but the keys, and all of `SchedulerInfo`."""
+    """Answer of `/server_info`: these fields, all settings of `ServerArgs` except the keys, and all of
+    `SchedulerInfo`."""
 
     model_path: str
+    """Folder or hub id of the served model."""
     tp_size: int
+    """Number of tensor-parallel processes."""
     random_seed: int
-    """The seed that is in use: the given one, or the one that was drawn at the start."""
+    """The seed that the server uses: the setting, or the random seed of this start."""
     scheduler_info: SchedulerInfo
+    """Report of rank 0's scheduler at its start."""
     internal_states: list[InternalState]
+    """One entry: the scheduler's current figures."""
     weight_version: str
+    """Version label of the served weights."""
     instance_id: str
-    """Random id of this run of the server; another one after a restart."""
+    """Random id of this run of the server. A restart changes it."""
     weights_confirmed: bool
-    """Since the start, an update brought every parameter, or the owner called `accept_restart`."""
+    """True if, since the start, an update contained every parameter or the owner called `accept_restart`."""
     startup_time: float
-    """Unix time in seconds."""
+    """Unix time of the start, in seconds."""
     version: str
+    """Version of this package."""
     frontend: str
+    """Always "python"."""
 
 
 class ModelInfo(TypedDict):
-    """`/model_info`."""
+    """Answer of `/model_info`. SGLang's clients read the fields that always have the same value."""
 
     model_path: str
+    """Folder or hub id of the served model."""
     served_model_name: str
+    """Name of the model in `/v1/models`."""
     tokenizer_path: str
+    """Folder or hub id of the tokenizer."""
     is_generation: bool
+    """Always True."""
     preferred_sampling_params: None
+    """Always None."""
     weight_version: str
+    """Version label of the served weights."""
     load_format: str
+    """The setting `load_format`."""
     reasoning_parser: None
+    """Always None."""
     tool_call_parser: None
+    """Always None."""
     disaggregation_mode: str
+    """Always "null"."""
     has_image_understanding: bool
+    """Always False."""
     has_audio_understanding: bool
+    """Always False."""
     model_type: str | None
+    """`model_type` in the model's config.json."""
     architectures: list[str] | None
+    """`architectures` in the model's config.json."""
