@@ -62,7 +62,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     ignore_eos: bool = False
     """Continue after EOS and `stop_token_ids`."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of `text`."""
     spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens in `text`."""
     no_stop_trim: bool = False
     """Keep the matched stop string or token in `text`."""
     stream_interval: int | None = None
@@ -153,6 +155,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     @property
     def is_greedy(self) -> bool:
+        """True if every step takes the most likely token."""
         return self.top_k == 1
 
 

@@ -1,8 +1,8 @@
-"""`ServerArgs`: every setting of a server, in one frozen dataclass.
+"""`ServerArgs`: all settings of a server, in one frozen dataclass.
 
-Built by the CLI (generated from this class: each docstring below is that flag's help), by `Engine(**kwargs)`
-and by `VerlEngine`. Field names are SGLang's where SGLang has the field. A server process receives it as
-JSON (`to_json` / `from_json`).
+The engines and the command line build it. Each field is a flag of `verl-server serve`, and the field's docstring is the
+help of the flag. Field names are SGLang's where SGLang has the setting. A server process receives the settings as JSON
+(`to_json`, `from_json`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTS_FROM_ZERO = (
     "max_stop_token_ids",
     "max_logit_bias",
 )
-"""Limits for which 0 means that the server refuses the feature."""
+"""Limits that may be 0. With 0 the server refuses the feature."""
 
 
 @dataclass(frozen=True)
@@ -40,132 +40,136 @@ class ServerArgs:
 
     # -- model ---------------------------------------------------------------------------------------------
     tokenizer_path: str | None = None
-    """Folder or hub id of the tokenizer; default: the model's."""
+    """Folder or hub id of the tokenizer; default: `model_path`."""
     skip_tokenizer_init: bool = False
-    """Serve token ids only: no tokenizer is loaded, `text` and chat are refused."""
+    """Load no tokenizer. The server accepts and returns token ids only, and refuses `text` and chat."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Where weights come from: `auto`/`safetensors` reads the folder, `dummy` draws random weights."""
+    """Source of the weights: `auto` and `safetensors` read the folder, `dummy` uses random weights."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute dtype; `auto` takes the checkpoint's on CUDA and float32 on CPU."""
+    """Dtype of the computation. `auto` is the checkpoint's dtype on CUDA and float32 on the CPU."""
     context_length: int | None = None
-    """Longest prompt + completion in tokens; default: the model's `max_position_embeddings`."""
+    """Most tokens in prompt and output together; default: the model's `max_position_embeddings`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False
-    """Allow tokenizer code from the model folder to run."""
+    """Permit the tokenizer to run Python code from the model folder."""
     served_model_name: str | None = None
-    """Name in `/v1/models`; default: `model_path`."""
+    """Name of the model in `/v1/models`; default: `model_path`."""
     chat_template: str | None = None
     """Path of a Jinja chat template that replaces the tokenizer's."""
     allowed_chat_templates: tuple[str, ...] = ()
     """Paths of Jinja chat templates that a request may send in `chat_template_kwargs.chat_template`. A template is a
-    program: one that is not byte for byte in this list (or the served model's own) is refused."""
+    program. The server refuses any other template, except the model's own, byte for byte."""
     weight_version: str = "default"
-    """Version label of the weights loaded at start."""
+    """Version label of the weights that are loaded at the start."""
 
     # -- runtime -------------------------------------------------------------------------------------------
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes CUDA when there is one."""
+    """Device of the model. `auto` is CUDA if a GPU is available, else the CPU."""
     tp_size: int = 1
-    """Tensor-parallel processes."""
+    """Number of tensor-parallel processes."""
     base_gpu_id: int = 0
-    """First CUDA ordinal (as this process sees devices); rank i takes `base_gpu_id + i`."""
+    """CUDA ordinal of rank 0, among the devices that this process sees. Rank i uses `base_gpu_id + i`."""
     gpu_uuids: tuple[str, ...] = ()
-    """CUDA device UUIDs, one for each rank of this node; wins over `base_gpu_id`."""
+    """UUIDs of CUDA devices, one for each rank of this node. They replace `base_gpu_id`."""
     mem_fraction_static: float = 0.85
-    """Share of the GPU memory that is free before the weights are loaded, for weights and KV cache together. The rest
-    stays free for activations, at least what the largest step may take."""
+    """Share of the GPU memory for weights and KV cache together. The memory is measured before the weights are loaded.
+    The rest stays free for activations; the largest step is guaranteed to fit."""
     kv_cache_gib: float = 2.0
-    """Size of the KV cache on CPU in GiB, an upper bound (CUDA uses `mem_fraction_static`)."""
+    """Most GiB for the KV cache on the CPU. (On CUDA, `mem_fraction_static` determines the size.)"""
     max_total_tokens: int | None = None
-    """KV cache capacity in tokens; default: computed from the memory settings."""
+    """Capacity of the KV cache in tokens; default: computed from the memory settings."""
     max_running_requests: int = 256
     """Most requests in one batch."""
     max_queued_requests: int | None = None
-    """Most requests waiting; beyond it `/generate` answers 503. Default: no bound."""
+    """Most requests in the queue. If the queue is full, `/generate` answers 503. Default: no limit."""
     chunked_prefill_size: int | None = None
-    """Most prompt tokens in one step; longer prompts are prefilled in chunks. Default: 8192 on CUDA, 2048 on CPU."""
+    """Most prompt tokens in one step. A longer prompt is processed in chunks. Default: 8192 on CUDA, 2048 on the
+    CPU."""
     page_size: int = 16
-    """Tokens in a KV page, the grain of prefix sharing."""
+    """Tokens in a page of the KV cache. Requests share whole pages of a common prefix."""
     disable_radix_cache: bool = False
     """Turn the prefix cache off."""
     attention_backend: Literal["auto", "triton", "cpp", "torch"] = "auto"
-    """Paged attention; `auto` takes the Triton kernels on CUDA, the C++ ones on the CPU, plain PyTorch where Triton or
-    a C++ compiler is missing."""
+    """Kernels for paged attention. `auto` is Triton on CUDA and C++ on the CPU, or plain PyTorch if Triton or a C++
+    compiler is missing."""
     disable_cascade_attention: bool = False
-    """Let every request read all of its keys by itself, those of a prompt that several requests share too."""
+    """Disable cascade attention: each request reads its own copy of a shared prefix's keys."""
     fused_kernels: bool = True
-    """Run norms, rotary embedding, activation, sampling and products of few rows as kernels of our own: Triton on CUDA,
-    C++ on the CPU; off: plain PyTorch."""
+    """Use this package's own kernels (Triton on CUDA, C++ on the CPU) for norms, rotary embedding, activation, sampling
+    and products of few rows. Off: plain PyTorch."""
     cpu_kernel_choice: str = "auto"
-    """Kernels of products and attention on the CPU (float32): `auto` takes the fastest for each shape, as the first
-    start on this machine measured them; `cpp` takes the compiled ones, `torch` the libraries'. The path of a .json file
-    takes what is written there; if there is no such file, it is measured and written."""
+    """Kernels for products and attention on the CPU (float32). `auto` uses the fastest kernel for each shape, as
+    measured at the first start on this machine. `cpp` uses the compiled kernels, `torch` the libraries of PyTorch. The
+    path of a .json file uses the choice in the file; if the file does not exist, the server measures and writes it."""
     disable_cuda_graph: bool = False
-    """Launch every operator of a step by itself instead of replaying CUDA graphs."""
+    """Launch each operator of a step, instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int = 256
-    """Largest batch of a step that only decodes which is captured as a CUDA graph."""
+    """Largest decode batch that is captured as a CUDA graph."""
     disable_overlap_schedule: bool = False
-    """Wait for each step on CUDA before the next one is planned."""
+    """On CUDA, wait for the end of each step before the next step is planned."""
     disable_custom_all_reduce: bool = False
-    """Sum over tensor-parallel GPUs with NCCL only, not out of each other's memory."""
+    """Sum over tensor-parallel GPUs with NCCL only, without reading the other GPUs' memory directly."""
     random_seed: int | None = None
-    """Seed from which requests without a `sampling_seed` draw theirs; default: a random one at each start. Servers with
-    the same seed sample the same, so give one only to repeat a run."""
+    """Seed of the seeds of requests without `sampling_seed`; default: a random value at each start. Servers with the
+    same seed draw the same samples, so set it only to repeat a run."""
     cpu_threads: int | None = None
-    """Intra-op threads of each rank on CPU; default: cores of this process / `tp_size`."""
+    """Intra-op threads of each rank on the CPU; default: cores of this process / `tp_size`."""
     check_invariants: bool = False
-    """Check the scheduler's page accounting after every step (tests; it always runs when idle)."""
+    """Check the scheduler's page accounting after every step, for tests. An idle scheduler always checks it."""
 
     # -- processes -----------------------------------------------------------------------------------------
     nnodes: int = 1
-    """Hosts that share one tensor-parallel engine."""
+    """Number of hosts that share one tensor-parallel engine."""
     node_rank: int = 0
-    """Which of them this is."""
+    """Index of this host among the `nnodes` hosts."""
     dist_init_addr: str | None = None
-    """`host:port` at which the ranks meet; needed with `nnodes > 1`, default: a free local port."""
+    """`host:port` at which the ranks meet. Required with `nnodes > 1`; default: a free local port."""
     startup_timeout: float = 600.0
-    """Seconds until the server must be ready."""
+    """Most seconds until the server is ready."""
     control_timeout: float = 300.0
-    """Seconds that a control call (weights, memory, cache) may wait for its turn, and that the scheduler may be
-    silent while calls wait for it, in a step or an update, before it counts as hung and is killed."""
+    """Most seconds that a control call (weights, memory, cache) waits for its turn. Also the most seconds that the
+    scheduler may be silent while calls wait; after that it counts as hung and is killed."""
     paused_request_timeout: float | None = None
-    """Seconds that a request waits while generation is paused (`pause_generation`); then it is answered with 503.
-    Default: it waits until generation continues, as in SGLang."""
+    """Most seconds that a request waits while generation is paused (`pause_generation`). After that it is answered 503.
+    Default: the request waits until generation continues, as in SGLang."""
     weight_update_lease: float = 60.0
-    """Seconds of silence after which an open weight-update transaction (begin ... end) is given up."""
+    """Seconds without a call after which an open weight-update transaction is abandoned."""
     weight_receive_bytes: int = 2 * 2**30
-    """Memory for tensors that come over a process group: what fits is received while generation goes on, beyond
-    that generation waits and tensors are received and copied in windows of half this size."""
+    """Memory for tensors from a process group, in bytes. Tensors that fit are received while generation continues. For
+    larger updates generation waits, and tensors are received and copied in windows of half this size."""
     enable_weights_cpu_backup: bool = False
-    """Keep released weights in host memory and restore them on resume, instead of waiting for an update."""
+    """Keep the contents of released weights in host memory, and restore them on resume. Off: they need an update."""
     fused_weight_copy: bool = True
-    """Copy CUDA weights with one fused Triton kernel; off: torch's multi-tensor copy."""
+    """Copy CUDA weights with one fused Triton kernel. Off: torch's multi-tensor copy."""
     allow_hub_updates: bool = False
-    """Let `update_weights_from_disk` take hub ids, whose files are downloaded; off: folders of its host only."""
+    """Accept hub ids in `update_weights_from_disk`, and download their files. Off: only folders on the server's
+    host."""
     sync_timeout: float = 60.0
-    """Seconds that one tensor-parallel rank waits for another before the server gives up and exits."""
+    """Most seconds that a tensor-parallel rank waits for another one. After that the server exits."""
 
     # -- limits of one request -----------------------------------------------------------------------------
     text_workers: int = 2
-    """Most processes that render chat templates and tokenize short texts, and as many again for long ones. They start
-    when they are needed."""
+    """Most processes that render chat templates and tokenize short texts. The same number of processes is for long
+    texts. A process starts when it is needed."""
     text_timeout: float = 30.0
-    """Seconds after which a process that renders or tokenizes for one request is killed (the request is answered 400),
-    and that a request waits for such a process (then 503)."""
+    """Most seconds that a process may render or tokenize for one request. After that the process is killed and the
+    request is answered 400. Also the most seconds that a request waits for such a process; after that it is answered
+    503."""
     max_text_length: int | None = None
-    """Most characters in the texts of a request, or token ids in one to `/detokenize`. Default: 8 for each token of the
-    context, at least 4194304."""
+    """Most characters in the texts of a request, or token ids in a request to `/detokenize`. Default: 8 for each token
+    of the context, at least 4194304."""
     max_samples_per_request: int = 16384
-    """Most samples of a request: prompts times `n`."""
+    """Most samples of a request: the number of prompts times `n`."""
     max_prompt_tokens_per_request: int = 2**25
-    """Most prompt tokens of a request, counted once for each sample."""
+    """Most prompt tokens of a request. The prompt counts once for each sample."""
     max_top_logprobs: int = 256
-    """Largest `top_logprobs_num`, `top_logprobs` or `logprobs`: candidates at one position."""
+    """Largest `top_logprobs_num`, `top_logprobs` or `logprobs`: the number of candidates at one position."""
     max_token_ids_logprob: int = 1024
     """Most ids in `token_ids_logprob`."""
     max_logprobs_per_request: int = 2**20
-    """Most log-probabilities of candidates in a reply: candidates at one position times positions, over all samples."""
+    """Most log-probabilities of candidates in a reply: candidates at one position times positions, summed over all
+    samples."""
     max_stop_strings: int = 32
     """Most `stop` strings."""
     max_stop_length: int = 1024
@@ -177,32 +181,33 @@ class ServerArgs:
 
     # -- HTTP ----------------------------------------------------------------------------------------------
     host: str = "127.0.0.1"
-    """Bind address. A non-loopback address needs `api_key` or `allow_unauthenticated`."""
+    """Address of the listening socket. An address that is not loopback needs `api_key` or `allow_unauthenticated`."""
     port: int = 30000
-    """TCP port; 0 picks a free one."""
+    """TCP port; 0 uses a free port."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`. On a command line every user of the host can read it: set
-    VERL_SERVER_API_KEY in the environment, or `api_key_file`, instead."""
+    """Key that clients send as `Authorization: Bearer KEY`. Every user of the host can read it on a command line:
+    instead set VERL_SERVER_API_KEY in the environment, or `api_key_file`."""
     api_key_file: str | None = None
-    """File that holds `api_key`."""
+    """File that contains `api_key`."""
     admin_api_key: str | None = field(default=None, repr=False)
-    """Key of the control routes (weights, memory, pause, flush, abort_all); it opens all others, too. On a command line
-    every user of the host can read it: set VERL_SERVER_ADMIN_API_KEY, or `admin_api_key_file`, instead."""
+    """Key of the control routes (weights, memory, pause, flush, abort_all). It permits all other routes, too. Every
+    user of the host can read it on a command line: instead set VERL_SERVER_ADMIN_API_KEY in the environment, or
+    `admin_api_key_file`."""
     admin_api_key_file: str | None = None
-    """File that holds `admin_api_key`."""
+    """File that contains `admin_api_key`."""
     allow_unauthenticated: bool = False
-    """Permit a non-loopback bind without a key."""
+    """Permit an address that is not loopback without a key."""
     max_request_bytes: int = 64 * 2**20
-    """Largest request body; beyond it 413."""
+    """Most bytes in a request body. A larger request is answered 413."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Log level."""
+    """Log level of the server."""
     log_level_http: Literal["debug", "info", "warning", "error"] | None = None
     """Log level of the HTTP access log; default: warning."""
     enable_metrics: bool = True
     """Serve Prometheus metrics at `/metrics`."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work, naming the field and the remedy."""
+        """Raise BadRequestError for settings that cannot work. The message names the field and the remedy."""
         for path in ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file"):
             if isinstance(value := getattr(self, path), Path):
                 object.__setattr__(self, path, str(value))
@@ -242,9 +247,9 @@ class ServerArgs:
         if not 0 <= self.port <= 65535:
             raise BadRequestError(f"ServerArgs.port must be in 0..65535, not {self.port}.")
         if self.tp_size % self.nnodes:
-            raise BadRequestError(f"tp_size={self.tp_size} does not divide over nnodes={self.nnodes}.")
+            raise BadRequestError(f"tp_size={self.tp_size} must be a multiple of nnodes={self.nnodes}.")
         if not 0 <= self.node_rank < self.nnodes:
-            raise BadRequestError(f"node_rank={self.node_rank} is outside 0..{self.nnodes - 1}.")
+            raise BadRequestError(f"node_rank={self.node_rank} must be in 0..{self.nnodes - 1}.")
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise BadRequestError(f"nnodes={self.nnodes} needs dist_init_addr='host:port' of node 0.")
         if self.gpu_uuids and len(self.gpu_uuids) != self.ranks_per_node:
@@ -253,12 +258,12 @@ class ServerArgs:
             )
         if not (self.is_loopback or self.api_key or self.allow_unauthenticated):
             raise BadRequestError(
-                f"Refusing to bind {self.host} without a key: anyone who reaches it could replace the weights. "
-                "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if the network is trusted."
+                f"Refusing to bind {self.host} without a key: anyone who can connect could replace the weights. "
+                "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if you trust the network."
             )
 
     def _read_key(self, name: str) -> None:
-        """Take a key from its file, once, so that the file may be gone afterwards; check what came from wherever."""
+        """Replace a key file by the key in the file, so that the file may be deleted afterwards. Check the key."""
         key, file = getattr(self, name), getattr(self, f"{name}_file")
         if file is not None:
             try:
@@ -267,23 +272,25 @@ class ServerArgs:
                 reason = getattr(error, "strerror", None) or error
                 raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {reason}.") from None
             if key is not None and key != content:
-                raise BadRequestError(f"ServerArgs.{name} and {name}_file name two different keys: give one of them.")
+                raise BadRequestError(f"ServerArgs.{name} and {name}_file are different keys: set only one of them.")
             key = content
             object.__setattr__(self, name, key)
             object.__setattr__(self, f"{name}_file", None)
         if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-            raise BadRequestError(f"ServerArgs.{name} must be ASCII characters without spaces, and at least one.")
+            raise BadRequestError(f"ServerArgs.{name} must be one or more printable ASCII characters without spaces.")
 
     def prefill_chunk(self, device_type: str) -> int:
-        """Most prompt tokens in one step on "cpu" or "cuda"."""
+        """Return the most prompt tokens in one step. `device_type` is "cpu" or "cuda"."""
         return self.chunked_prefill_size or (8192 if device_type == "cuda" else 2048)
 
     @property
     def ranks_per_node(self) -> int:
+        """Number of tensor-parallel processes on each host."""
         return self.tp_size // self.nnodes
 
     @property
     def is_loopback(self) -> bool:
+        """True if only this host can connect to `host`."""
         if self.host == "localhost":
             return True
         try:
@@ -300,20 +307,23 @@ class ServerArgs:
         return f"http://{host}:{self.port}"
 
     def replace(self, **changes: Any) -> ServerArgs:
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
     def public_dict(self) -> dict[str, Any]:
-        """All fields but the keys, for `/server_info` and logs."""
+        """Return all fields with the keys set to None, for `/server_info` and logs."""
         fields = dataclasses.asdict(self)
         fields["api_key"] = None
         fields["admin_api_key"] = None
         return fields
 
     def to_json(self) -> str:
+        """Return all fields as JSON, with the keys."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ServerArgs:
+        """Return the settings in the result of `to_json`."""
         fields = json.loads(text)
         for name in ("gpu_uuids", "allowed_chat_templates"):
             fields[name] = tuple(fields[name])
@@ -321,7 +331,7 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
-        """Build from keyword arguments, naming unknown ones instead of Python's bare TypeError."""
+        """Build from keyword arguments. Raise BadRequestError for an unknown name or a missing `model_path`."""
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [name for name in kwargs if name not in known]
         if unknown:

@@ -98,7 +98,7 @@ def test_enable_thinking_is_accepted_anywhere() -> None:
         ("{% for %}", {}, "line 1"),
         (CHAT_TEMPLATE, {"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false"),
         (CHAT_TEMPLATE, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
-        ("hello", {"continue_final_message": True}, "does not show the last message"),
+        ("hello", {"continue_final_message": True}, "changes the last message"),
     ],
 )
 def test_faults_are_bad_requests(template: str | None, options: dict[str, Any], says: str) -> None:

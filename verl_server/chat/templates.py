@@ -1,8 +1,8 @@
-"""Chat templates: which ones a request may choose, which variables it may set, and how they are rendered.
+"""Chat templates: the templates that a request may choose, the variables that it may set, and the rendering.
 
-The text workers (`server/text_worker.py`) call `ChatTemplates.render`; nothing here knows of processes or tokenizers. A
-template is a program in Jinja's language. It runs in Jinja's sandbox, which bounds neither time nor memory, so the only
-templates that run are those of the model folder and those that the operator lists.
+The text workers (`server/text_worker.py`) call `ChatTemplates.render`. This module uses no process and no tokenizer. A
+template is a Jinja program. Jinja's sandbox limits neither time nor memory, so only the templates of the model folder
+and the templates that the operator lists are run.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from verl_server.errors import BadRequestError
 
 Message = dict[str, Any]
 
-_SET_BY_US = frozenset({"messages"})
-"""Variables of every template that a request sets through fields of its own."""
+_RESERVED = frozenset({"messages"})
+"""Template variables that a request sets by other fields than `chat_template_kwargs`."""
 _ACCEPTED_ANYWHERE = frozenset({"enable_thinking"})
-"""Variables that clients send to every model, also to those whose template does not use them."""
+"""Variables that clients send to every model, even if the model's template does not use them."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send a message's reasoning; templates read one of the first two."""
+"""Keys that clients use for the reasoning in a message. Templates read one of the first two."""
 _CONTINUE_MARK = "\u2063continue\u2063here\u2063 "
-"""Appended to the message that the policy shall continue, to find its end in the rendered text. A template that cuts
-off the white space at a message's end cuts off the mark's last character, too."""
+"""Text that is appended to the message that the policy continues. It marks the message's end in the rendered text. The
+mark ends with a space: a template that strips white space from a message also strips this space."""
 
 
 class ChatTemplate:
-    """One template, compiled."""
+    """A compiled template."""
 
     def __init__(self, source: str) -> None:
-        """Raises BadRequestError with the line if `source` is no valid Jinja."""
+        """Compile `source`. Raise BadRequestError, which names the line, if `source` is not valid Jinja."""
         self.source = source
         environment = _environment()
         try:
@@ -49,11 +49,11 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise BadRequestError(f"The chat template is not valid Jinja, line {error.lineno}: {error}.") from None
         unset = jinja2.meta.find_undeclared_variables(tree)
-        self.variables = frozenset(unset - environment.globals.keys() - _SET_BY_US)
-        """Names that the template reads and does not set itself."""
+        self.variables = frozenset(unset - environment.globals.keys() - _RESERVED)
+        """Names of the variables that the template reads but does not set."""
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """The text of a conversation. Whatever the template raises is a BadRequestError with its message."""
+        """Return the text of a conversation. Raise BadRequestError for any error of the template."""
         try:
             return self._template.render({"tools": None, "documents": None, **variables, "messages": messages})
         except (MemoryError, RecursionError) as error:
@@ -63,27 +63,29 @@ class ChatTemplate:
 
 
 class ChatTemplates:
-    """The templates of one server, the variables that it sets in all of them, and what a request may ask for."""
+    """The chat templates of one server."""
 
     def __init__(
         self, default: str | dict[str, str] | None, allowed: Sequence[str], special: Mapping[str, Any]
     ) -> None:
         """
-        `default`: the template of the tokenizer, or several by name, of which "default" is the default.
-        `allowed`: sources that a request may send in `chat_template` as well.
-        `special`: the special tokens by name (`bos_token`, ...).
+        `default`: source of the tokenizer's template, or name -> source of several templates; the one named "default"
+        is the default.
+        `allowed`: sources of other templates that a request may send in `chat_template`.
+        `special`: name -> special token (`bos_token`, ...), as variables of every template.
         """
         named = default if isinstance(default, dict) else {"default": default} if default is not None else {}
         self._default = named.get("default")
         self._allowed = frozenset((*named.values(), *allowed))
         self._special = dict(special)
-        self._compiled = lru_cache(maxsize=None)(ChatTemplate)  # no more than there are allowed sources
+        self._compiled = lru_cache(maxsize=None)(ChatTemplate)  # only allowed sources are compiled, so it stays small
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """(text, names of options that the template does not use and that are accepted all the same).
+        """Return (text, names of options that the template does not use).
 
         `options` is the request's `chat_template_kwargs`: variables of the template, and `chat_template`,
-        `add_generation_prompt` and `continue_final_message`. Raises BadRequestError.
+        `add_generation_prompt` and `continue_final_message`. An unused option raises BadRequestError unless it is
+        accepted for every template. Also raises BadRequestError for wrong options and errors of the template.
         """
         variables = dict(options)
         template = self._choose(variables.pop("chat_template", None))
@@ -101,8 +103,8 @@ class ChatTemplates:
     def _choose(self, source: Any) -> ChatTemplate:
         if source is not None and not (isinstance(source, str) and source in self._allowed):
             raise BadRequestError(
-                "The chat template of this request is not among those that the server allows. Leave chat_template out, "
-                "or add a file with exactly this template to allowed_chat_templates (--allowed-chat-templates)."
+                "The server does not allow the chat template of this request. Leave chat_template out, or add a file "
+                "with exactly this template to allowed_chat_templates (--allowed-chat-templates)."
             )
         chosen = source if source is not None else self._default
         if chosen is None:
@@ -113,7 +115,10 @@ class ChatTemplates:
 
 
 def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> list[str]:
-    """The names in `variables` that the template does not read and that are accepted anywhere."""
+    """Return the names in `variables` that the template does not read.
+
+    Raises BadRequestError if such a name is not accepted for every template.
+    """
     unread = [name for name in variables if name not in template.variables]
     unknown = [name for name in unread if name not in _ACCEPTED_ANYWHERE]
     if unknown:
@@ -132,7 +137,10 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _with_reasoning_names(message: Message) -> Message:
-    """Without nulls, which many templates take for text, and with the reasoning under each name that templates read."""
+    """Return the message without nulls, and with the reasoning under each key that templates read.
+
+    Many templates would render a null as text.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
@@ -141,7 +149,7 @@ def _with_reasoning_names(message: Message) -> Message:
 
 
 def _render_open(template: ChatTemplate, messages: list[Message], variables: Mapping[str, Any]) -> str:
-    """The text up to the end of the last message's content, which the policy continues."""
+    """Return the text up to the end of the last message's content, which the policy continues."""
     content = messages[-1].get("content")
     if not isinstance(content, str) or not content:
         raise BadRequestError("continue_final_message needs a last message with text to continue.")
@@ -149,13 +157,19 @@ def _render_open(template: ChatTemplate, messages: list[Message], variables: Map
     text = template.render(marked, variables)
     end = text.rfind(_CONTINUE_MARK.rstrip())
     if end < 0:
-        raise BadRequestError("continue_final_message: the chat template does not show the last message as it is.")
+        raise BadRequestError(
+            "continue_final_message: the chat template changes the last message, so the end of the message cannot be "
+            "found. Leave continue_final_message out."
+        )
     return text[:end] if text.startswith(_CONTINUE_MARK, end) else text[:end].rstrip()
 
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja with what chat templates expect: source: "Writing a chat template" in transformers' documentation."""
+    """Return Jinja's sandbox with the functions that chat templates expect.
+
+    Source: "Writing a chat template" in the documentation of transformers.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlocks]
     )
@@ -166,7 +180,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's `namespace()`, without names that Python or Jinja would read on the object itself."""
+    """A template's `namespace()`. It refuses names with a leading underscore, which Python and Jinja use themselves."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
         self, *rest = args
@@ -181,11 +195,11 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_attribute(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
-        raise jinja2.TemplateError(f"A namespace cannot hold {name!r}: names begin with a letter.")
+        raise jinja2.TemplateError(f"A namespace cannot have the name {name!r}: a name must begin with a letter.")
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: marks what the policy wrote, for training. Here it is its content."""
+    """Renders the content of `{% generation %}...{% endgeneration %}`, which marks the policy's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -201,12 +215,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes characters for HTML."""
+    """Return plain JSON. jinja2's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _new_dict(*pairs: Any, **items: Any) -> dict[Any, Any]:
-    """`dict(...)`, not the type itself, whose attributes a template has no use for."""
+    """Return `dict(...)`. A function replaces the type, so that a template cannot reach the type's attributes."""
     return dict(*pairs, **items)
 
 

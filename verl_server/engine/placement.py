@@ -97,10 +97,11 @@ def _place() -> bytes:
 def place_engine(group: RankGroup, settings: dict[str, Any], nnodes: int) -> None:
     """Add this rank's node, the ranks' meeting address and the node's GPUs to `settings`.
 
-    All ranks of the engine call it together. Raises BadRequestError if the ranks do not divide over the nodes.
+    All ranks of the engine call it together. Raises BadRequestError if the nodes would have unequal numbers of
+    ranks.
     """
     if group.size % nnodes:
-        raise BadRequestError(f"{group.size} ranks do not divide over nnodes={nnodes}.")
+        raise BadRequestError(f"The number of ranks ({group.size}) must be a multiple of nnodes={nnodes}.")
     places = [msgspec.msgpack.decode(p, type=_Place) for p in group.gather("VerlEngine", _place)]
     node_rank, local_rank = divmod(group.rank, group.size // nnodes)
     settings |= {"nnodes": nnodes, "node_rank": node_rank}
