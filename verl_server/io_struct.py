@@ -19,8 +19,7 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
-"""Label of a weight version. After a label of digits only, the default label of the next version is the next
-integer."""
+"""Label of a weight version. If a label has digits only, the default label of the next version is the next integer."""
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 """Treatment of running requests in an update; see `UpdateWeightsFromTensorReq.mode`."""
@@ -115,8 +114,8 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
 class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
     """New tokens of one step. Entry i of each list belongs to the request `rids[i]`.
 
-    All tokens of a message were computed in one step, so they have the same `weight_version`. The last message of a
-    request has an entry in `finish_reasons`; the scheduler has then forgotten the request.
+    All tokens of a message were computed in one step, so they have the same `weight_version`. A request's last message
+    has an entry in `finish_reasons`. After this message the scheduler does not know the request.
     """
 
     rids: list[str]

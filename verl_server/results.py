@@ -181,7 +181,7 @@ class InternalState(TypedDict, total=False):
     transaction: str | None
     """Id of the open weight-update transaction."""
     memory: dict[str, Any]
-    """Memory figures of rank 0."""
+    """Memory figures of rank 0: bytes of weights and KV cache, capacity in tokens, CUDA graphs."""
 
 
 class ServerInfo(TypedDict, total=False):

@@ -93,7 +93,7 @@ class HttpServerEngineAdapter(EngineBase):
             self._connect(info["url"], args.api_key, args.admin_api_key, child)
             self.server_args = args.replace(port=info["port"])
             if args.node_rank == 0:
-                server_info = self._meet()
+                server_info = self._expect_current_run()
                 self.scheduler_info = server_info["scheduler_info"]
                 self.server_args = self.server_args.replace(random_seed=server_info["random_seed"])
         except BaseException:
@@ -110,7 +110,7 @@ class HttpServerEngineAdapter(EngineBase):
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
-        info = adapter._meet()
+        info = adapter._expect_current_run()
         if adapter._instance.id is None:
             logger.warning(
                 "The server at %s sends no instance id. The adapter cannot detect a restart of this server.", url
@@ -203,7 +203,7 @@ class HttpServerEngineAdapter(EngineBase):
         partial: bool = False,
         mode: UpdateMode = "wait",
     ) -> tuple[bool, str]:
-        """Push the weights to a server that was started again, and work with the new run. Return (True, message).
+        """Push the weights to a server that was started again. From then on, use the new run. Return (True, message).
 
         The weights are `named_tensors`. Without `named_tensors` they are the current values of the registered weights
         or, if none are registered, the folder that the newest update loaded. `version` is their label; default: the
@@ -225,7 +225,7 @@ class HttpServerEngineAdapter(EngineBase):
         return sent[0], sent[1]
 
     def accept_restart(self) -> None:
-        """Work with a server that was started again, and with the weights that it serves now.
+        """Accept a server that was started again, with the weights that it serves now.
 
         If no engine has healed the server yet, the call confirms the weights for all engines, and needs the admin key.
         Engines that wait in `async_wait_until_healed` (`AgentLoop`) then continue, too. If an engine has healed the
@@ -234,10 +234,10 @@ class HttpServerEngineAdapter(EngineBase):
         instance, info = self._wait_for_server()
         if not info["weights_confirmed"]:
             self._confirm(instance)
-        self._adopt(instance, info["weight_version"])
+        self._use_run(instance, info["weight_version"])
 
     async def async_wait_until_healed(self, timeout: float) -> None:
-        """Wait until the server answers and its weights are confirmed, and work with its current run.
+        """Wait until the server answers and its weights are confirmed. From then on, use the server's current run.
 
         The weights of a new run are confirmed when the engine that pushes calls `heal` or `accept_restart`, or pushes
         every parameter. Raises ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
@@ -250,7 +250,7 @@ class HttpServerEngineAdapter(EngineBase):
                 if instance == self._instance.id:
                     return
                 if info["weights_confirmed"]:
-                    self._adopt(instance, info["weight_version"])
+                    self._use_run(instance, info["weight_version"])
                     return
                 state = f"run {instance} serves version {info['weight_version']!r}, which no engine has confirmed"
             except (ServerUnavailableError, ServerDiedError, ControlTimeoutError) as error:
@@ -286,20 +286,20 @@ class HttpServerEngineAdapter(EngineBase):
         with self._instance.addressing(instance):
             result = push(label)
         self._confirm(instance)
-        self._adopt(instance, self._instance.weight_version)
+        self._use_run(instance, self._instance.weight_version)
         return result
 
     def _confirm(self, instance: str | None) -> None:
         with self._instance.addressing(instance):
             raise_for(self._transport.post(AcceptRestartReq.route, {}, INFO_TIMEOUT))
 
-    def _meet(self) -> ServerInfo:
+    def _expect_current_run(self) -> ServerInfo:
         """Read the server's information, and expect its current run from now on."""
         instance, info = self._transport.info_of_any_run()
-        self._adopt(instance, info.get("weight_version"))
+        self._use_run(instance, info.get("weight_version"))
         return info
 
-    def _adopt(self, instance: str | None, weight_version: str | None) -> None:
+    def _use_run(self, instance: str | None, weight_version: str | None) -> None:
         if instance != self._instance.id:
             self._transaction = None
         self._instance.weight_version, self._instance.id = weight_version, instance

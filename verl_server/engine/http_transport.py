@@ -36,7 +36,7 @@ from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
 INFO_TIMEOUT = 30.0
-"""Seconds to wait for answers that need no work of the scheduler."""
+"""Seconds to wait for the answer to a short request: information or an abort."""
 _EXIT_WAIT = 5.0
 """Seconds to wait, after a connection broke, until the exit status of the launched server is known."""
 _TRANSPORT_FAULTS = (httpx.TransportError, httpx.StreamError, http.client.HTTPException, OSError)

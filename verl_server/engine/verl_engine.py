@@ -256,7 +256,7 @@ class VerlEngine:
         partial: bool = False,
         mode: UpdateMode = "wait",
     ) -> tuple[bool, str]:
-        """Push the weights to a server that was started again, and work with it; see `HttpServerEngineAdapter.heal`.
+        """Push the weights to a server that was started again; see `HttpServerEngineAdapter.heal`.
 
         All ranks of the engine call it (with `read_all_ranks`, all ranks of the mesh), each with its own tensors.
         """

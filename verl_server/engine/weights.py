@@ -257,7 +257,7 @@ class EngineWeights(abc.ABC):
         return payload if isinstance(payload, dict) else {}
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Release memory of the server. It is an error while requests run.
+        """Release memory of the server. Raise an error while requests run.
 
         `tags`: any of "kv_cache", "weights" and "cuda_graph"; None for all.
         """
