@@ -73,8 +73,8 @@ class ServerArgs:
     gpu_uuids: tuple[str, ...] = ()
     """UUIDs of CUDA devices, one for each rank of this node. They replace `base_gpu_id`."""
     mem_fraction_static: float = 0.85
-    """Share of the GPU memory for weights and KV cache together. The memory is measured before the weights are loaded.
-    The rest stays free for activations; the largest step is guaranteed to fit."""
+    """Share of the free GPU memory for weights and KV cache together. The free memory is measured before the weights
+    are loaded. The rest stays free for activations, and is always large enough for the largest step."""
     kv_cache_gib: float = 2.0
     """Most GiB for the KV cache on the CPU. (On CUDA, `mem_fraction_static` determines the size.)"""
     max_total_tokens: int | None = None
@@ -100,8 +100,9 @@ class ServerArgs:
     and products of few rows. Off: plain PyTorch."""
     cpu_kernel_choice: str = "auto"
     """Kernels for products and attention on the CPU (float32). `auto` uses the fastest kernel for each shape, as
-    measured at the first start on this machine. `cpp` uses the compiled kernels, `torch` the libraries of PyTorch. The
-    path of a .json file uses the choice in the file; if the file does not exist, the server measures and writes it."""
+    measured at the first start on this machine. `cpp` uses the compiled kernels, `torch` the libraries of PyTorch. With
+    the path of a .json file, the server uses the choice in the file; if there is no such file, the server measures and
+    writes it."""
     disable_cuda_graph: bool = False
     """Launch each operator of a step, instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int = 256

@@ -203,7 +203,7 @@ class HttpServerEngineAdapter(EngineBase):
         partial: bool = False,
         mode: UpdateMode = "wait",
     ) -> tuple[bool, str]:
-        """Push the weights to a server that was started again. From then on, use the new run. Return (True, message).
+        """Push the weights to a server that was started again, and accept its new run. Return (True, message).
 
         The weights are `named_tensors`. Without `named_tensors` they are the current values of the registered weights
         or, if none are registered, the folder that the newest update loaded. `version` is their label; default: the
@@ -237,7 +237,7 @@ class HttpServerEngineAdapter(EngineBase):
         self._use_run(instance, info["weight_version"])
 
     async def async_wait_until_healed(self, timeout: float) -> None:
-        """Wait until the server answers and its weights are confirmed. From then on, use the server's current run.
+        """Wait until the server answers and its weights are confirmed, and accept its current run.
 
         The weights of a new run are confirmed when the engine that pushes calls `heal` or `accept_restart`, or pushes
         every parameter. Raises ServerRestartedError after `timeout` seconds, and ServerDiedError if the server was
@@ -278,7 +278,7 @@ class HttpServerEngineAdapter(EngineBase):
         )
 
     def _healed(self, version: str | int | None, push: Callable[[str | None], tuple[bool, str]]) -> tuple[bool, str]:
-        """Run `push` with the label of the new version against the server's current run, and work with this run."""
+        """Call `push` with the label of the new version, for the server's current run, and accept this run."""
         instance, _ = self._wait_for_server()
         label = self._instance.weight_version if version is None else str(version)
         if instance != self._instance.id:

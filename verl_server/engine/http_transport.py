@@ -229,7 +229,10 @@ class HttpTransport:
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Return True if the server sent no answer in time. A ConnectTimeout may also mean a connection that broke."""
+    """Return True if the server sent no answer in time.
+
+    A ConnectTimeout does not count, because httpx also raises it for a connection that breaks or cannot be opened.
+    """
     silent = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
     return silent or isinstance(error, TimeoutError)
 

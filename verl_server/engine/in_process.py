@@ -118,7 +118,7 @@ class Engine(EngineBase):
         return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
 
     def wait(self) -> None:
-        """Block until the scheduler ranks of this node end. For nodes other than the first."""
+        """Block until the scheduler ranks of this node end. Call it on all nodes except the first."""
         wait_for_followers(self._processes)
 
     def shutdown(self) -> None:

@@ -46,9 +46,10 @@ class ServerInstance:
         return {EXPECTED_INSTANCE_HEADER: expected} if expected is not None else {}
 
     def check(self, status_code: int, found: str | None) -> None:
-        """Raise ServerRestartedError if an answer comes from another run. An error of a proxy, without an id, passes.
+        """Raise ServerRestartedError if an answer comes from another run than the expected one.
 
-        `found` is the value of the answer's `INSTANCE_HEADER`, None if it has no such header.
+        `found` is the value of the answer's `INSTANCE_HEADER`; None if it has no such header. An error status without
+        the header is accepted, because proxies send such answers.
         """
         expected = self._expected
         if expected is None or found == expected or (found is None and status_code >= 300):

@@ -86,11 +86,11 @@ class EngineWeights(abc.ABC):
     def register_weights(self, weights: Origin, mapping: Mapping | None = None, *, strict_dtype: bool = False) -> None:
         """Make the server open this memory and plan the copies now, so that `push_weights` only copies.
 
-        `weights` is one of:
-        a module: each push reads its current parameters (an FSDP2 module is resharded before);
-        a function: each push calls it for (name, tensor) pairs;
-        (name, tensor) pairs: each push copies these tensors, also if the model has other ones by then.
-        The engine keeps a reference to `weights` until `unregister_weights`.
+        `weights` is one of the following. The engine keeps a reference to it until `unregister_weights`.
+
+        - A module. Each push reads its current parameters. An FSDP2 module is resharded first.
+        - A function. Each push calls it for (name, tensor) pairs.
+        - (name, tensor) pairs. Each push copies these tensors, even if the model has other tensors by then.
         """
         self._weight_pusher().register(weights, mapping, lambda push: self.send_registration(push, strict_dtype))
 
@@ -111,7 +111,7 @@ class EngineWeights(abc.ABC):
         if self._pusher is not None:
             self._pusher.unregister(self.send_unregistration)
 
-    # -- from elsewhere ------------------------------------------------------------------------------------------
+    # -- from disk or a process group ----------------------------------------------------------------------------
 
     def update_weights_from_disk(
         self,
