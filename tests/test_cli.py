@@ -70,7 +70,7 @@ def test_a_key_on_the_command_line_is_warned_of(served: list[ServerArgs], caplog
         (["--tp-size", "0"], "--tp-size must be at least 1, not 0."),
         (["--tp-size", "3", "--nnodes", "2"], "--tp-size 3 must be a multiple of --nnodes 2."),
         (["--port", "70000"], "--port must be in 0..65535, not 70000."),
-        (["--host", "0.0.0.0"], "or --allow-unauthenticated if the network is trusted."),
+        (["--host", "0.0.0.0"], "or --allow-unauthenticated if you trust the network."),
         (["--admin-api-key-file", "/no/such"], "--admin-api-key-file '/no/such' cannot be read"),
         ([], "--model-path '/no/api_key/model_path' does not exist."),
     ],

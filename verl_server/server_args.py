@@ -273,7 +273,7 @@ class ServerArgs:
                 reason = getattr(error, "strerror", None) or error
                 raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {reason}.") from None
             if key is not None and key != content:
-                raise BadRequestError(f"ServerArgs.{name} and {name}_file are different keys: set only one of them.")
+                raise BadRequestError(f"ServerArgs.{name} and {name}_file are two different keys: set only one.")
             key = content
             object.__setattr__(self, name, key)
             object.__setattr__(self, f"{name}_file", None)

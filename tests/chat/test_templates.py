@@ -93,7 +93,7 @@ def test_enable_thinking_is_accepted_anywhere() -> None:
         (None, {}, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", {}, "refused the messages"),
-        ("{% set ns = namespace() %}{% set ns._x = 1 %}", {}, "names begin with a letter"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", {}, "name must begin with a letter"),
         ("{{ messages[7].content.x }}", {}, "refused the messages"),
         ("{% for %}", {}, "line 1"),
         (CHAT_TEMPLATE, {"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false"),

@@ -86,7 +86,7 @@ def test_no_call_takes_a_restarted_server_for_the_one_before(server: Server, eng
     before = engine.instance_id
     server.restart()
     for name, call in CALLS.items():
-        with pytest.raises(ServerRestartedError, match=rf"knew run {before} at weight version '.+'.*heal\(\)"):
+        with pytest.raises(ServerRestartedError, match=rf"expects run {before} with weight version '.+'.*heal\(\)"):
             call(engine)
             raise AssertionError(f"{name} took it for the one before")
     assert not [m for m in server.stack.scheduler.received if not isinstance(m, io.GetInternalStateReq)]

@@ -124,7 +124,7 @@ def test_pushing_what_was_never_registered(engine: FakeEngine, model: nn.Module)
     with pytest.raises(BadRequestError, match="register_weights"):
         engine.push_weights()
     ((local,),) = [describe_tensors([("w", torch.ones(2))])]
-    with pytest.raises(BadRequestError, match="one update"):
+    with pytest.raises(BadRequestError, match="single update"):
         engine.register_weights([local])
 
 

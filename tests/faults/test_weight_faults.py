@@ -142,7 +142,7 @@ def expect_error(answers: list[Answer], kind: type[Exception], text: str) -> Non
 def test_a_rank_is_killed_before_the_push(served: Served, trainer: Ranks) -> None:
     trainer.kill(1)
     trainer.call("push", seed=2)
-    expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine died")
+    expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine ended")
     served.expect(1)
     served.heal(3)
 
@@ -154,7 +154,7 @@ def test_a_rank_is_killed_while_its_memory_is_opened(served: Served, trainer: Ra
         held.wait()
         trainer.kill(1)
         held.go()
-        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine died")
+        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
     served.expect(1)
     served.heal(3)
 
@@ -166,7 +166,7 @@ def test_a_rank_is_killed_when_all_is_open(served: Served, trainer: Ranks) -> No
         held.wait()
         trainer.kill(1)
         held.go()
-        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine died")
+        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
     served.expect(2)
     served.heal(3)
 
@@ -179,7 +179,7 @@ def test_a_rank_is_killed_during_the_copy(served: Served, trainer: Ranks, by_id:
         held.wait()
         trainer.kill(1)
         held.go()
-        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine died")
+        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
     served.expect(2)
     served.heal(3)
 
@@ -190,7 +190,7 @@ def test_a_rank_is_killed_after_the_push(served: Served, trainer: Ranks) -> None
     trainer.kill(1)
     served.expect(2)
     trainer.call("push", seed=3)
-    expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine died")
+    expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine ended")
     served.expect(2)
     served.heal(3)
 
@@ -201,7 +201,7 @@ def test_the_rank_that_acts_is_killed_while_its_memory_is_opened(served: Served,
         trainer.call("update", seed=2)
         held.wait()
         trainer.kill(0)
-        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine died")
+        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
         held.go()
     served.expect(1)
     served.heal(3)
@@ -213,7 +213,7 @@ def test_the_rank_that_acts_is_killed_during_the_copy(served: Served, trainer: R
         trainer.call("push", seed=2)
         held.wait()
         trainer.kill(0)
-        expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine died")
+        expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine ended")
         held.go()
     served.expect(2)
     served.heal(3)
@@ -454,7 +454,7 @@ def test_a_server_ends_with_the_rank_that_launched_it(tiny_llama: Path, tmp_path
             trainer.call("push", seed=2)
             held.wait()
             trainer.kill(0)
-            expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine died")
+            expect_error(trainer.answers(), VerlServerError, "push_weights: another rank of this VerlEngine ended")
 
         def is_gone() -> bool:
             try:
