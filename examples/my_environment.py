@@ -1,4 +1,4 @@
-"""An environment of your own, which a policy plays and is trained on over HTTP. From the folder of this file:
+"""An example of an environment, which a policy plays and is trained on over HTTP. Run in the folder of this file:
 
     verl-server env serve my_environment:Countdown --port 8000
     verl-server serve --model-path MODEL --port 30000
@@ -6,9 +6,9 @@
     python -m verl_server.train.grpo --model-path MODEL --env-url http://127.0.0.1:8000
 
 From another folder, name the file in the first command: `verl-server env serve PATH/TO/my_environment.py:Countdown`.
-Any other OpenEnv server can replace the first command. The last command starts a rollout server of its own, and does
-not use the one of the second command. Under `torchrun --nproc-per-node N -m verl_server.train.grpo` the model is
-sharded over N processes.
+Any other OpenEnv server can replace the first command. The last command starts its own rollout server, and does not use
+the server of the second command. Under `torchrun --nproc-per-node N -m verl_server.train.grpo`, the model is sharded
+over N processes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A third-party environment over HTTP: a policy plays a reasoning-gym task, and the episodes become trajectories.
+"""Play a task of reasoning-gym, a third-party package of tasks, over HTTP and collect the episodes as trajectories.
 
     pip install 'verl-server[games]'
     python examples/play_reasoning_gym.py --model-path MODEL
 
-Without --model-path a tiny model with random weights plays, which shows the calls but solves nothing. The example runs
+Without --model-path, a tiny model with random weights plays, which shows the calls but solves nothing. The example runs
 from any folder.
 """
 

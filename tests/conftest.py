@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: tiny model folders, made once a session."""
+"""Fixtures shared by all tests, such as tiny model folders that are made once for each test session."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: a test that reaches for the network fails at once
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import, so that a test that would use the network fails at once
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which must be chosen before one is defined
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter, chosen before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests import fork_server
@@ -27,7 +27,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture
 def real_processes() -> Iterator[None]:
-    """Children of this test are fresh interpreters, as users have them."""
+    """Start the children of this test as fresh interpreters, as they are started outside tests."""
     with fork_server.real_processes():
         yield
 

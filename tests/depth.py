@@ -1,4 +1,4 @@
-"""How much of a parametrized test `make test` runs; `make test-all` runs the rest."""
+"""Parameters of tests that `make test` runs in part and `make test-all` runs completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a server: it records the control requests, and answers as a server would that copies nothing."""
+"""An engine without a server. It records control requests and answers them as a server would, but copies no weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class FakeEngine(EngineBase):
         super().__init__()
         self.requests: list[ControlReq] = []
         self.known: set[str] = set()
-        """Registrations."""
+        """Ids of the registrations that the server holds."""
         self.refuse: ControlReply | Exception | None = None
         self.on_request: Callable[[ControlReq], None] = lambda req: None
 
     @property
     def updates(self) -> list[str]:
-        """What came: the source of each update, "+" where it shall be kept."""
+        """Source of each update that was received, followed by "+" if its registration is to be kept."""
         return [_source(r) for r in self.requests if isinstance(r, UpdateWeightsFromTensorReq)]
 
     @property
@@ -56,7 +56,7 @@ class FakeEngine(EngineBase):
                 self.known.clear()
         return ControlReply(id=0, success=True, message="done")
 
-    # -- what an engine must have ----------------------------------------------------------------------------------
+    # -- methods that every engine must define ---------------------------------------------------------------------
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Any:
         raise NotImplementedError

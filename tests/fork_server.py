@@ -1,12 +1,14 @@
-"""Child processes by fork instead of a fresh interpreter, for tests only: an import of torch takes seconds.
+"""Start child processes by fork instead of as fresh interpreters, for tests only: an import of torch takes seconds.
 
-`install` starts one server process a test run. It imports what servers, schedulers and ranks import, runs no operator
-(so no thread pool exists), and forks itself for every `ForkedProcess`, a `subprocess.Popen` whose child runs the same
-module with the same arguments, environment and descriptors. Children fork their own children in the same way.
+`install` starts one fork server for each test run. The fork server imports what servers, schedulers and ranks import,
+runs no operator (so that no thread pool exists), and forks itself for every `ForkedProcess`, a `subprocess.Popen` whose
+child runs the same module with the same arguments, environment and descriptors. Children fork their own children in the
+same way.
 
 A child of the fork server differs from a real one in two points: libraries have read their environment variables
-already, and its parent is the fork server (`os.getppid` answers as in a real one). Tests about processes themselves
-use real ones (the fixture `real_processes`), and so does every test with VERL_SERVER_TEST_PROCESSES=real.
+already, and the parent of the child is the fork server (`os.getppid` is replaced, so that it returns what it would
+return in a real child). Tests of processes themselves use real ones (the fixture `real_processes`), and so does every
+test when VERL_SERVER_TEST_PROCESSES is "real".
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ _ADDRESS = "VERL_SERVER_TEST_FORK_SERVER"
 _MOST_DESCRIPTORS = 64
 _LENGTH_BYTES = 8
 _LOST = -signal.SIGKILL
-"""Exit code of a child whose fork server is gone."""
+"""Exit code of a child whose fork server has ended."""
 
 
-# -- the side of whoever starts a child --------------------------------------------------------------------------
+# -- the process that starts a child -----------------------------------------------------------------------------
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
-    """A `subprocess.Popen` of `python [options] -m MODULE ARGUMENTS` whose child is forked from the fork server."""
+    """A `subprocess.Popen` of `python [options] -m MODULE ARGUMENTS` whose child is forked by the fork server."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
@@ -106,7 +108,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
 
 
 def install() -> None:
-    """Start the fork server, and have this process start its children through it."""
+    """Start the fork server, and make this process start its children through it."""
     folder = tempfile.mkdtemp(prefix="fork-server-")
     os.environ[_ADDRESS] = str(Path(folder) / "socket")
     listener = socket.socket(socket.AF_UNIX)
@@ -116,7 +118,7 @@ def install() -> None:
 
     root = str(Path(__file__).parents[1])
     env = clean_child_env() | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    alive_r, _alive_w = os.pipe()  # the fork server ends when this process does
+    alive_r, _alive_w = os.pipe()  # the fork server ends when this process ends
     command = [
         sys.executable,
         "-u",
@@ -134,7 +136,7 @@ def install() -> None:
 
 
 def use_forks() -> None:
-    """Let `ChildProcess` and `GlooMember` of this process fork. Also called in every forked child."""
+    """Make `ChildProcess` and `GlooMember` of this process fork their children. Every forked child calls this, too."""
     names = ("PIPE", "STDOUT", "DEVNULL", "TimeoutExpired")
     stand_in = types.SimpleNamespace(Popen=ForkedProcess, **{name: getattr(subprocess, name) for name in names})
     for module in _modules_that_start_children():
@@ -150,7 +152,7 @@ def _modules_that_start_children() -> list[types.ModuleType]:
 
 @contextlib.contextmanager
 def real_processes() -> Iterator[None]:
-    """Children that `ChildProcess` of this process starts meanwhile are fresh interpreters, as users have them."""
+    """Within this context, this process starts its children as fresh interpreters, as it does outside tests."""
     for module in _modules_that_start_children():
         module.subprocess = subprocess  # type: ignore[attr-defined]
     try:
@@ -165,7 +167,7 @@ def is_running() -> bool:
 
 
 def run_module(module: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[Any]:
-    """`python -m MODULE ARGUMENTS` with the options of `subprocess.Popen`: forked if there is a fork server."""
+    """Run `python -m MODULE ARGUMENTS` with the options of `subprocess.Popen`; fork it if a fork server runs."""
     command = [sys.executable, "-m", module, *map(os.fspath, arguments)]
     return (ForkedProcess if is_running() else subprocess.Popen)(command, **options)
 
@@ -174,7 +176,7 @@ def run_module(module: str, *arguments: str | Path, **options: Any) -> subproces
 
 
 def serve(listener: socket.socket, alive: int) -> NoReturn:
-    """Fork a child for every connection, and tell each connection how its child ended."""
+    """Fork a child for every connection, and send the child's exit status over the connection when the child ends."""
     bell_r, bell_w = os.pipe()
     os.set_blocking(bell_w, False)
     signal.set_wakeup_fd(bell_w, warn_on_full_buffer=False)
@@ -190,7 +192,7 @@ def serve(listener: socket.socket, alive: int) -> NoReturn:
             _report_ends(links)
         if listener in ready:
             link, _ = listener.accept()
-            with contextlib.suppress(EOFError):  # whoever asked is gone
+            with contextlib.suppress(EOFError):  # the process that connected has ended
                 request, descriptors = _receive(link)
                 pid = os.fork()
                 if pid == 0:
@@ -213,7 +215,7 @@ def _report_ends(links: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with contextlib.suppress(OSError):  # whoever started it is gone
+        with contextlib.suppress(OSError):  # the process that started this child has ended
             links[pid].sendall(status.to_bytes(4, "little"))
         links.pop(pid).close()
 
@@ -229,7 +231,7 @@ def _receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _become_child(
     request: dict[str, Any], descriptors: list[int], link: socket.socket, inherited: list[int]
 ) -> NoReturn:
-    """In the child: take its place in the world, then run its module. Never returns."""
+    """Take on the child's environment and descriptors, then run its module. Runs in the child; never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -266,7 +268,7 @@ def _become_child(
 
 
 def _place(wanted: dict[int, int]) -> None:
-    """Give descriptors the numbers that the child expects; none of them may be overwritten on the way."""
+    """Move descriptors to the numbers that the child expects, without overwriting any of them on the way."""
     lowest = max(wanted, default=2) + 1
     import fcntl
 
@@ -279,7 +281,7 @@ def _place(wanted: dict[int, int]) -> None:
 
 
 def _answer_getppid(parent: int) -> None:
-    """Have `os.getppid` name the process that asked for this one, for as long as that process lives."""
+    """Make `os.getppid` return the process that started this child while that process lives, and 1 afterwards."""
     try:
         from verl_server.ipc.readiness import wait_readable
 
@@ -312,7 +314,7 @@ if __name__ == "__main__":
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    from tests import fork_server as this  # children look here, not in __main__
+    from tests import fork_server as this  # forked children use this module, not __main__
 
     this.use_forks()
     gc.collect()

@@ -1,6 +1,6 @@
-"""Bad input, row by row: a clear error within a bound, and the server still serves afterwards.
+"""Each row of bad input gets a clear error within a bound, and the server still serves afterwards.
 
-One server for the whole table. After every row it must answer a good request exactly as before.
+One server serves the whole table. After every row it must answer a good request exactly as before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def still_serves(server: HttpServerEngineAdapter, good: list[int]) -> Iterator[N
     assert post(server, "/generate", GOOD).json()["output_ids"] == good
     assert httpx.get(f"{server.url}/health", timeout=BOUND).status_code == 200
     state = server.get_internal_state()
-    assert (state["num_running_reqs"], state["num_waiting_reqs"]) == (0, 0), "a bad request was left behind"
+    assert (state["num_running_reqs"], state["num_waiting_reqs"]) == (0, 0), "a bad request was left in the scheduler"
 
 
 def post(server: HttpServerEngineAdapter, path: str, body: Any) -> httpx.Response:
@@ -203,7 +203,7 @@ def test_body_of_100_mb(server: HttpServerEngineAdapter) -> None:
     try:
         undeclared = httpx.post(f"{server.url}/generate", content=chunks(), timeout=BOUND)
     except httpx.TransportError:
-        return  # the answer came and the connection closed while this client was still sending
+        return  # the answer arrived and the connection closed while this client was still sending
     assert undeclared.status_code == 413
 
 
@@ -236,7 +236,7 @@ def raw_connection(server: HttpServerEngineAdapter) -> socket.socket:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BOUND
     while not condition():
-        assert time.monotonic() < deadline, "not within the bound"
+        assert time.monotonic() < deadline, "the condition did not hold within the bound"
         time.sleep(0.01)
 
 
@@ -252,7 +252,7 @@ _TENSORS: list[tuple[str, torch.Tensor, str]] = [
 
 @pytest.mark.parametrize(("name", "tensor", "says"), _TENSORS)
 def test_wrong_tensor(server: HttpServerEngineAdapter, name: str, tensor: torch.Tensor, says: str) -> None:
-    first = ("model.layers.0.input_layernorm.weight", torch.full((64,), 7.0))  # right, and must not be installed
+    first = ("model.layers.0.input_layernorm.weight", torch.full((64,), 7.0))  # right, but must not be installed
     with pytest.raises(WeightUpdateError, match=says):
         server.update_weights_from_tensor([first, (name, tensor)])
 

@@ -1,4 +1,4 @@
-"""The command line answers fast, and says what it does not know."""
+"""The command line answers quickly, and reports commands, flags and names that it does not know."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_serve_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerArgs]:
-    """Settings of the servers that were started. None really is."""
+    """Record the settings of servers instead of starting them."""
     started: list[ServerArgs] = []
     monkeypatch.setattr(launch, "run_server", lambda server_args, on_ready: started.append(server_args))
     monkeypatch.setattr(launch, "configure_logging", lambda server_args: None)
@@ -54,7 +54,7 @@ def test_keys_come_from_the_environment(served: list[ServerArgs], monkeypatch: p
     monkeypatch.setenv("VERL_SERVER_ADMIN_API_KEY", "key-2")
     assert main(["serve", "--model-path", "m", "--host", "0.0.0.0"]) == 0
     assert (served[0].api_key, served[0].admin_api_key) == ("-key-1", "key-2")
-    assert "VERL_SERVER_ADMIN_API_KEY" not in os.environ, "child processes need no key"
+    assert "VERL_SERVER_ADMIN_API_KEY" not in os.environ, "child processes do not need the key"
 
 
 def test_a_key_on_the_command_line_is_warned_of(served: list[ServerArgs], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Columnar results: what the server packs, a client unpacks to the result it would have had without."""
+"""A client unpacks columnar results to the same results that it would get without columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FULL = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "
 
 
 def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
-    """The result of a request for 2 tokens after a prompt of 3, with all that was asked for."""
+    """Return the result of a request for 2 tokens after a prompt of 3 tokens, with the options in `asked`."""
     req = TokenizedGenerateReq(rid="1:a", input_ids=[3, 4, 5], sampling=SamplingParams(max_new_tokens=2), **asked)
     state = ReqState("a", req, None, return_prompt_token_ids=True, columnar=columnar)
     pair, other = TokenLogprobs([-0.5, -1.25], [151935, 0]), TokenLogprobs([-1.5, -2.0], [8, 9])

@@ -1,7 +1,8 @@
-"""Each invariant of the design, broken on purpose in a copy of the code: tests of `make test` must notice.
+"""Tests of `make test` fail when an invariant of the design is broken on purpose in a copy of the code.
 
-A break replaces one passage of one module. A break whose passage is gone fails, too: write it anew. Every break names
-the tests that should catch it, so that a run takes seconds; they are all part of `make test`.
+A break replaces one passage of one module. If the passage no longer exists, the test of the break fails, too, and the
+break must be adapted to the changed module. Every break names the tests that should catch it, so that a run takes
+seconds. All of these tests are part of `make test`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ ROOT = Path(__file__).parents[1]
 class Break:
     invariant: str
     module: str
-    """Path below the package."""
+    """Path of the module below the package."""
     old: str
-    """Passage that occurs exactly once."""
+    """Passage that occurs exactly once in the module."""
     new: str
     tests: str
-    """Test file, or one test, that fails then."""
+    """Test files, or single tests, that must fail with the break."""
 
 
 BREAKS = [
@@ -153,7 +154,7 @@ def run_tests(copy: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_copy_passes_as_it_is(copy: Path) -> None:
-    """Otherwise a test could fail in the copy for another reason than the break."""
+    """The unchanged copy passes. Otherwise a test could fail in the copy for another reason than the break."""
     done = run_tests(copy, sorted({test for broken in BREAKS for test in broken.tests.split()}))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-500:]
 
@@ -164,12 +165,12 @@ def test_the_copy_passes_as_it_is(copy: Path) -> None:
 def test_a_broken_invariant_is_noticed(copy: Path, broken: Break) -> None:
     module = copy / "verl_server" / broken.module
     whole = module.read_text()
-    assert whole.count(broken.old) == 1, f"{broken.module} changed: write the break of '{broken.invariant}' anew"
+    assert whole.count(broken.old) == 1, f"{broken.module} changed: adapt the break of '{broken.invariant}' to it"
     module.write_text(whole.replace(broken.old, broken.new))
     try:
         done = run_tests(copy, broken.tests.split())
     finally:
         module.write_text(whole)
     assert done.returncode == 1, (
-        f"nobody noticed (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+        f"no test failed (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-500:]}"
     )

@@ -1,4 +1,4 @@
-"""What a model path names: a folder, a hub id, or nothing."""
+"""A model path names a folder or a hub id; any other path is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(unreachable_hub: str) -> Non
     assert unreachable_hub in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(BadRequestError, match=unreachable_hub):
         resolve_model_folder("nosuch/model")
-    assert time.monotonic() - began < 15, "the client of the hub tried again and again"
+    assert time.monotonic() - began < 15, "the hub's client retried"
 
 
 def test_without_the_hub_its_cache_serves(

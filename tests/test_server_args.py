@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused where they are made, by name."""
+"""Settings that cannot work are refused, by name, when `ServerArgs` is created."""
 
 from __future__ import annotations
 

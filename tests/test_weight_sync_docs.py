@@ -1,4 +1,4 @@
-"""docs/weight-sync.md says what is true: its examples are run as they stand, with a tiny model."""
+"""The examples of docs/weight-sync.md run as they are written, with a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_server.weight_sync.trainer.shards import local_tensor, parts_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
 FRAGMENTS = ("hugging_face_names(hf_config", "peft_model", "read_all_ranks=True")
-"""What only a real trainer can run, or several engines (`test_verl_engine.py` does)."""
+"""Text of the examples that need a real trainer or several engines (`test_verl_engine.py` tests the latter)."""
 
 
 def blocks() -> list[str]:
@@ -37,7 +37,7 @@ def test_the_examples_of_one_process_run_in_their_order(tiny_qwen3: Path, tmp_pa
     names: dict[str, Any] = {"folder": str(tmp_path / "checkpoint")}
     skipped = (*FRAGMENTS, "torchrun", "def hugging_face_names")
     runnable = [code for code in blocks() if not any(part in code for part in skipped)]
-    assert len(runnable) == 8, "the page has another example now"
+    assert len(runnable) == 8, "the number of examples on the page has changed"
     try:
         for code in runnable:
             exec(compile(of_tiny_model(code, tiny_qwen3), str(PAGE), "exec"), names)
@@ -68,7 +68,7 @@ def test_the_rest_compiles() -> None:
 
 
 def megatron_tensors(model: Any, rank: int, size: int) -> list[tuple[str, torch.Tensor]]:
-    """What a Megatron-Core rank would hold of a Qwen3: fused, cut, the vocabulary padded."""
+    """Return the named tensors that a Megatron-Core rank holds of a Qwen3: fused, cut, with a padded vocabulary."""
     config, full = model.config, model.state_dict()
     heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     vocab = -(-config.vocab_size // (48 * size)) * 48 * size
@@ -114,7 +114,9 @@ def test_the_megatron_mapping_finds_every_element(tiny_qwen3: Path, size: int) -
         mapping = names["hugging_face_names"](model.config, rank, size)
         for name, tensor in megatron_tensors(model, rank, size):
             for ours, part in mapping(name, tensor):
-                assert local_tensor(part).untyped_storage()._cdata == tensor.untyped_storage()._cdata, "a view"
+                assert local_tensor(part).untyped_storage()._cdata == tensor.untyped_storage()._cdata, (
+                    "the part must be a view of the tensor"
+                )
                 shape, boxes = parts_of(ours, part)
                 assert shape == found[ours].shape
                 for box in boxes:

@@ -1,4 +1,4 @@
-"""Run a module of checks on the ranks of a torchrun (or on forks with its environment), and read what they report."""
+"""Run a module of checks on the ranks of a torchrun (or on forks with its environment), and read the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_server.ipc.sockets import free_port
 
 
 def _ranks(nproc: int, module: str, arguments: list[str], log: TextIO) -> list[subprocess.Popen[Any]]:
-    """What torchrun starts, without torchrun and without its imports."""
+    """Start the processes that torchrun would start, without torchrun's imports."""
     common = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     common |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": 0, "ROLE_NAME": "default", "OMP_NUM_THREADS": 1}
     places = [{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(nproc)]
@@ -28,13 +28,13 @@ def _ranks(nproc: int, module: str, arguments: list[str], log: TextIO) -> list[s
 def torchrun(nproc: int, module: str, *arguments: str | Path, results: Path, timeout: float = 280) -> None:
     """Run a module of checks, whose last argument is the folder for its results and its log.
 
-    A launch that hangs is killed with all its ranks: the checks that are missing then say where.
+    A launch that hangs is killed with all its ranks. `read_results` then shows which checks are missing.
     """
     run_ranks(nproc, module, [*map(str, arguments), str(results)], results / "log", timeout)
 
 
 def run_ranks(nproc: int, module: str, arguments: list[str], log_file: Path, timeout: float) -> list[int | None]:
-    """Run `python -m MODULE ARGUMENTS` on every rank; return the exit codes of what was started, None for killed."""
+    """Run `python -m MODULE ARGUMENTS` on every rank; return the exit code of each process (None if killed)."""
     with log_file.open("w") as log:
         if fork_server.is_running():
             processes = _ranks(nproc, module, arguments, log)
@@ -57,7 +57,7 @@ def run_ranks(nproc: int, module: str, arguments: list[str], log_file: Path, tim
 
 
 def read_results(folder: Path, rank: int) -> dict[str, str]:
-    """The error of each check that a rank has finished, "" for none."""
+    """Return the error of each check that a rank has finished ("" if the check passed)."""
     file = folder / f"{rank}.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {line["check"]: line["error"] for line in lines}

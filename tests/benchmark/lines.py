@@ -1,4 +1,4 @@
-"""Reading what a benchmark printed."""
+"""Read the lines that a benchmark printed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 
 def figures(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-    """Name -> line; every line of the output must be JSON. Of several with one name, the last."""
+    """Return the output lines by name (the last line, if several have one name). Every line must be JSON."""
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {line["name"]: line for line in lines}

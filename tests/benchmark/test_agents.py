@@ -1,4 +1,4 @@
-"""Scripted agents: what they do does not depend on how they are played, and what they could reuse is counted right."""
+"""Scripted agents send the same turns at their own pace and in lock step, and count their reusable tokens correctly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = Lengths(prompt=(3, 6), output=(2, 5), observation=(1, 4))
 
 
 class FakeEngine:
-    """Generates zeros; knows every prefix that it was sent or sampled, but for the last token."""
+    """Generates zeros. Its cache holds every prefix that it received or generated, except for the last token."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -54,8 +54,8 @@ def test_episodes_repeat_and_groups_share_their_prompt() -> None:
 def test_waits_are_heavy_tailed_and_capped() -> None:
     rng = random.Random(0)
     waits = sorted(Waits(scale=0.5).draw(rng) for _ in range(4001))
-    assert waits[2000] == pytest.approx(0.25, rel=0.1), "half the median of 0.5 s"
-    assert waits[-1] == 10.0, "the cap, scaled"
+    assert waits[2000] == pytest.approx(0.25, rel=0.1), "the median must be half of 0.5 s"
+    assert waits[-1] == 10.0, "the longest wait must be the scaled cap"
     assert waits[-40] > 10 * waits[2000]
 
 
@@ -66,7 +66,7 @@ def test_both_ways_send_the_same_turns() -> None:
     in_step = asyncio.run(play_in_lock_step(lock_step, episodes))
     assert sorted(own.prompts) == sorted(lock_step.prompts)
     assert played.output_tokens == in_step.output_tokens == sum(e.output_tokens for e in episodes)
-    assert lock_step.prompts[:4] == [e.prompt for e in episodes], "all of a turn before any of the next"
+    assert lock_step.prompts[:4] == [e.prompt for e in episodes], "all prompts of a turn must precede those of the next"
 
 
 def test_what_can_be_reused_is_what_was_there_before() -> None:
@@ -75,7 +75,8 @@ def test_what_can_be_reused_is_what_was_there_before() -> None:
     episodes = make_episodes(6, 3, 3, LENGTHS, Waits(scale=0.0), 320, seed=2)
     engine = FakeEngine()
     played = asyncio.run(play_at_own_pace(engine, episodes, waiting=False))
-    # The engine leaves one token of a prompt to compute; only the shared first prompts are known to their last token.
+    # The engine always computes the last token of a prompt. Otherwise only the first prompts of a group's followers
+    # would be cached completely, so each follower reuses one token less than `reusable_tokens` counts.
     followers = sum(1 for i in range(len(episodes)) if i % 3)
     assert played.cached_tokens == reusable_tokens(episodes, 3) - followers
 

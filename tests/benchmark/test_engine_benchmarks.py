@@ -1,4 +1,4 @@
-"""The engine's benchmarks run on the CPU and print what they say they print."""
+"""The engine's benchmarks run on the CPU and print the figures that they document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_offline(capsys: pytest.CaptureFixture[str]) -> None:
     rate = found["output_tokens_per_s"]
     assert rate["value"] == found["output_tokens_per_s_run"]["value"] and found["output_tokens_per_s_run"]["run"] == 2
     assert rate["logprobs"] is rate["prefix_cache"] is True
-    assert "peer" not in rate, "nobody was measured with this work"
+    assert "peer" not in rate, "there is no measurement of another engine for this work"
     assert 0 < rate["value"] < rate["limit"]
     assert found["single_sequence_tokens_per_s"]["value"] > 0
 
@@ -64,7 +64,7 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     phases = [line for name, line in found.items() if name.startswith("start_")]
     assert [line["name"] for line in phases[-2:]] == ["start_first_token", "start_first_16_tokens"]
     assert sum(line["value"] for line in phases[:-1]) == pytest.approx(value, abs=0.01)
-    assert all(line["value"] >= 0 for line in phases), "each phase ends after the one before it"
+    assert all(line["value"] >= 0 for line in phases), "each phase must end after the previous one"
     assert found["seconds_to_first_token"]["weights"] == "safetensors"
 
 

@@ -1,4 +1,4 @@
-"""The gates run bounded parts, resume where they stopped, and judge what is in the file."""
+"""The gates run bounded parts, resume where they stopped, and are judged by the figures in the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_part_is_a_command_line_that_its_benchmark_takes(part: Part) -> No
 
 @pytest.mark.parametrize("device", list(PARTS), ids=lambda device: f"on_{device}")
 def test_every_gate_reads_figures_of_its_parts(device: str) -> None:
-    """With a line for every figure of every part, each gate has a value."""
+    """Each gate has a value when there is a line for every figure of every part."""
     fields = {"value": 1.0, "ratio": 1.0}
     names = ("output_tokens_per_s", "single_sequence_tokens_per_s", "seconds_to_first_token", "prefix_hit_rate")
     more = ("lock_step_ratio", "ideal_ratio", "http_json_tokens_per_s", "http_columnar_tokens_per_s")
@@ -47,7 +47,7 @@ def test_a_gate_says_what_it_lacks() -> None:
 
 @pytest.fixture
 def fake_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`python -m benchmarks.fake` in a folder of its own: prints a figure, then does what it is told."""
+    """Make `python -m benchmarks.fake` in a temporary folder: it prints a figure, then acts on its argument."""
     package = tmp_path / "benchmarks"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -86,7 +86,7 @@ def test_a_part_that_does_not_fit_is_left(
     parts = [Part("long", "fake do", 3000), Part("short", "fake do", 30)]
     monkeypatch.setitem(PARTS, "cpu", parts)
     monkeypatch.setitem(GATES, "cpu", [Gate("rate", _figure("short", "rate"), least=4.0)])
-    assert engine_gates.main(["--out", str(fake_benchmark), "--seconds", "60"]) == 1, "the gate is missed"
+    assert engine_gates.main(["--out", str(fake_benchmark), "--seconds", "60"]) == 1, "the gate must be missed"
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["name"], line.get("part")) for line in lines] == [
         ("part_left", "long"),

@@ -1,4 +1,4 @@
-"""The benchmark of hostile callers runs on the CPU and prints what it says it prints."""
+"""The benchmark of hostile callers runs on the CPU and prints the figures that it documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hundred updates under generation in each mode, every one checksummed (`make soak` runs a thousand)."""
+"""A hundred updates in each mode arrive while requests run, each checked by checksum. (`make soak`: a thousand.)"""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.depth import at_depth
 def test_every_update_arrives_while_requests_run(mode: str, tiny_llama: Path) -> None:
     figures = soak(mode, tiny_llama, updates=100, bound=10.0, progress=lambda text: None)
     assert figures["checksummed"] >= 100
-    assert figures["generations"] > 20, "there was traffic"
+    assert figures["generations"] > 20, "requests must have run during the updates"
 
 
 class StaleEngine:
-    """Takes every update and applies none."""
+    """Accepts every update and applies none."""
 
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
@@ -44,8 +44,8 @@ def test_a_lost_update_does_not_pass(tiny_llama: Path) -> None:
     [
         ([1, 2], [("1", 0, 2)], "length"),  # a token is missing
         ([1, 2, 3], [("1", 0, 2)], "length"),  # a token without a version
-        ([1, 2, 3], [("2", 0, 2), ("1", 2, 3)], "length"),  # back to an older version
-        ([1, 2, 3], [("1", 0, 1), ("2", 2, 3)], "length"),  # a hole
+        ([1, 2, 3], [("2", 0, 2), ("1", 2, 3)], "length"),  # returns to an older version
+        ([1, 2, 3], [("1", 0, 1), ("2", 2, 3)], "length"),  # a gap between versions
     ],
 )
 def test_a_wrong_reply_does_not_pass(ids: list[int], spans: list[tuple[str, int, int]], finish: str) -> None:

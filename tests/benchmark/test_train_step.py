@@ -1,4 +1,4 @@
-"""`benchmarks.train_step` runs on the CPU and prints what it says; its arithmetic by hand."""
+"""`benchmarks.train_step` runs on the CPU, prints the figures that it documents, and computes its limit correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_figures_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert rate["value"] == found["train_tokens_per_s_run"]["value"]
     assert rate["recompute"] is True and rate["padding"] == 0
     assert rate["of_limit"] == pytest.approx(rate["value"] / rate["limit"], rel=0.01)
-    assert found["logprob_gap"]["value"] < 100  # fp32 on both sides
+    assert found["logprob_gap"]["value"] < 100  # both sides compute in fp32
     for name in ("trainer_peak_gib", "server_gib", "push", "first_push", "rollout_tokens_per_s", "gemm_ceiling"):
         assert found[name]["value"] > 0, name
 

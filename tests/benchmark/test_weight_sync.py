@@ -1,4 +1,4 @@
-"""The benchmarks of weight sync: that they run, and that they would notice what they look for."""
+"""The benchmarks of weight sync run, and detect the faults that they look for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_gaps_of_nothing() -> None:
         ({"output_ids": [1, 2, 3]}, "completed"),
         ({"output_ids": [1, 2]}, "lost"),  # a token is missing
         ({"error": {"message": "no"}}, "lost"),
-        ({}, "lost"),  # the connection ended without a frame
+        ({}, "lost"),  # the connection ended before the first frame
         ({"output_ids": [1], "finish": "abort"}, "aborted"),
         ({"output_ids": [1, 2, 3], "retractions": 1}, "restarted"),
     ],
@@ -64,7 +64,7 @@ def test_what_becomes_of_a_request_is_counted(answer: dict[str, Any], counted: s
     assert counts["completed"] == (counted in ("completed", "restarted"))
 
 
-# -- what a server rank holds ----------------------------------------------------------------------------------
+# -- weights that a server rank holds --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tp", "owners"), [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4)])
@@ -73,7 +73,7 @@ def test_traffic_counts_every_element_that_a_rank_reads(folder: Path, tp: int, o
     expected: Counter[tuple[int, int]] = Counter()
     for tensor in served:
         owner = torch.empty(tensor.shape, dtype=torch.int8)
-        for i, rows in enumerate(owner.chunk(owners)):  # as FSDP2 cuts
+        for i, rows in enumerate(owner.chunk(owners)):  # FSDP2 cuts tensors in this way
             rows.fill_(i)
         for reader, pieces in enumerate(tensor.pieces):
             for index in pieces:
@@ -83,7 +83,7 @@ def test_traffic_counts_every_element_that_a_rank_reads(folder: Path, tp: int, o
 
 
 class Reports:
-    """An engine that says what its weights are."""
+    """An engine that reports the given checksums as those of its weights."""
 
     def __init__(self, ranks: list[dict[str, str]]) -> None:
         self._ranks = [{"checksums": checksums} for checksums in ranks]
@@ -152,7 +152,7 @@ def _tiny_parameters() -> list[torch.Tensor]:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("real_processes")  # a fork shares the memory that is counted
+@pytest.mark.usefixtures("real_processes")  # with forks, the counted memory would be shared
 @pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
 def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     colocated.main(["--cycles", "2", *more])

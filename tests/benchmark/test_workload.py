@@ -1,4 +1,4 @@
-"""The workload is the published one, and its least time is worked out as documented."""
+"""The workload equals the published one, and the computation of its least time matches the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_server.server_args import ServerArgs
 def test_the_workload_is_nano_vllms() -> None:
     work = make_workload("0.6b")
     assert (len(work.prompts), work.output_tokens) == (256, 133966)
-    assert work.prompts[0][:3] == [6311, 6890, 663], "random.seed(0), a length first and then its ids"
+    assert work.prompts[0][:3] == [6311, 6890, 663], "after random.seed(0), a length must be drawn before the ids"
     assert max(map(max, work.prompts)) <= 10000
     assert {p["temperature"] for p in work.sampling_params()} == {0.6}
 
@@ -30,7 +30,7 @@ def test_part_of_the_workload_and_more_than_all_of_it() -> None:
 
 
 def test_least_seconds_counts_weights_once_a_step() -> None:
-    """Decode of one sequence on a machine whose arithmetic is free: bytes of weights and KV, over the bandwidth."""
+    """With unlimited FLOP/s, the least time of one sequence is the bytes of weights and KV over the bandwidth."""
     shape, work = SHAPES["0.6b"], Workload([[1]], [11], 0.0)
     weights = 28 * 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072) + 1024 * 151936
     keys_and_values = 2 * 1024 * 28 * (11 * 1 + 11 * 11 / 2)
@@ -54,7 +54,7 @@ def test_what_is_set_wins(tmp_path: object) -> None:
 
 
 def test_switches_turn_something_off() -> None:
-    """Each differs from the default, so that an ablation changes something."""
+    """Each switch differs from the default, so that an ablation changes something."""
     args = ServerArgs(model_path="x")
     assert len(switches()) >= 4
     assert all(getattr(args, name) != value for name, value in switches().items())

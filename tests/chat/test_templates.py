@@ -1,4 +1,4 @@
-"""Which chat templates and variables a request may choose, and that ours render what transformers renders."""
+"""Chat templates and variables that a request may choose; templates render as transformers renders them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A trainer process that pushes weights as SGLang's clients do. Each line of stdin is a push, answered by a line.
+"""A trainer process that pushes weights as SGLang's clients do: one push, and one line of output, for each input line.
 
-{"url", "folder", "factor", "format", "ranks"}: the checkpoint in `folder`, times `factor`, in a wire format of
-SGLang's, for `ranks` tensor-parallel ranks.
+An input line is {"url", "key", "folder", "factor", "format", "ranks"}. The weights are those of the checkpoint in
+`folder`, times `factor`, in one of SGLang's wire formats, for `ranks` tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.weight_sync import sglang_payloads as sglang
 
 
 def payloads(name: str, weights: list[tuple[str, torch.Tensor]], ranks: int) -> dict[str, Any]:
-    """The body of the request."""
+    """Return the body of the request."""
     if name == "pairs":
         return {"serialized_named_tensors": [sglang.serialized(weights) for _ in range(ranks)]}
     if name == "one for all":
@@ -46,7 +46,7 @@ def main() -> None:
         loaded = load_file(Path(ask["folder"]) / "model.safetensors")
         weights = [(name, tensor * ask["factor"]) for name, tensor in loaded.items()]
         body = payloads(ask["format"], weights, ask["ranks"])
-        kept = body.pop("kept", weights)  # until the reply
+        kept = body.pop("kept", weights)  # Keep shared tensors alive until the reply.
         headers = {"Authorization": f"Bearer {ask['key']}"}
         reply = httpx.post(f"{ask['url']}/update_weights_from_tensor", json=body, headers=headers, timeout=60)
         del kept

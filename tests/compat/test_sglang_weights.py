@@ -1,4 +1,4 @@
-"""Trainers written for SGLang, against our server: payloads from another process, process groups, disk."""
+"""Trainers written for SGLang work with our server: payloads from another process, process groups, disk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def digest(server: HttpServerEngineAdapter) -> str:
 
 
 def serve(server: HttpServerEngineAdapter, weights: dict[str, torch.Tensor], factor: float = 1.0) -> str:
-    """Push with our own client; the digest of what is served then."""
+    """Push with our own client, and return the digest of the weights that the server then holds."""
     server.update_weights_from_tensor([(name, tensor * factor) for name, tensor in weights.items()])
     return digest(server)
 

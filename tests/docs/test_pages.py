@@ -1,4 +1,4 @@
-"""What the pages name exists: files, headings, modules, make targets, benchmarks. README's AgentLoop example runs."""
+"""Files, headings, modules, make targets and benchmarks that the pages name exist. README's AgentLoop example runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference is what `make docs` writes, and says what the code says."""
+"""docs/reference holds what `make docs` writes, and agrees with the code."""
 
 from __future__ import annotations
 

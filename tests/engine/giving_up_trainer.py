@@ -1,4 +1,7 @@
-"""A trainer process of `test_give_up`: `URL registered|once PARAMETER SIZE`. It pushes at each line on its stdin."""
+"""The trainer process of `test_give_up`, which pushes once for each line on its stdin.
+
+Arguments: `URL registered|once PARAMETER SIZE`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server without a model that can be started again on its port, as a run that knows nothing of the one before."""
+"""A server without a model that can be started again on its port, as a new run that knows nothing of the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMETERS = INFO["num_parameters"]
 
 
 class Weights:
-    """What a scheduler does with weight requests, without weights: it counts versions and parameters."""
+    """Answers weight requests as a scheduler would, but holds no weights: it counts versions and parameters."""
 
     def __init__(self) -> None:
         self.version, self.sizes, self.sources = 0, dict[str, int](), list[str]()
@@ -46,7 +46,7 @@ class Weights:
 
 
 class Server:
-    """A front process over a fake scheduler on a real port, which can be started again there."""
+    """A front process over a fake scheduler on a real port. It can be started again on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._port = folder, 0

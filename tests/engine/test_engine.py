@@ -1,4 +1,4 @@
-"""`Engine` and `HttpServerEngineAdapter` against the real runtime: one interface, the same answers and errors."""
+"""`Engine` and `HttpServerEngineAdapter` have one interface and return the same results and errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adapter(tiny_llama: Path) -> Iterator[HttpServerEngineAdapter]:
 
 @pytest.fixture(params=["engine", "adapter", "attached"])
 def face(request: pytest.FixtureRequest) -> Iterator[EngineBase]:
-    """Each of the three ways to hold an engine."""
+    """Yield an engine for each of the three ways to hold one."""
     if request.param == "attached":
         launched = request.getfixturevalue("adapter")
         with HttpServerEngineAdapter.attach(launched.url, admin_api_key=launched.admin_api_key) as attached:
@@ -184,7 +184,7 @@ def test_results_have_the_keys_that_their_types_declare(face: EngineBase) -> Non
 
 
 def test_servers_without_a_seed_draw_different_ones(engine: Engine, adapter: HttpServerEngineAdapter) -> None:
-    """Replicas that drew the same samples would make every group of GRPO collapse, and nobody would see why."""
+    """Replicas that drew the same samples would make every GRPO group collapse, and nothing would show the reason."""
     ours, theirs = (each.get_server_info()["random_seed"] for each in (engine, adapter))
     assert ours != theirs
     assert (engine.server_args.random_seed, adapter.server_args.random_seed) == (ours, theirs)
@@ -247,7 +247,7 @@ def test_openai_client(adapter: HttpServerEngineAdapter, tiny_llama: Path) -> No
             client.completions.create(model="m", prompt="hi", max_tokens=0)
 
 
-# -- the end ------------------------------------------------------------------------------------------------
+# -- shutdown and death -------------------------------------------------------------------------------------
 
 
 def test_own_loop_is_refused(engine: Engine) -> None:
@@ -345,7 +345,7 @@ def test_keys_travel(tiny_llama: Path) -> None:
 
 
 def test_a_launched_server_obeys_nobody_else(adapter: HttpServerEngineAdapter) -> None:
-    """Its admin key is random, and stands where nobody else can read it. Everybody on the host may generate."""
+    """The admin key is random and cannot be read elsewhere. Every process on the host may generate."""
     key = adapter.admin_api_key
     assert key is not None and len(key) > 20 and adapter.server_args.admin_api_key == key
     stranger = HttpServerEngineAdapter.attach(str(adapter.url))

@@ -1,4 +1,7 @@
-"""A trainer that gives up a push while it waits: interrupted, killed, cut off. The old weights go on, for good."""
+"""A trainer gives up a push while it waits, because it is interrupted or killed, or its connection is closed.
+
+The server then keeps the old weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from verl_server.models.tiny import make_model_folder
 
 NORM = "model.norm.weight"
 LONG = {"temperature": 0.0, "max_new_tokens": 20_000, "ignore_eos": True}
-"""Longer than any wait of these tests, also on a loaded machine: the requests must outlive what is given up."""
+"""Sampling parameters of requests that must outlive every wait of these tests, also on a loaded machine."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def state(engine: HttpServerEngineAdapter) -> dict[str, Any]:
 
 
 def wait_for(engine: HttpServerEngineAdapter, **expected: Any) -> dict[str, Any]:
-    """The server's figures as soon as they are so."""
+    """Wait until the server's state has the expected values, and return the state."""
     deadline = time.monotonic() + 30
     while any((seen := state(engine))[name] != value for name, value in expected.items()):
         assert time.monotonic() < deadline, f"waited for {expected}, got {seen}"
@@ -48,7 +51,7 @@ def wait_for(engine: HttpServerEngineAdapter, **expected: Any) -> dict[str, Any]
 
 @contextlib.contextmanager
 def long_requests(engine: HttpServerEngineAdapter) -> Iterator[None]:
-    """Requests that a push in mode "wait" has to wait for; they are ended at the end."""
+    """Run requests that a push in mode "wait" has to wait for, and abort them afterwards."""
     prompts = [[5, 6, n] for n in range(8)]
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(engine.generate, input_ids=prompts, sampling_params=LONG)
@@ -62,7 +65,7 @@ def long_requests(engine: HttpServerEngineAdapter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer(engine: HttpServerEngineAdapter, how: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ready to push."""
+    """Start a process that is ready to push."""
     size = str(len(engine.get_weights_by_name(NORM)))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pipes["env"] = os.environ | {"VERL_SERVER_ADMIN_API_KEY": str(engine.admin_api_key)}
@@ -92,7 +95,9 @@ def test_an_interrupted_push_is_withdrawn_and_the_next_one_is_clean(engine: Http
             wait_for(engine, draining=True)
             process.send_signal(signal.SIGINT)
             assert "ended without the server's answer" in process.stdout.readline()
-            assert wait_for(engine, draining=False)["num_running_reqs"] > 0, "nobody was waited for any more"
+            assert wait_for(engine, draining=False)["num_running_reqs"] > 0, (
+                "the running requests must outlive the withdrawn push"
+            )
         engine.flush_cache(timeout=10)
         assert state(engine)["weight_version"] == before and engine.get_weights_by_name(NORM) == norm
         tell(process)
@@ -120,7 +125,7 @@ def test_an_engine_leaves_a_transaction_whose_lease_ended(engine: HttpServerEngi
 
 
 def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpServerEngineAdapter) -> None:
-    """Any client: a begun transaction, say, would hold generation until its lease ends."""
+    """This holds for any client. Otherwise a transaction, for example, would hold generation until its lease ends."""
     host, port = str(engine.url).removeprefix("http://").split(":")
     body = orjson.dumps({"transaction_id": "nobody's"})
     key = f"Authorization: Bearer {engine.admin_api_key}"

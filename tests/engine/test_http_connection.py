@@ -1,4 +1,4 @@
-"""Kept connections for control calls, against a server that does what real ones only do on bad days."""
+"""Kept connections for control calls, against a server that behaves as real servers do only in rare cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Kind: test\r\n\r\nhi"
 
 
 class Server:
-    """Answers each request as `behave` says: bytes to send, None to say nothing, "close" to hang up."""
+    """Answers each request with what `behave` returns: bytes to send, None for no answer, "close" to disconnect."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -39,7 +39,7 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # `close` hung up
+        with contextlib.suppress(OSError):  # `close` closed the connection
             self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:

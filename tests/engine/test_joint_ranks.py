@@ -1,4 +1,4 @@
-"""What a rank does when its engine, or another one's, fails; whole meshes are in `test_verl_engine.py`."""
+"""Calls of joint ranks in which an engine refuses or fails. `test_verl_engine.py` tests whole meshes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_server.errors import BadRequestError, ServerDiedError, UnansweredError
 
 
 class Group:
-    """Meets peers of which one may have something else to say."""
+    """A group of ranks whose first peer may report another outcome than this rank's."""
 
     def __init__(self, rank: int, size: int, peer: _Outcome | None = None, lost: bool = False) -> None:
         self.rank, self.size, self.is_lost = rank, size, lost
@@ -55,7 +55,7 @@ OPEN = _Outcome(("ControlTimeoutError", "late"), is_certain=False)
 def test_all_meet_after_the_engines_acted() -> None:
     everyone = Group(2, 4)
     ranks = joint(everyone)
-    assert (ranks.rank, ranks.size) == (0, 2), "of its engine"
+    assert (ranks.rank, ranks.size) == (0, 2), "rank and size must be those within the engine"
     assert ranks.own(["a", "b", "c", "d"]) == ["c", "d"]
     assert ranks.act("push", lambda: "done") == "done"
     assert everyone.brought == [_Outcome()]
@@ -71,7 +71,7 @@ def test_the_own_engines_error_comes_before_others_refusals(peer: _Outcome | Non
 
 
 def test_what_is_open_elsewhere_comes_before_the_own_refusal() -> None:
-    """Who hears of a refusal may free the memory, which another engine may be reading."""
+    """A caller that receives a refusal may free the memory, while another engine may still be reading it."""
     with pytest.raises(UnansweredError, match="rank 0: ControlTimeoutError: late") as raised:
         joint(Group(2, 4, OPEN)).act("push", fail(BadRequestError("no")))
     assert isinstance(raised.value.__cause__, BadRequestError)
@@ -98,7 +98,7 @@ def test_a_rank_that_is_missed_is_not_waited_for_again() -> None:
     everyone, ours = Group(2, 4), Group(0, 2, lost=True)
     with pytest.raises(UnansweredError, match="silent"):
         joint(everyone, ours).act("push", fail(UnansweredError("silent")))
-    assert everyone.is_lost, "the others hear of it at once"
+    assert everyone.is_lost, "the other ranks must get the error at once"
 
 
 def test_a_call_that_an_engines_ranks_do_not_share_fails_everywhere_at_once() -> None:
@@ -112,4 +112,4 @@ def test_a_call_that_an_engines_ranks_do_not_share_fails_everywhere_at_once() ->
     ours.gather = mismatch  # type: ignore[method-assign]
     with pytest.raises(BadRequestError, match="different methods"):
         ranks.gather("push", lambda: b"mine")
-    assert everyone.is_lost, "the others do not wait"
+    assert everyone.is_lost, "the other ranks must not wait"

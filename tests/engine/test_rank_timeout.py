@@ -1,4 +1,4 @@
-"""One setting bounds how far ranks may be apart. (What a call says when it is over: `verl_engine_ranks.py`.)"""
+"""One setting bounds how long ranks wait for each other. (The error at its end is tested in `verl_engine_ranks.py`.)"""
 
 from __future__ import annotations
 

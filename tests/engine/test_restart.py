@@ -1,4 +1,4 @@
-"""A server that was started again: no call takes it for the one before until it was healed or accepted."""
+"""After a restart of the server, every call fails until the new run has been healed or accepted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CALLS: dict[str, Callable[[HttpServerEngineAdapter], Any]] = {
 
 
 def test_no_call_takes_a_restarted_server_for_the_one_before(server: Server, engine: HttpServerEngineAdapter) -> None:
-    """Its weights are not those that were pushed. The server does nothing, so the test may look at it."""
+    """No call may use the restarted server, which does not hold the pushed weights."""
     engine.update_weights_from_tensor(TENSORS, weight_version="seven")
     for call in CALLS.values():
         call(engine)
@@ -88,7 +88,7 @@ def test_no_call_takes_a_restarted_server_for_the_one_before(server: Server, eng
     for name, call in CALLS.items():
         with pytest.raises(ServerRestartedError, match=rf"expects run {before} with weight version '.+'.*heal\(\)"):
             call(engine)
-            raise AssertionError(f"{name} took it for the one before")
+            raise AssertionError(f"{name} accepted the restarted server")
     assert not [m for m in server.stack.scheduler.received if not isinstance(m, io.GetInternalStateReq)]
 
 
@@ -104,7 +104,7 @@ def test_heal_pushes_what_was_registered_under_the_version_that_was_pushed(
     info = engine.get_server_info()
     assert (info["weight_version"], info["weights_confirmed"], info["instance_id"]) == ("7", True, engine.instance_id)
     engine.push_weights(8)
-    assert server.weights.sources == ["description", "registration"], "registered again"
+    assert server.weights.sources == ["description", "registration"], "the registration must be made again"
     assert engine.generate("a", FOUR)
 
 
@@ -156,13 +156,13 @@ def test_a_server_that_is_started_again_during_a_heal_is_not_taken_for_healed(
     with pytest.raises(ServerRestartedError):
         engine.heal()
     monkeypatch.undo()
-    assert not server.weights.sources, "the run that answers was not pushed to"
+    assert not server.weights.sources, "the run that answers must not have received a push"
     engine.heal()
     assert engine.generate("a", FOUR)
 
 
 def test_an_accepted_restart(server: Server, attach: Callable[[], HttpServerEngineAdapter]) -> None:
-    """Each of several engines decides for itself; the owner's word is enough for those that wait."""
+    """Each of several engines decides for itself; for engines that wait, the owner's acceptance is enough."""
     owner, other = attach(), attach()
     server.restart()
     owner.accept_restart()
@@ -196,7 +196,7 @@ def test_who_waits_for_a_heal_waits_within_a_bound(server: Server, engine: HttpS
         asyncio.run(engine.async_wait_until_healed(0))
     httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": "/weights"}).raise_for_status()
     asyncio.run(engine.async_wait_until_healed(0))
-    assert engine.generate("a", FOUR), "a client that knows nothing of runs has pushed all weights"
+    assert engine.generate("a", FOUR), "another client has pushed all weights"
 
 
 def test_every_response_names_the_run_and_unaware_clients_are_served(server: Server) -> None:
@@ -212,9 +212,9 @@ def test_every_response_names_the_run_and_unaware_clients_are_served(server: Ser
 
 
 def test_a_server_that_names_no_run_has_taken_over(server: Server, engine: HttpServerEngineAdapter) -> None:
-    """Another make, or an older version: it ignores what the request expects, so its answer is thrown away."""
+    """Such a server is another product or an older version. It ignores the expected run, so its answer is discarded."""
     engine._instance.check(200, engine.instance_id)
-    engine._instance.check(502, None)  # of a proxy
+    engine._instance.check(502, None)  # the answer of a proxy
     with pytest.raises(ServerRestartedError, match="its answer has no run id"):
         engine._instance.check(200, None)
 

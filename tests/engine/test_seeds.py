@@ -1,4 +1,4 @@
-"""Two servers never share a stream of seeds unless somebody asked for it."""
+"""Two servers never share a stream of seeds unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_server.server.launch import with_random_seed
 
 
 def drawn(**settings: int) -> int | None:
-    """The seed of a server that is started by a program which seeds its generators, as trainer ranks do."""
+    """Return the seed of a server whose program seeds its random generators first, as trainer ranks do."""
     random.seed(1)
     torch.manual_seed(1)
     return with_random_seed(ServerArgs(model_path="folder", **settings)).random_seed
@@ -37,7 +37,7 @@ def test_only_the_first_node_draws() -> None:
 
 def test_engines_of_a_mesh_have_different_seeds_that_a_given_one_repeats() -> None:
     seeds = [[seed_of_engine(seed, rank) for rank in range(0, 64, 2)] for seed in (0, 1, 7)]
-    assert [first for first, *_ in seeds] == [0, 1, 7], "one engine samples what a server with this seed does"
+    assert [first for first, *_ in seeds] == [0, 1, 7], "the first engine must use the seed itself"
     assert len({seed for row in seeds for seed in row}) == 3 * 32
     assert seeds[1] == [seed_of_engine(1, rank) for rank in range(0, 64, 2)]
     assert all(0 <= seed < 2**53 for row in seeds for seed in row)

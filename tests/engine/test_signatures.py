@@ -1,4 +1,4 @@
-"""Options and results are declared once, and the declarations say what the code does. (`typed_calls.py`: the types.)"""
+"""Options and results are declared once, and the declarations match the code. (`typed_calls.py` checks the types.)"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ METHODS = [
 @pytest.mark.parametrize("engine", [EngineBase, HttpServerEngineAdapter, VerlEngine])
 def test_an_editor_sees_every_argument(engine: type, method: str) -> None:
     signature = inspect.signature(getattr(engine, method))
-    # What `engine.weights` imports for type checkers only, `engine.verl_engine` imports for all.
+    # `engine.weights` imports some names for type checkers only; `engine.verl_engine` imports them at run time.
     hints = get_type_hints(getattr(engine, method), localns=vars(verl_engine), include_extras=True)
     for name, parameter in signature.parameters.items():
         assert parameter.kind is not parameter.VAR_POSITIONAL, f"*{name} hides the arguments"

@@ -1,4 +1,4 @@
-"""`VerlEngine` on several ranks: `verl_engine_ranks.py` under torchrun, one launch for many checks."""
+"""`VerlEngine` on several ranks. One launch under torchrun runs many of the checks in `verl_engine_ranks.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight methods of every engine, against a fake one that records the requests."""
+"""The weight methods that every engine has, against a fake engine that records the requests."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_registered_models(engine: FakeEngine, model: nn.Module) -> None:
     assert (engine.last.weight_version, engine.last.mode) == ("7", "in_place")
     model[1].weight = nn.Parameter(torch.full((4, 4), 3.0))
     engine.push_weights()
-    assert engine.updates[-1] == "description+", "a parameter that was replaced is found"
+    assert engine.updates[-1] == "description+", "a parameter that was replaced must be found"
     assert (read(engine.last.description)["1.weight"] == 3).all()
     model.append(nn.Linear(4, 4))
     engine.push_weights()
-    assert "2.weight" in read(engine.last.description), "and so is a module that was added"
+    assert "2.weight" in read(engine.last.description), "a module that was added must be found"
     engine.push_weights()
     assert engine.updates[-1] == "registration"
     assert len(engine.known) == 1
@@ -112,7 +112,7 @@ def test_a_server_that_forgot_gets_the_description_once(engine: FakeEngine, mode
     engine.refuse = refusal(404, "not here")
     with pytest.raises(WeightUpdateError, match="not here"):
         engine.push_weights()
-    assert engine.updates[-2:] == ["registration", "description+"], "no third try"
+    assert engine.updates[-2:] == ["registration", "description+"], "the push must not be tried a third time"
 
 
 def test_pushing_what_was_never_registered(engine: FakeEngine, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ def test_unregister_names_everything_that_may_be_open(engine: FakeEngine, model:
     assert len(engine.last.registrations or []) == 2
     before = len(engine.requests)
     engine.unregister_weights()
-    assert len(engine.requests) == before, "nothing is open any more"
+    assert len(engine.requests) == before, "no registration is open, so nothing must be sent"
 
 
 def test_a_refused_push_keeps_the_tensors_and_the_registration(engine: FakeEngine, model: nn.Module) -> None:
@@ -162,11 +162,11 @@ def test_an_engine_that_sleeps_holds_nothing(engine: FakeEngine, model: nn.Modul
     engine.release_memory_occupation(["weights"])
     assert engine._pusher is not None and engine._pusher._registrations.open_ids() == []
     engine.push_weights()
-    assert engine.updates[-1] == "description+", "explicit registration goes on"
+    assert engine.updates[-1] == "description+", "an explicit registration must survive the release of memory"
     engine.release_memory_occupation()
     for _ in range(3):
         engine.update_weights_from_tensor(model.named_parameters())
-    assert engine.updates[-3:] == ["description"] * 3, "without it the memory could not be offloaded"
+    assert engine.updates[-3:] == ["description"] * 3, "unregistered memory must not be kept open"
 
 
 def test_mapping(engine: FakeEngine) -> None:
@@ -179,7 +179,9 @@ def test_mapping(engine: FakeEngine) -> None:
 
     for _ in range(3):
         engine.update_weights_from_tensor([("qkv", fused)], mapping=mapping)
-    assert engine.updates == ["description", "description+", "registration"], "views of unmoved memory stay"
+    assert engine.updates == ["description", "description+", "registration"], (
+        "views of unmoved memory must stay registered"
+    )
     seen = read(engine.requests[0].description)  # type: ignore[union-attr, arg-type]
     assert torch.equal(torch.cat([seen["q"], seen["k"], seen["v"]]), fused)
     engine.register_weights([("qkv", fused)], mapping)
@@ -218,7 +220,7 @@ def test_pushes_of_several_threads_come_one_after_the_other(engine: FakeEngine, 
         with lock:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
-        threading.Event().wait(0.01)  # time for others to come in, if they could
+        threading.Event().wait(0.01)  # time for other pushes to arrive, if they could
         with lock:
             inside[0] -= 1
 
@@ -249,7 +251,7 @@ def test_transactions(engine: FakeEngine, model: nn.Module) -> None:
         engine.end_weight_update()
     engine.refuse = None
     engine.update_weights_from_tensor(model.named_parameters())
-    assert engine.last.transaction_id == transaction, "a transaction whose end was refused is still open"
+    assert engine.last.transaction_id == transaction, "a transaction whose end was refused must stay open"
     engine.end_weight_update(weight_version="9")
     assert engine.last == EndWeightUpdateReq(transaction_id=transaction, weight_version="9")
     engine.update_weights_from_tensor(model.named_parameters())
@@ -257,7 +259,7 @@ def test_transactions(engine: FakeEngine, model: nn.Module) -> None:
 
 
 def test_a_transaction_that_the_server_does_not_have_is_left(engine: FakeEngine, model: nn.Module) -> None:
-    """Its lease ended, or the server was started again: the engine must not send its id for ever."""
+    """After the lease has ended or the server was restarted, the engine must stop sending the transaction's id."""
     pushes: list[Callable[[], Any]] = [
         lambda: engine.update_weights_from_tensor(model.named_parameters()),
         lambda: engine.update_weights_from_disk("/checkpoint"),
@@ -298,7 +300,7 @@ def interrupt(req: Any) -> None:
 
 
 def test_an_interrupted_end_is_not_waited_for(engine: FakeEngine, model: nn.Module) -> None:
-    """The server carries it out all the same."""
+    """The server ends the transaction although the caller was interrupted."""
     engine.begin_weight_update()
     engine.on_request = interrupt
     with pytest.raises(KeyboardInterrupt):
@@ -324,7 +326,7 @@ def test_an_interrupted_push_says_what_is_certain_and_the_next_starts_anew(
         with pytest.raises(KeyboardInterrupt) as caught:
             push()
         assert "without the server's answer" in caught.value.__notes__[0]
-    assert engine._pusher is not None and len(engine._pusher._registrations.open_ids()) == 2, "both may be open there"
+    assert engine._pusher is not None and len(engine._pusher._registrations.open_ids()) == 2, "both may be open"
     engine.on_request = lambda req: None
     assert engine.push_weights() == (True, "done")
     assert len(engine._pusher._registrations.open_ids()) == 1

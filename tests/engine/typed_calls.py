@@ -1,4 +1,4 @@
-"""What a type checker, and so an editor, knows of the engines' methods. `make lint` checks it; nothing runs it."""
+"""Types that a type checker, and so an editor, infers for the engines' methods. `make lint` checks this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `test_verl_engine.py` runs under torchrun: every rank goes through the same checks, in order.
+"""Checks that `test_verl_engine.py` runs under torchrun: every rank runs the same checks in the same order.
 
     torchrun --nproc-per-node N -m tests.engine.verl_engine_ranks SCENARIO MODEL_FOLDER RESULT_FOLDER
 
@@ -52,7 +52,7 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
 
 class Bench:
-    """One rank's engine and trainer, and the checks on them."""
+    """The engine and the trainer of one rank, with the checks on them."""
 
     def __init__(self, folder: str, results: Path, **options: Any) -> None:
         self.rank = dist.get_rank()
@@ -81,17 +81,17 @@ class Bench:
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def train(self, seed: int) -> None:
-        """An optimizer's step, the same on every rank: written in place."""
+        """Change the parameters in place, as an optimizer's step would, equally on every rank."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.trainer.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
     def expect_parity(self) -> None:
-        """The server answers what the trainer's own weights would."""
+        """Check that the server returns the tokens and log-probabilities that the trainer's weights give."""
         result = self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True)
         ids = torch.tensor([PROMPT + result["output_ids"]])
-        exact = copy.deepcopy(self.trainer).double()  # its own rounding is no part of the server's error
+        exact = copy.deepcopy(self.trainer).double()  # excludes the trainer's own rounding from the error
         with torch.no_grad():
             logits = exact(ids).logits[0, len(PROMPT) - 1 : -1]
         assert logits.argmax(-1).tolist() == result["output_ids"]
@@ -101,7 +101,7 @@ class Bench:
         assert error < 1e-4, f"log-probabilities differ by {error:.1e} where logits reach {logits.abs().max():.1f}"
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, result["output_ids"])
-        assert all(ids == everyone[0] for ids in everyone), "the same result on every rank"
+        assert all(ids == everyone[0] for ids in everyone), "the result must be the same on every rank"
 
     def expect_error(self, kind: type[Exception], text: str, call: Callable[[], Any], seconds: float = 5.0) -> None:
         start = time.monotonic()
@@ -129,7 +129,7 @@ class Bench:
         assert result["meta_info"]["weight_version"] == "3"
 
     def check_local_serialized_tensors_one_by_one(self) -> None:
-        """The original's way: one tensor a call, handles made by the caller, flush at the end."""
+        """Push one tensor for each call, with handles made by the caller, and flush once at the end."""
         self.train(4)
         for name, parameter in self.trainer.named_parameters():
             ((_, local),) = describe_tensors([(name, parameter)])
@@ -151,7 +151,7 @@ class Bench:
         self.expect_parity()
 
     def check_fsdp2_trainer(self) -> None:
-        """Registered once: each server rank reads the shards that it needs from their owners."""
+        """The trainer registers once; each server rank reads the shards that it needs from the ranks that own them."""
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         sharded = AutoModelForCausalLM.from_pretrained(self._settings["model_path"], dtype=torch.float32)
         for layer in sharded.model.layers:
@@ -170,7 +170,7 @@ class Bench:
         self.expect_error(BadRequestError, "register_weights", self.engine.push_weights)
 
     def check_tensor_parallel_trainer(self) -> None:
-        """Plain tensors that are declared to be shards, cut in another way than the server's."""
+        """The trainer passes plain tensors that are declared as shards and are cut differently from the server's."""
         self.train(9)
         ranks, shards = dist.get_world_size(), []
         for name, parameter in self.trainer.named_parameters():
@@ -227,7 +227,7 @@ class Bench:
         self.expect_parity()
 
     def check_http_beside(self) -> None:
-        """Every rank knows the server: OpenAI's models.list, /generate without sampling parameters."""
+        """Every rank knows the server's URL. The server answers the openai client and plain `/generate` requests."""
         url = self.engine.url
         assert (url is not None) == self.launched
         if url is None:
@@ -240,7 +240,7 @@ class Bench:
         assert reply["meta_info"]["completion_tokens"] >= 1
 
     def check_messages_of_any_length(self) -> None:
-        """Short ones take one collective, long ones two; ranks may differ."""
+        """Short messages take one collective and long ones two; the lengths may differ between ranks."""
         group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=20)
         for size in (0, 1, 4000, 4087, 4088, 4089, 5000, 200_000):
             mine = [bytes([65 + rank]) * (size if rank else size // 2) for rank in range(dist.get_world_size())]
@@ -256,7 +256,7 @@ class Bench:
         dist.barrier()
 
     def check_a_rank_that_left_a_call_early_does_not_take_its_outcome_for_a_later_one(self) -> None:
-        """Ctrl-C on one rank: it would believe that its memory is not read any more. The group is lost instead."""
+        """A rank interrupted by Ctrl-C would wrongly conclude that its memory is not read, so the group is lost."""
         group = RankGroup(list(range(dist.get_world_size())), 3, silence_timeout=1.0)
         group.gather("left early", bytes)
         if self.rank == 0:
@@ -291,12 +291,12 @@ class Bench:
         self.expect_error(ServerDiedError, "", self.engine.get_server_info, 10)
 
     def check_bounds_are_on_silence_not_on_work(self) -> None:
-        """A call three times as long as the bound is fine if the acting rank says that it is still at it."""
+        """A call may take three times as long as the bound if the acting rank reports that it is still working."""
         group = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=0.2)
         assert group.call("work", lambda _: time.sleep(3) or "done") == "done"
         silent = RankGroup(list(range(dist.get_world_size())), 20, silence_timeout=1.0, beat=20)
         if self.rank == 0:
-            with contextlib.suppress(VerlServerError):  # nobody is left to hear the result
+            with contextlib.suppress(VerlServerError):  # no rank waits for the result
                 silent.call("freeze", lambda _: time.sleep(3))
         else:
             self.expect_error(UnansweredError, "freeze: another rank", lambda: silent.call("freeze", lambda _: None))
@@ -356,7 +356,7 @@ def run_scenario(bench: Bench, name: str) -> None:
 
 
 def run_restart(bench: Bench) -> None:
-    """A server that is not VerlEngine's own goes away, and another run of it comes back on its port."""
+    """A server that `VerlEngine` did not start ends, and a new run of it starts on the same port."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def a_restarted_server_is_healed_by_all_ranks() -> None:
@@ -388,11 +388,11 @@ def run_restart(bench: Bench) -> None:
 
 
 def run_replicas(bench: Bench) -> None:
-    """(dp 2, tp 2): two servers, first each for itself, then both for what all four ranks share."""
+    """(dp 2, tp 2) has two servers. Each first takes the weights of its own ranks, then both those of all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
     def own_weights() -> None:
-        """Each replica's ranks hold all that their server needs, which is not what the other replica's hold."""
+        """Each replica's ranks hold all weights of their own server. The other replica's weights have other values."""
         urls: list[Any] = [None] * 4
         dist.all_gather_object(urls, bench.engine.url)
         assert urls[0] == urls[1] != urls[2] == urls[3], urls
@@ -400,7 +400,7 @@ def run_replicas(bench: Bench) -> None:
         push = bench.engine.update_weights_from_tensor
         push([("model.norm.weight", value)])
         assert bench.engine.get_weights_by_name("model.norm.weight", 3) == [10.0 + bench.rank // 2] * 3
-        slices = distribute_tensor(value.clone(), mesh, [Replicate(), Shard(0)])  # which writes to its argument
+        slices = distribute_tensor(value.clone(), mesh, [Replicate(), Shard(0)])  # `distribute_tensor` writes to it
         push([("model.norm.weight", slices)], weight_version="shards of this replica")
         assert bench.engine.get_weights_by_name("model.norm.weight", 1) == [10.0]
         ((name, local),) = describe_tensors([("model.norm.weight", value)])
@@ -420,11 +420,11 @@ def run_replicas(bench: Bench) -> None:
         bench.engine.shutdown()
 
     def one_engine_refuses() -> None:
-        """All ranks hear of it, and the next push brings the engines together."""
+        """All ranks get the error, and the next push makes the engines hold the same weights again."""
         push = bench.engine.update_weights_from_tensor
         transaction = {"transaction_id": "held"}
         key = bench.engine.admin_api_key
-        assert key is not None and len(key) > 20, "known on every rank"
+        assert key is not None and len(key) > 20, "the key must be known on every rank"
         headers = {"Authorization": f"Bearer {key}"}
         begin, finish = f"{bench.engine.url}/begin_weight_update", f"{bench.engine.url}/end_weight_update"
         assert httpx.post(begin, json=transaction).status_code == 401

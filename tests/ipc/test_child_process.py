@@ -95,7 +95,9 @@ def test_failure_carries_the_childs_traceback_and_log(start) -> None:  # type: i
     assert "worker failed while starting: ValueError: the shape is wrong" in message
     assert 'raise ValueError("the shape is wrong")' in message
     assert "child says hello" in message
-    assert message.count("ValueError: the shape is wrong") == 2, "in the first line and in the traceback"
+    assert message.count("ValueError: the shape is wrong") == 2, (
+        "the error must be in the first line and in the traceback"
+    )
     assert "child_main" not in message
 
 
@@ -159,8 +161,8 @@ def test_child_dies_with_its_parent(tmp_path: Path, start) -> None:  # type: ign
     finally:
         parent.kill()
         parent.wait(timeout=10)
-    assert _gone(pid, within=10), "an orphan survived its parent"
-    assert not folder.exists(), "what the parent could not remove any more"
+    assert _gone(pid, within=10), "the child outlived its parent"
+    assert not folder.exists(), "the child must remove the folder that its killed parent could not remove"
 
 
 @pytest.mark.parametrize(

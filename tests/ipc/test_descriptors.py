@@ -1,4 +1,4 @@
-"""The limit of open files, over a fake one."""
+"""`raise_descriptor_limit` raises the soft limit of open files, and warns if it stays too low. The limit is a fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages over a socket on which neither end waits: whole, in order, whatever their size and the reader's pace."""
+"""A non-blocking message socket delivers messages whole and in order, for any message size and any reading speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ends() -> Iterator[tuple[MessageSocket, MessageSocket]]:
 
 
 def serve(end: MessageSocket, enough: Callable[[], bool], got: list[bytes]) -> None:
-    """What a loop does with its end, until there is enough."""
+    """Send and receive on `end`, as an event loop would, until `enough` returns True."""
     deadline = time.monotonic() + WAIT
     while not enough():
         assert time.monotonic() < deadline, "the messages did not come"
@@ -55,7 +55,7 @@ def test_a_message_larger_than_any_buffer(ends: tuple[MessageSocket, MessageSock
     large = random.Random(0).randbytes(20 << 20)
     ours.send(large)
     ours.send(b"after it")
-    assert ours.unsent, "no socket holds that much"
+    assert ours.unsent, "the message must exceed the socket's buffer"
     got: list[bytes] = []
     with ThreadPoolExecutor() as threads:
         reader = threads.submit(serve, theirs, lambda: len(got) == 2, got)
@@ -67,7 +67,7 @@ def test_a_message_larger_than_any_buffer(ends: tuple[MessageSocket, MessageSock
 def test_two_ends_that_send_before_they_read_do_not_wait_for_each_other(
     ends: tuple[MessageSocket, MessageSocket],
 ) -> None:
-    sent = [bytes([k % 256]) * 50_000 for k in range(200)]  # 10 MB in each direction, with nobody reading
+    sent = [bytes([k % 256]) * 50_000 for k in range(200)]  # 10 MB in each direction, while neither end reads
     for end in ends:
         for message in sent:
             end.send(message)
@@ -102,7 +102,7 @@ def test_what_a_peer_said_before_it_went_is_heard(ends: tuple[MessageSocket, Mes
     ours, theirs = ends
     theirs.send(b"last words")
     theirs.close()
-    ours.send(b"to nobody")  # noticed here that the peer is gone
+    ours.send(b"to nobody")  # this call detects that the peer has closed its end
     ours.send(b"to nobody")
     assert not ours.unsent
     assert ours.receive() == [b"last words"]

@@ -1,4 +1,7 @@
-"""Which sums go through peer memory, and how; the GPUs' part is run by `benchmarks/all_reduce.py`."""
+"""Peer memory: the algorithm for each size, sums that the process group does instead, and setup on all ranks or none.
+
+`benchmarks/all_reduce.py` tests the sums on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from verl_server.ipc.tp_group import TpGroup
 
 
 class TwoRanks:
-    """Stands in for symmetric memory: the other rank always brings ones."""
+    """Stands for symmetric memory: the other rank's tensor always holds ones."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -52,7 +55,7 @@ def test_a_sum_goes_the_way_of_its_size(ranks: TwoRanks, memory: PeerMemory, row
     assert torch.equal(summed, expected)
     assert ranks.called == [way]
     memory.sum(torch.zeros(32, 8))
-    assert torch.equal(summed, expected), "the next sum writes the buffer, not this result"
+    assert torch.equal(summed, expected), "the next sum must write the buffer, not this result"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_other_sums_are_left_to_the_group(
 
 
 class OtherRank:
-    """Another rank's part of a gather: its GPU's UUID, then its votes."""
+    """The answers of another rank in a gather: the UUID of its GPU, then its votes."""
 
     def __init__(self, answers: list[bytes]) -> None:
         self.answers = answers
@@ -123,4 +126,4 @@ def test_all_ranks_have_it_or_none(
     other = OtherRank(answers)
     memory = PeerMemory.connect(group, torch.device(device), other.gather)
     assert (memory is not None) is connects
-    assert not other.answers, "a vote is missing"
+    assert not other.answers, "a vote was not requested"

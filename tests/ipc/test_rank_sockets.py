@@ -1,4 +1,4 @@
-"""Messages between the ranks of one host: everything arrives, every wait is bounded, and an error is everyone's."""
+"""Messages between the ranks of one host arrive in order, every wait is bounded, and an error reaches all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT = 30.0
 
 
 class Star:
-    """All ranks in threads of this process."""
+    """All ranks of a host, each in a thread of this process."""
 
     def __init__(self, size: int, timeout: float | None = 20.0) -> None:
         pairs = [socket.socketpair() for _ in range(size - 1)]
@@ -70,12 +70,12 @@ def test_every_rank_gets_everything_in_the_order_of_ranks(make_star: MakeStar, l
 def test_broadcasts_arrive_in_order_and_are_confirmed_only_when_received(make_star: MakeStar) -> None:
     star = make_star(3)
     for k in range(50):
-        star.ranks[0].broadcast(b"%d" % k)  # nobody has to be there
+        star.ranks[0].broadcast(b"%d" % k)  # no rank has to wait for it yet
     heard = [star.on(rank, lambda me: [me.receive_broadcast() for _ in range(50)]) for rank in (1, 2)]
     assert [future.result(WAIT) for future in heard] == [[b"%d" % k for k in range(50)]] * 2
     told = star.on(0, lambda me: me.broadcast(b"outcome", confirmed=True))
     assert star.ranks[1].receive_broadcast() == b"outcome"
-    star.ranks[1].close()  # its program is over
+    star.ranks[1].close()  # as if the program of this rank had ended
     with pytest.raises(TimeoutError):
         told.result(0.2)
     assert star.ranks[2].receive_broadcast() == b"outcome"
@@ -117,7 +117,7 @@ def test_a_first_rank_that_does_not_come_is_named(make_star: MakeStar, monkeypat
 @pytest.mark.parametrize("dying", [0, 1, 2])
 @pytest.mark.parametrize("heard_before", [False, True])
 def test_a_rank_that_goes_ends_the_wait_of_all_others(make_star: MakeStar, dying: int, heard_before: bool) -> None:
-    """Without a bound: nothing else can end it. The last rank never comes."""
+    """There is no bound, so that only the end of a rank can end the wait. The last rank never calls `gather`."""
     star = make_star(4, timeout=None)
     if heard_before and dying:
         star.ranks[dying]._send_to_all(0, b"its entry")
@@ -155,11 +155,11 @@ def _interrupted(*_: object) -> tuple[int, bytes]:
     raise KeyboardInterrupt
 
 
-# -- how they meet ---------------------------------------------------------------------------------------------------
+# -- how ranks connect -------------------------------------------------------------------------------------------
 
 
 def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> None:
-    """In a process of its own: found by the others, or not if its /tmp is another."""
+    """Connect as one rank, in a process of its own. Without `one_host`, rank 1 cannot reach the first rank's socket."""
     if not one_host and rank == 1:
         rank_sockets._connected = lambda address, rank: None
     tempfile.tempdir = folder
@@ -169,7 +169,7 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
     channel = RankSockets.connect(group, WAIT, WAIT) or GlooChannel(group, group, first=0)
     assert isinstance(channel, RankSockets) == one_host
     assert channel.gather(b"%d" % rank) == [b"%d" % other for other in range(size)]
-    assert not list(Path(folder).iterdir()), "the first rank removes it before it comes to a call"
+    assert not list(Path(folder).iterdir()), "the first rank must remove the socket before the first call"
     for confirmed in (False, True):
         if rank == 0:
             channel.broadcast(b"news", confirmed=confirmed)
@@ -177,7 +177,7 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
             assert channel.receive_broadcast() == b"news"
     brief = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1.0))
     meeting = RankSockets.connect(group, 1.0, WAIT) or GlooChannel(brief, brief, first=0, gather_timeout=1.0)
-    if rank < 2:  # the last one does not come
+    if rank < 2:  # the last rank does not call it
         named = r"[Rr]ank(s|\(s\)) (1, )?2 "
         with pytest.raises(RuntimeError, match=named if rank == 0 or one_host else "rank 0"):
             meeting.gather(b"")
@@ -189,7 +189,7 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
 def test_ranks_of_one_host_connect_and_leave_nothing_behind(tmp_path: Path, one_host: bool) -> None:
     folder = tempfile.mkdtemp()  # short enough for a socket's path
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once, not in each rank
+    context.set_forkserver_preload([__name__])  # the fork server imports torch once for all ranks
     ranks = [
         context.Process(target=connect, args=(rank, 3, str(tmp_path / "meet"), one_host, folder)) for rank in range(3)
     ]

@@ -1,4 +1,4 @@
-"""Waiting for a descriptor of any number."""
+"""Functions that wait for a descriptor work with a descriptor of any number."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from verl_server.rollout.environment import StepResult
 
 
 class FakePolicy:
-    """`async_generate` from a script: each call takes the next entry, which may be an exception."""
+    """Returns the next entry of a script from each `async_generate`, or raises the entry if it is an exception."""
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self.outputs = list(outputs)
@@ -31,7 +31,7 @@ class FakePolicy:
 
 
 def generated(ids: list[int], finish: str = "stop", version: str = "0", **meta: Any) -> dict[str, Any]:
-    """A result of `/generate`, as the server writes it."""
+    """Return a result as `/generate` would."""
     return {
         "output_ids": ids,
         "meta_info": {
@@ -44,7 +44,7 @@ def generated(ids: list[int], finish: str = "stop", version: str = "0", **meta: 
 
 
 class FakeEnvironment:
-    """An environment that answers from a list; an exception in it is raised."""
+    """An environment that returns each answer of a list in turn, or raises it if it is an exception."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -78,7 +78,7 @@ def says(text: str, reward: float | None = None, done: bool = False) -> StepResu
 
 
 class WordRenderer:
-    """Every letter is its code point; the action is the text of the tokens."""
+    """Encodes every letter as its code point. The action is the text of the tokens."""
 
     def observation_tokens(self, observation: dict[str, Any], last_token: int | None) -> list[int]:
         return [ord(letter) for letter in observation["text"]]
@@ -89,7 +89,7 @@ class WordRenderer:
 
 @asynccontextmanager
 async def env_server(factory: Callable[[], Any], **settings: Any) -> AsyncIterator[str]:
-    """Our environment server on this event loop; yields its URL."""
+    """Run our environment server on this event loop; yield the URL."""
     server = uvicorn.Server(uvicorn_config(create_env_app(factory, **settings)))
     server.config.port = 0
     task = asyncio.create_task(server.serve())
@@ -105,13 +105,13 @@ async def env_server(factory: Callable[[], Any], **settings: Any) -> AsyncIterat
 
 @asynccontextmanager
 async def bad_server(behave: Callable[[ServerConnection], Any]) -> AsyncIterator[str]:
-    """A WebSocket server that handles each connection with `behave`; yields its URL."""
+    """Run a WebSocket server that handles each connection with `behave`; yield the URL."""
     async with serve(behave, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def answering(*messages: Any) -> Callable[[ServerConnection], Any]:
-    """Answer each message with the next of `messages` (bytes and str as they are), then hang up."""
+    """Answer each message with the next of `messages` (bytes and str unchanged, others as JSON), then disconnect."""
 
     async def behave(connection: ServerConnection) -> None:
         for message in messages:
@@ -122,7 +122,7 @@ def answering(*messages: Any) -> Callable[[ServerConnection], Any]:
 
 
 def observation(text: str = "hello", reward: Any = None, done: Any = False) -> dict[str, Any]:
-    """An observation message of OpenEnv's protocol."""
+    """Return an observation message of OpenEnv's protocol."""
     return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done}}
 
 

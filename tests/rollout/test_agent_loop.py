@@ -1,4 +1,4 @@
-"""Many episodes against one engine: each at its own pace, a bad environment costs only its own."""
+"""Many episodes use one engine, each at its own pace, and a bad environment fails only its own episode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KV_TOKENS = 480
 
 
 class FakeEngine(EngineBase):
-    """Answers every turn with the last prompt token plus one; counts how many are asked at once."""
+    """Answers every turn with the last prompt token plus one, and records the largest number of concurrent calls."""
 
     def __init__(self, fails: bool = False) -> None:
         self.scheduler_info = {"context_length": 1000}
@@ -76,7 +76,7 @@ def test_concurrency_is_bounded() -> None:
 
 
 def test_a_slow_environment_holds_up_nobody() -> None:
-    """Nine episodes end while the tenth waits: it is released by the ninth's end."""
+    """Nine episodes end while the tenth waits for them; the end of the ninth releases the tenth."""
     others_ended = asyncio.Event()
 
     class Slow(FakeEnvironment):
@@ -123,7 +123,10 @@ def test_a_server_that_answers_nobody_is_an_error() -> None:
 
 
 async def _misbehave(connection: ServerConnection) -> None:
-    """The seed of the reset says how: slow, error 500, dropped, garbage; else a good episode."""
+    """Select a fault by the seed of the reset: a slow reply, an error 500, a dropped connection, or invalid data.
+
+    Other seeds play a good episode.
+    """
     good = json.dumps(observation("a"))
     reset = json.loads(await connection.recv())
     await connection.send(good)
@@ -160,7 +163,7 @@ def test_bad_environments_cost_their_own_trajectories_only() -> None:
 
 
 class WaitingEngine(FakeEngine):
-    """The generation of a prompt that ends with `slow` never ends; `cancelled` counts those that were given up."""
+    """Never completes the generation of a prompt that ends with `slow`; `cancelled` counts the cancelled ones."""
 
     def __init__(self, slow: str) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ class WaitingEngine(FakeEngine):
 
 
 def test_stragglers_end_when_the_rest_of_the_batch_has_ended() -> None:
-    """One of ten hangs in its environment, another one in its generation: both keep what they have."""
+    """One of ten episodes hangs in its environment and another one in its generation. Both keep their tokens."""
     hung = [
         FakeEnvironment(says("a"), says("b", 0.5), asyncio.Event()),
         FakeEnvironment(says("a"), says("s")),
@@ -202,7 +205,7 @@ def test_stragglers_end_when_the_rest_of_the_batch_has_ended() -> None:
 
 
 def test_nobody_is_a_straggler_before_all_have_started_and_enough_have_ended() -> None:
-    """One place: each episode waits longer than the bound, and the queue behind it is no straggler."""
+    """With a concurrency of one, each episode takes longer than the bound, but queued episodes are not stragglers."""
 
     class Slow(FakeEnvironment):
         async def step(self, action: Any) -> Any:
@@ -229,7 +232,7 @@ def test_the_kv_cache_bounds_an_episode_like_the_context() -> None:
     with AgentLoop(engine, lambda: episode(6), WordRenderer()) as loop:
         trajectory = loop.run([Task(seed=0)]).trajectories[0]
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.CONTEXT_FULL, 0)
-    assert len(trajectory.tokens) == 6  # five in the KV cache, and the last sampled one
+    assert len(trajectory.tokens) == 6  # five tokens in the KV cache and the last sampled token
 
 
 # -- with the real engine -----------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ def test_episodes_of_a_real_model_over_http(engine: Engine, game: str, tiny_llam
     with AgentLoop(engine, game, renderer, limits=Limits(max_turns=3, max_new_tokens=4)) as loop:
         pace = compare_pace(loop, tasks, rounds=1)
         again = loop.run(tasks).trajectories
-    # The sampling seed decides, not the batch around it, but for a draw on the edge of rounding.
+    # The sampling seed determines the result, independent of the batch, except for a draw at the edge of rounding.
     assert pace.same_trajectories >= 22
     assert sum(a.tokens == b.tokens for a, b in zip(again, pace.own_pace, strict=True)) >= 22
     assert min(pace.longest_alone_seconds, pace.work_seconds, pace.ratio, pace.ideal_ratio) > 0
@@ -265,7 +268,7 @@ def test_episodes_of_a_real_model_over_http(engine: Engine, game: str, tiny_llam
 
 
 def test_an_abort_in_the_middle_is_resumed(engine: Engine, tiny_llama: Path) -> None:
-    """Long generations are aborted again and again; the episode goes on from its partial output."""
+    """Long generations are aborted repeatedly, and the episode continues from the partial output."""
     renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
     sampling = {"ignore_eos": True}
     ended = threading.Event()
@@ -295,7 +298,7 @@ def test_an_abort_in_the_middle_is_resumed(engine: Engine, tiny_llama: Path) -> 
 
 
 def test_an_episode_that_fills_the_kv_cache_ends_as_context_full(engine: Engine, tiny_llama: Path) -> None:
-    """The KV cache holds less than the context. The server would refuse a request that does not fit (400)."""
+    """The KV cache holds less than the context. The server would answer 400 to a request that does not fit."""
     assert engine.scheduler_info["max_total_num_tokens"] == _KV_TOKENS < engine.scheduler_info["context_length"]
     renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
     long_observation = says("x" * 100)
@@ -313,7 +316,7 @@ def test_an_episode_that_fills_the_kv_cache_ends_as_context_full(engine: Engine,
 
 
 def test_a_straggler_leaves_no_generation_behind(engine: Engine, tiny_llama: Path) -> None:
-    """The engine is paused, so only an abort can end the request."""
+    """The engine is paused, so that only an abort can end the request."""
     renderer = TextRenderer(AutoTokenizer.from_pretrained(tiny_llama))
     environments = [FakeEnvironment(says("a", 1.0)), FakeEnvironment(EnvError("gone"))]
     limits = Limits(straggler_timeout=0.3, straggler_fraction=0.5)

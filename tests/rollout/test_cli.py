@@ -1,4 +1,4 @@
-"""`verl-server rollout` and the examples, as a user runs them."""
+"""`verl-server rollout`, `verl-server env serve` and the examples run as a user would run them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rollout_against_running_servers(
         out = tmp_path / "trajectories.jsonl"
         where = ["--server", server.url, "--environment", environment.url, "--out", str(out)]
         assert main(["rollout", *where, "--episodes", "6", "--max-new-tokens", "8"]) == 0
-        assert server.get_server_info()  # an attached server is not ours to end
+        assert server.get_server_info()  # the rollout must not end a server that it did not start
     assert "6 episodes" in capsys.readouterr().out
     trajectories = read_jsonl(out)
     assert sorted(t.task.seed for t in trajectories) == list(range(6))
@@ -59,7 +59,7 @@ def test_the_reasoning_gym_example() -> None:
 
 
 def test_no_example_shadows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the folder of the examples, which an environment server searches first, reasoning_gym is the package."""
+    """An environment server searches the folder of the examples first. `reasoning_gym` must still be the package."""
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
     monkeypatch.chdir(EXAMPLES)
 

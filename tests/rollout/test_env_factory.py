@@ -1,4 +1,4 @@
-"""A name on the command line becomes a checked factory, or one error that says what is wrong with it."""
+"""A name on the command line becomes a checked factory, or one error that explains why it cannot."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def make(words=5):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a module of environments in it. (Names of their own: modules stay imported.)"""
+    """Make a current folder that contains modules of environments.
+
+    The modules have names that no other test uses, because modules stay imported.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     (tmp_path / "factory_envs.py").write_text(_MODULE)

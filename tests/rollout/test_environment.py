@@ -1,4 +1,4 @@
-"""OpenEnv's protocol from both ends, and every way in which the other end may fail."""
+"""OpenEnv's protocol as client and as server, and the ways in which the other side may fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = EnvTimeouts(connect=0.5, capacity=0.5, reset=0.3, step=0.3, close=0.3)
 
 
 class Counter:
-    """Counts down from the seed. Plain methods, so the server runs them in a thread."""
+    """Counts down from the seed. Its methods are not async, so the server runs them in a thread."""
 
     closed = 0
 
@@ -113,7 +113,7 @@ def test_connections_do_not_share_environments_and_are_bounded() -> None:
             with pytest.raises(EnvBusyError, match=r"All 2 environments are taken.*EnvTimeouts\.capacity"):
                 await third.reset(3)
             asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(first.close()))
-            assert (await third.reset(3)).observation == {"text": "3 left"}  # as soon as a place is free
+            assert (await third.reset(3)).observation == {"text": "3 left"}  # as soon as an environment is free
             assert (await second.step({})).observation == {"text": "1 left"}
             await second.close()
             await third.close()
@@ -147,7 +147,7 @@ def test_a_step_that_hangs_holds_up_no_other_connection() -> None:
 
 
 def test_the_wire_is_openenvs() -> None:
-    """Messages as OpenEnv's `EnvClient` sends them and its server answers them (openenv-core 0.3.0)."""
+    """Messages have the form that OpenEnv's `EnvClient` sends and its server answers (openenv-core 0.3.0)."""
     exchanges: list[tuple[Any, Any]] = [
         ({"type": "reset", "data": {"seed": 1}}, observation("1 left")),
         ({"type": "state"}, {"type": "state", "data": {"step_count": 7}}),

@@ -1,4 +1,4 @@
-"""One episode: token in, token out; every end has its reason; a failure is never a score."""
+"""One episode keeps sampled tokens unchanged, states the reason of its end, and never scores a failure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tokens_masks_logprobs_and_versions() -> None:
     assert trajectory.final_observation == {"text": "end"}
     assert environment.reset_with == {"seed": 1, "episode_id": "e7"}
     assert environment.closed == 1
-    # What the policy is asked is all tokens so far, verbatim.
+    # The policy receives all tokens so far, unchanged.
     assert [request["input_ids"] for request in policy.requests] == [codes("ab"), codes("abxyc")]
     sampling = {"temperature": 0.7, "max_new_tokens": 256, "sampling_seed": 9}
     assert policy.requests[0]["sampling_params"] == sampling

@@ -1,4 +1,4 @@
-"""The demo's game is what the demo says it is; a reasoning-gym task is an environment."""
+"""The demo's game follows the rules that the demo states, and a reasoning-gym task works as an environment."""
 
 from __future__ import annotations
 

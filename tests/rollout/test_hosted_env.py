@@ -1,4 +1,4 @@
-"""What an environment may return, and what its author is told otherwise."""
+"""Values that an environment may return, and the errors that its author gets for other values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEES = {"text": "a"}
 
 
 class Scripted:
-    """Returns whatever the test says."""
+    """An environment that returns the values that the test sets."""
 
     reset_returns: Any = _SEES
     step_returns: Any = (_SEES, None, False)
@@ -214,14 +214,14 @@ def test_an_action_that_violates_the_schema_does_not_reach_the_environment() -> 
             await environment.reset(1)
             with pytest.raises(EnvError, match=r"VALIDATION_ERROR: .*Typed\.action_schema at `action\.text`: 5 is not"):
                 await environment.step({"text": 5})
-            assert (await environment.step({"text": "a"})).observation == _SEES  # the episode goes on
+            assert (await environment.step({"text": "a"})).observation == _SEES  # the episode continues
         assert Typed.seen == [{"text": "a"}]
 
     asyncio.run(main())
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_place() -> None:
-    """The client waits for an answer, and its `close` arrives while `step` still runs."""
+    """The client waits for an answer, and `close` arrives while `step` still runs."""
     started, ended = asyncio.Event(), asyncio.Event()
 
     class Hanging:

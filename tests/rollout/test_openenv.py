@@ -1,4 +1,4 @@
-"""OpenEnv's own package against ours, in both directions. Needs the extra `openenv`."""
+"""OpenEnv's own package works with ours in both directions. Needs the extra `openenv`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_our_client_plays_their_environment() -> None:
                 assert (await environment.state())["step_count"] == 0
                 return [(r.observation["text"], r.reward, r.done) for r in results]
 
-        episodes = await asyncio.gather(*(play(seed) for seed in [1, 2] * 5))  # more than its 4 places
+        episodes = await asyncio.gather(*(play(seed) for seed in [1, 2] * 5))  # more than the server's 4 environments
         assert episodes[0] == [("e: 1 left", None, False), ("hello", 0.5, True)]
         assert len(episodes[1]) == 3
         server.should_exit = True

@@ -1,4 +1,4 @@
-"""Observations become tokens once; a chat conversation reads as the template would have written it."""
+"""Observations are tokenized once, and a chat conversation equals what the chat template would produce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report is one page that needs nothing else and says what was measured."""
+"""The report is one page without external resources, and shows the measured values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
     assert page.count("<svg") == 5
     for said in ("10% → 97%", "2.5\u00d7", "env_error", "guess &lt;b&gt;", "0.385", "10.0 ms"):
         assert said in page
-    assert "<b>" not in re.sub(r"<div class=\"tile\"><b>", "", page)  # what the environment said is escaped
+    assert "<b>" not in re.sub(r"<div class=\"tile\"><b>", "", page)  # text of the environment is escaped
 
 
 def test_ticks_are_round() -> None:

@@ -1,4 +1,4 @@
-"""A rollout outlives a restart of its server, and samples nothing from weights that nobody has pushed."""
+"""A rollout survives a restart of its server, and no token is sampled from weights that were not pushed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trainer(server: Server) -> Iterator[HttpServerEngineAdapter]:
 
 
 class RestartingEnvironment(FakeEnvironment):
-    """At the first step of any of a batch's environments, the server goes away and comes back."""
+    """An environment that restarts the server at the first step of any environment of the batch."""
 
     def __init__(self, restart: Callable[[], None]) -> None:
         super().__init__(says("a"), says("b"), says("c", 1.0, True))
@@ -94,7 +94,7 @@ def test_episodes_wait_until_the_server_was_healed(
     with AgentLoop(server.url, lambda: RestartingEnvironment(restart), WordRenderer(), limits=limits) as loop:
         rollout = loop.run_lockstep(TASKS) if lockstep else loop.run(TASKS)
     healing.join(WAIT)
-    assert sampled_before == [0], "nothing was sampled from the weights that the server loaded"
+    assert sampled_before == [0], "no token may be sampled from the weights that the server loaded"
     assert [t.stop_reason for t in rollout.trajectories] == [StopReason.DONE] * len(TASKS), rollout
     assert server.generated > 0
     updates = [m for m in server.stack.scheduler.received if isinstance(m, io.UpdateWeightsFromDiskReq)]
@@ -113,7 +113,7 @@ def test_episodes_wait_within_a_bound(server: Server, trainer: HttpServerEngineA
 
 
 def test_a_server_that_went_away_is_waited_for(server: Server, trainer: HttpServerEngineAdapter) -> None:
-    """It is down when the generation comes; then it is back and healed."""
+    """The server is down when the generation is requested; later the server is started and healed."""
 
     def come_back() -> None:
         server.start()

@@ -1,4 +1,4 @@
-"""A TokenizerManager over a `FakeScheduler`, and HTTP calls into its application without a socket."""
+"""A TokenizerManager over a `FakeScheduler`, and HTTP calls to its application without a socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_server.server_args import ServerArgs
 
 
 class FakeChild:
-    """Stands for the scheduler's process; a test ends it by setting `code`."""
+    """Stands for the scheduler's process. A test ends the process by setting `code`."""
 
     name = "scheduler-tp0"
 
@@ -55,7 +55,7 @@ class Stack:
         self.app = create_app(self.manager, self.args)
 
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """One call into the application, on the manager's loop as in production."""
+        """Send one request to the application, on the manager's loop as in production."""
 
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -73,7 +73,7 @@ class Stack:
         return self.request("POST", path, **kwargs)
 
     def generate(self, **body: Any) -> Any:
-        """`/generate` that must succeed."""
+        """Return the JSON reply of `/generate`, which must succeed."""
         response = self.post("/generate", body)
         assert response.status_code == 200, response.text
         return response.json()
@@ -88,7 +88,7 @@ MakeStack = Callable[..., Stack]
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and byte tokenizer; nobody loads weights here."""
+    """A folder with a config and a byte tokenizer, but no weights: no test here loads weights."""
     return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
 
 
@@ -107,7 +107,7 @@ def make_stack(text_folder: Path) -> Iterator[MakeStack]:
 
 @pytest.fixture(scope="module")
 def module_stack(text_folder: Path) -> Iterator[Stack]:
-    """One stack for tests that leave nothing behind."""
+    """One stack that is shared by tests that leave no state behind."""
     stack = Stack(text_folder)
     yield stack
     stack.close()

@@ -1,7 +1,7 @@
 """A scheduler in a thread that speaks the protocol of the message socket and computes nothing.
 
-Each request's output is a script of tokens; tests decide when they go out. By default token k of a prompt is
-`prompt[-1] + 1 + k` (mod vocabulary) and everything is sent at once.
+A script of tokens defines the output of each request, and tests decide when the tokens are sent. By default, token k
+after a prompt is `prompt[-1] + 1 + k` (modulo the vocabulary size), and all tokens are sent at once.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Running:
 class FakeScheduler:
     end: socket.socket
     script: Callable[[io.TokenizedGenerateReq], list[int]] | None = None
-    """Tokens of a request; it ends with "length" after them, or "stop" at one of its stop ids."""
+    """Output tokens of a request. It ends with "length" after the last one, or with "stop" at one of its stop ids."""
     chunk: int | None = None
-    """Tokens in one message; None for all."""
+    """Number of tokens in one message; None sends all tokens in one."""
     hold: bool = False
-    """Keep tokens back until `release`."""
+    """If set, tokens are sent only after `release`."""
     version: str = "default"
     control: Control | None = None
     received: list[Any] = field(default_factory=list)
@@ -65,10 +65,10 @@ class FakeScheduler:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    # -- the test's side ------------------------------------------------------------------------------------
+    # -- methods that tests call ----------------------------------------------------------------------------
 
     def wait_for(self, kind: type[Any], count: int = 1, timeout: float = 10.0) -> list[Any]:
-        """Messages of this kind, as soon as there are `count`."""
+        """Wait until `count` messages of this kind have arrived, and return all messages of the kind."""
 
         def found() -> list[Any]:
             return [m for m in self.received if isinstance(m, kind)]
@@ -86,7 +86,7 @@ class FakeScheduler:
         self._stopping.set()
         self._thread.join(timeout=5)
 
-    # -- the scheduler's side -------------------------------------------------------------------------------
+    # -- the scheduler's thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._messages = MessageSocket(self.end)

@@ -1,4 +1,4 @@
-"""A server process that says which modules are imported when it is ready: the child of `test_start`."""
+"""A server process that reports which modules are imported when it is ready. `test_start` starts it."""
 
 from __future__ import annotations
 

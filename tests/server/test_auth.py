@@ -1,4 +1,4 @@
-"""Who may call what: the table of SGLang's key levels, and what web pages may not."""
+"""Each key may call the routes that SGLang's key levels permit, and web pages may not control a server."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FOREIGN: list[tuple[dict[str, str], int]] = [
 
 
 def calls(stack: Stack, headers: dict[str, str]) -> dict[tuple[str, str], int]:
-    """Statuses of control calls, one of each kind."""
+    """Return the status of control calls, one of each kind."""
     body: dict[str, Any] = {"content": b"{}", "headers": headers}
     routes = [
         ("GET", "/flush_cache"),

@@ -1,4 +1,4 @@
-"""`/generate` with `columnar` and `Accept: application/msgpack`: other words for the same numbers."""
+"""`/generate` with `columnar` and `Accept: application/msgpack` returns the same numbers in other encodings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_server.columns import unpack
 def test_numbers_come_in_columns_when_asked(stack: Stack) -> None:
     body = {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
     lists = stack.generate(**body)
-    assert lists["output_ids"] == [9, 10, 11], "SGLang's lists unless something else is asked for"
+    assert lists["output_ids"] == [9, 10, 11], "the default is SGLang's lists"
     in_json = stack.post("/generate", body | {"columnar": True})
     assert isinstance(in_json.json()["output_ids"], str)
     packed = stack.post("/generate", body | {"columnar": True}, headers={"Accept": "application/msgpack"})

@@ -1,4 +1,4 @@
-"""Hundreds of connections at a time, to a server and from an adapter that start with few file descriptors."""
+"""A server and an adapter that start with few file descriptors hold hundreds of connections at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REQUEST = (
 
 @pytest.fixture
 def soft_limit() -> Iterator[int]:
-    """A soft limit that leaves this process some 100 descriptors; afterwards the one from before."""
+    """Set a soft limit that leaves this process about 100 descriptors, and restore the previous limit afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = max(int(name) for name in os.listdir("/proc/self/fd")) + 100
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
@@ -51,14 +51,14 @@ def served(stack: Stack) -> Iterator[int]:
 
 
 async def answers(port: int) -> collections.Counter[str]:
-    """First lines of the answers to requests that are all connected before the first is sent."""
+    """Count the status lines of the answers to requests that are all connected before the first one is sent."""
     streams = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(CLIENTS)))
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         try:
             writer.write(REQUEST)
             line = await reader.readline()
-            await reader.readuntil(b"meta_info")  # the body has come
+            await reader.readuntil(b"meta_info")  # the body has arrived
             return line.decode().strip()
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             return type(error).__name__
@@ -76,7 +76,7 @@ def test_the_server_raises_its_limit(stack: Stack, soft_limit: int) -> None:
 
 
 def test_connections_beyond_a_hard_limit_wait(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    raise_descriptor_limit()  # the clients are in this process
+    raise_descriptor_limit()  # the clients run in this process
     monkeypatch.setattr(http_process, "raise_descriptor_limit", lambda *_: 128)
     with served(stack) as port:
         assert asyncio.run(answers(port)) == {"HTTP/1.1 200 OK": CLIENTS}
@@ -106,7 +106,7 @@ def test_the_adapter_says_that_it_has_no_descriptor_left(stack: Stack, monkeypat
 
 
 class ListeningSocket(socket.socket):
-    """Runs out of descriptors once; then a client is gone again before it is accepted; then all is well."""
+    """Fails once for lack of descriptors and once because the client has disconnected, then accepts connections."""
 
     def __init__(self) -> None:
         super().__init__(fileno=socket.create_server(("127.0.0.1", 0)).detach())

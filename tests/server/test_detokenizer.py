@@ -1,4 +1,4 @@
-"""Incremental text equals whole text, whatever the bytes; stop strings are found across tokens."""
+"""Incremental text equals the text decoded at once, for any bytes, and stop strings are found across tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def encode(text: str) -> list[int]:
 def test_pieces_are_certain_and_complete(text: str) -> None:
     detokenizer = IncrementalDetokenizer(decode)
     pieces = [detokenizer.push(token) for token in encode(text)]
-    assert "�" not in "".join(pieces), "an unfinished character was shown"
+    assert "�" not in "".join(pieces), "an incomplete character was returned"
     assert "".join(pieces) + detokenizer.flush() == text
 
 
@@ -97,7 +97,7 @@ def test_stream_never_shows_the_start_of_a_stop_string() -> None:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Words with "▁" for spaces, bytes for everything else: Llama 2's and Mistral's kind of decoder."""
+    """A decoder like that of Llama 2 and Mistral: words with "▁" for spaces, and bytes for everything else."""
     words = ["▁hello", "▁world", "llo", "▁", "é", "▁a"]
     vocab = {token: i for i, token in enumerate([*(f"<0x{b:02X}>" for b in range(256)), *words])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True))

@@ -1,4 +1,4 @@
-"""What `/generate` accepts, in which order it expands, and what each refusal says."""
+"""Bodies that `/generate` accepts, the order in which they are expanded, and the message of each refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_server.server.limits import Limits
 
 
 def expand(body: dict[str, Any]) -> list[Samples]:
-    """Of each prompt."""
+    """Expand the request of each prompt."""
     obj = GenerateReqInput.parse(body)
     limits = Limits.of(ServerArgs(model_path="model"), context_length=512)
     return list(obj.expand(len(obj.prompts()), obj.is_single, limits))

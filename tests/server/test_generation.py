@@ -1,4 +1,4 @@
-"""`Generation`: when its caller is woken, and what it is told."""
+"""`Generation` wakes its caller when there is something to return, and returns all updates of a sample at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(count: int, stream: bool = False, **sampling: Any) -> Generation:
 
 
 def step(generation: Generation, i: int, tokens: list[int], reason: FinishReason | None = None) -> None:
-    """The scheduler's next tokens of sample i."""
+    """Append the scheduler's next tokens to sample i."""
     out = BatchTokenIDOut(
         rids=[""],
         output_ids=[tokens],
@@ -47,7 +47,9 @@ def test_a_caller_is_woken_once_when_all_are_done() -> None:
             assert not generation._wake.is_set()
             step(generation, i, [i], END)
         results = await asyncio.wait_for(call, 5)
-        assert [r["output_ids"] for r in results] == [[0, 0], [1, 1], [2, 2]], "in order, whoever ended first"
+        assert [r["output_ids"] for r in results] == [[0, 0], [1, 1], [2, 2]], (
+            "the results must be in order of the samples"
+        )
 
     asyncio.run(main())
 
@@ -78,7 +80,7 @@ def test_a_stream_is_told_all_the_news_at_once_and_each_end_once() -> None:
         step(generation, 0, [5])
         async for i, state in generation.updates():
             seen.append((i, len(state.output_ids), state.done))
-            if len(seen) == 1:  # before sample 0, which has news too, has its turn
+            if len(seen) == 1:  # before the turn of sample 0, which has new tokens, too
                 step(generation, 0, [6], END)
             elif len(seen) == 2:
                 step(generation, 1, [7])

@@ -1,4 +1,4 @@
-"""Callers of control requests who give up: the scheduler is told, and what happened all the same is noted."""
+"""When callers of control requests give up, the scheduler is informed, and effects that still happen are recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(stack: Stack, req: io.ControlReq, timeout: float | None = None) -> Any
 
 
 def answer(stack: Stack, req: Any, **fields: Any) -> None:
-    """The scheduler's reply, whenever it comes; returns when the manager has it."""
+    """Deliver a reply as the scheduler would; return when the manager has received it."""
     message = msgspec.msgpack.encode(io.ControlReply(id=req.id, **{"success": True} | fields))
 
     async def deliver() -> None:
@@ -41,7 +41,7 @@ def test_a_cancelled_call_is_withdrawn(stack: Stack) -> None:
     future.cancel()
     (withdrawal,) = stack.scheduler.wait_for(io.WithdrawReq)
     assert withdrawal.id == req.id
-    assert stack.manager.controls.in_flight, "until it is known what became of it"
+    assert stack.manager.controls.in_flight, "the call stays in flight until its outcome is known"
     answer(stack, req, success=False, status_code=499)
     assert not stack.manager.controls.in_flight and stack.manager.controls.model_path != "/new"
 
@@ -91,7 +91,7 @@ def test_a_transaction_that_began_for_nobody_is_given_up(stack: Stack, name: str
     answer(stack, begin, payload={"lease_seconds": 100.0})
     (end,) = stack.scheduler.wait_for(io.EndWeightUpdateReq)
     assert end.discard and end.transaction_id == name
-    assert start(stack, io.ContinueGenerationReq()).result(10).success  # so the end's reply was read before
+    assert start(stack, io.ContinueGenerationReq()).result(10).success  # the reply to the end was read before this one
     assert not stack.manager.controls.updating_weights and not stack.manager.controls.in_flight
 
 
@@ -114,7 +114,7 @@ def test_the_reply_may_come_in_the_moment_of_giving_up(stack: Stack) -> None:
 
 
 def test_an_interrupted_thread_withdraws_its_call(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while the main thread waits in `run_sync`."""
+    """Ctrl-C arrives while the main thread waits in `run_sync`."""
     stack.scheduler.control = SILENT
 
     def result(future: Any, timeout: float | None = None) -> Any:
@@ -165,7 +165,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_control_route_notices_that_its_client_left(stack: Stack, path: str) -> None:
-    """What to make of it is the scheduler's decision: it is always told."""
+    """The scheduler is always informed, because only the scheduler decides what happens to the request."""
     stack.scheduler.control = SILENT
     messages = [{"type": "http.request", "body": json.dumps(BODIES[path]).encode(), "more_body": False}]
 

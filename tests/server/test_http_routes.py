@@ -1,4 +1,4 @@
-"""Every native route: methods, bodies, shapes and statuses, against a fake scheduler."""
+"""Methods, bodies, reply shapes and statuses of every native route, against a fake scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_server import io_struct as io
 
 
 def events(text: str) -> list[Any]:
-    """Decoded frames of an event stream, which must end with [DONE]."""
+    """Return the decoded frames of an event stream, which must end with [DONE]."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -32,7 +32,9 @@ def test_single_batch_and_n_shapes(stack: Stack) -> None:
     several = stack.generate(input_ids=[[10], [20]], sampling_params=params | {"n": 2})
     assert [r["output_ids"][0] for r in several] == [11, 11, 21, 21]
     assert len({r["meta_info"]["id"] for r in several}) == 4
-    assert len(stack.generate(input_ids=[[10]], sampling_params=params)) == 1, "a batch of one stays a list"
+    assert len(stack.generate(input_ids=[[10]], sampling_params=params)) == 1, (
+        "a batch of one prompt must return a list"
+    )
     put = stack.request("PUT", "/generate", json={"input_ids": [10], "sampling_params": params})
     assert put.json()["output_ids"] == [11, 12]
 
@@ -113,7 +115,7 @@ def test_unknown_top_level_keys_are_ignored_and_counted(stack: Stack) -> None:
 
 
 def connect_and_leave(stack: Stack, path: str, body: bytes, more_body: bool = False) -> None:
-    """A client that sends `body` and leaves: at once if there was more to come, else when its request runs."""
+    """Send `body` and disconnect: at once if `more_body`, otherwise when the request runs."""
     messages = [{"type": "http.request", "body": body, "more_body": more_body}]
 
     async def receive() -> Any:
@@ -423,7 +425,7 @@ def test_a_refused_update_says_why_by_status_and_class(stack: Stack, status: int
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=False, message="No.", status_code=status)
     response = stack.post("/update_weights_from_tensor", {"registration": "d1"})
     assert (response.status_code, response.json()) == (status, {"success": False, "message": "No."})
-    assert response.headers["X-Verl-Error"] == error, "a proxy's 404 is not ours"
+    assert response.headers["X-Verl-Error"] == error, "the header must tell the server's errors from a proxy's"
 
 
 def test_post_process_weights_is_harmless(stack: Stack) -> None:
@@ -432,7 +434,7 @@ def test_post_process_weights_is_harmless(stack: Stack) -> None:
 
 
 def test_health_while_a_transaction_holds_generation(stack: Stack) -> None:
-    """No token can come: then the health of the process is the answer, until the transaction ends or its lease does."""
+    """While a transaction holds generation, health routes answer for the process alone, since no token can arrive."""
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"lease_seconds": 60.0})
     stack.post("/begin_weight_update")
     stack.scheduler.hold = True

@@ -1,4 +1,4 @@
-"""Starting, announcing, failing and stopping whole servers; HTTP over a live engine in the orders that hung."""
+"""Whole servers start, announce themselves, fail and stop. HTTP over a live engine works in orders that once hung."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_signal_ends_everything_with_status_0(tiny_llama: Path, number: signal.S
         assert process.wait(timeout=20) == 0
         assert time.monotonic() - began < 15
         thread.join(timeout=10)
-        assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort", "a running request lost its answer"
+        assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort", "a running request got no answer"
         with pytest.raises(FileNotFoundError):
             os.stat(f"/proc/{scheduler}/stat")
 
@@ -97,7 +97,7 @@ def test_launch_server_announces_after_the_warm_up_and_blocks(tiny_llama: Path) 
     thread.start()
     while not reader.poll(0.05):
         with contextlib.suppress(httpx.TransportError):
-            # From the moment the port is taken, a starting server says so.
+            # As soon as the port is taken, a starting server answers that it is starting.
             assert httpx.get(f"{args.url}/health", timeout=5).status_code in (200, 503)
     assert reader.recv() == "ready" and called.wait(10)
     assert httpx.get(f"{args.url}/health").status_code == 200
@@ -111,7 +111,7 @@ def test_launch_server_announces_after_the_warm_up_and_blocks(tiny_llama: Path) 
 
 def test_failed_start_sends_the_cause_through_the_pipe(tiny_llama: Path) -> None:
     reader, writer = Pipe(duplex=False)
-    # Passes the checks of this process; the scheduler process finds out.
+    # These settings pass the checks of this process; the scheduler process detects the error.
     args = ServerArgs(model_path=str(tiny_llama), port=0, context_length=10**9, max_total_tokens=1, **SMALL)
     with pytest.raises(ServerLaunchError):
         launch_server(args, pipe_finish_writer=writer)
@@ -199,7 +199,7 @@ def _ignore(call: Callable[[], None]) -> Callable[[], None]:
 
 
 class Served:
-    """An in-process engine whose HTTP server is started when the test says."""
+    """An in-process engine whose HTTP server starts when the test calls `start_thread`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -215,7 +215,7 @@ class Served:
         assert reader.poll(30) and reader.recv() == "ready"
 
     def update(self) -> None:
-        """A real update, from the thread that owns the engine, checked by what is served."""
+        """Update a weight from the thread that owns the engine, and check that the server holds the new value."""
         self.updates += 1
         value = torch.full((64,), float(self.updates))
         began = time.monotonic()
@@ -229,7 +229,7 @@ class Served:
 
 @pytest.fixture
 def served(tiny_llama: Path) -> Iterator[Served]:
-    """On an engine of its own: the order of its very first calls is the point."""
+    """An engine that no other test uses, because these tests depend on the order of the engine's first calls."""
     with Engine(model_path=str(tiny_llama), **SMALL) as engine:
         yield Served(engine)
 
@@ -329,7 +329,7 @@ def test_program_that_forgets_to_shut_down_still_ends(tiny_llama: Path) -> None:
     command = [sys.executable, "-c", _FORGETFUL, str(tiny_llama), str(free_port())]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert not Path(f"/proc/{int(ended.stdout)}").exists(), "an orphan"
+    assert not Path(f"/proc/{int(ended.stdout)}").exists(), "the scheduler process outlived the program"
 
 
 def test_server_over_a_paused_engine(also_served: Served) -> None:

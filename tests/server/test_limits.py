@@ -1,4 +1,4 @@
-"""Every limit of one request: what it takes, and that the refusal of more names its setting."""
+"""A request within each limit succeeds, and the refusal of a request beyond it names the setting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _bias(count: int) -> dict[str, float]:
 
 
 CASES: list[tuple[str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = [
-    # (setting, a request within it, one beyond it)
+    # (setting, a request within the limit, a request beyond the limit)
     ("max_text_length", ("/tokenize", {"prompt": "x" * 40}), ("/tokenize", {"prompt": "x" * 41})),
     ("max_text_length", ("/tokenize", {"prompt": ["x" * 20] * 2}), ("/tokenize", {"prompt": ["x" * 21] * 2})),
     ("max_text_length", ("/detokenize", {"tokens": [[5] * 40]}), ("/detokenize", {"tokens": [[5] * 21] * 2})),

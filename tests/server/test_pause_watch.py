@@ -1,4 +1,4 @@
-"""A paused server keeps requests waiting as SGLang does, but says so, and no longer than the settings permit."""
+"""A paused server keeps requests waiting as SGLang does, but logs it, and waits no longer than the settings permit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Request:
 
 
 class Watched:
-    """A `PauseWatch` over requests that a test names, at times that it names."""
+    """A `PauseWatch` over requests and times that the test supplies."""
 
     def __init__(self, bound: float | None) -> None:
         self.pause: Pause | None = Pause("retract", since=0.0, began=100.0)
@@ -47,7 +47,7 @@ def test_a_request_waits_from_the_pause_or_its_own_arrival_on() -> None:
     assert refused is early and "paused since" in message and "waited 10 s" in message
     watched.pause = None
     watched.watch.look(200.0)
-    assert watched.waiting == [late], "there is no pause any more"
+    assert watched.waiting == [late], "no request is refused after the pause"
 
 
 def test_by_default_a_request_waits_as_long_as_it_takes() -> None:
@@ -60,7 +60,7 @@ def test_by_default_a_request_waits_as_long_as_it_takes() -> None:
 def test_the_log_warns_again_and_again_while_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(bound=None)
     watched.watch.look(1000.0)
-    assert not caplog.records, "nobody waits"
+    assert not caplog.records, "no warning while no request waits"
     watched.waiting = [Request(created=100.0)] * 3
     for now in (1000.0, 1001.0, 1029.0, 1030.0, 1031.0):
         watched.watch.look(now)
@@ -85,7 +85,7 @@ def test_a_paused_server_says_since_when(stack: Stack, caplog: pytest.LogCapture
     stack.post("/pause_generation", {"mode": "retract"})
     info = stack.get("/server_info").json()
     assert before <= info["paused_since"] <= time.time() and info["paused_seconds"] >= 0 and gauge(stack) > 0
-    assert stack.get("/health").status_code == 200, "a pause is no illness"
+    assert stack.get("/health").status_code == 200, "a paused server is healthy"
     ready = stack.get("/ready")
     assert ready.status_code == 503 and "paused since" in ready.json()["message"]
     stack.post("/continue_generation")

@@ -1,4 +1,4 @@
-"""A scheduler that hangs: everyone who waits gets the reason, and it cannot wake up later."""
+"""When a scheduler hangs, every waiting caller gets the reason, and the scheduler is killed and cannot resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_silent_scheduler_is_killed_and_every_caller_told(make_stack: MakeStac
 
 
 def test_a_scheduler_that_answers_is_given_time(make_stack: MakeStack) -> None:
-    """Paused requests and long prompts make no tokens: that is no sign of death."""
+    """Paused requests and long prompts produce no tokens, but the scheduler is not considered dead."""
     stack = make_stack(control_timeout=0.3)
     stack.scheduler.hold = True
 
@@ -64,7 +64,7 @@ def test_a_scheduler_that_answers_is_given_time(make_stack: MakeStack) -> None:
 
 @dataclass
 class Ended:
-    """A rank that ended, or still runs for the first so many looks."""
+    """A rank that has ended, or that ends after `looks` calls of `poll`."""
 
     name: str
     code: int | None

@@ -1,4 +1,4 @@
-"""What each process of a server imports until it is ready: imports are most of a start."""
+"""Modules that each process of a server imports until it is ready: imports take most of the time of a start."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_scheduler_process_imports_torch_and_little_else(args: ServerArgs) -> 
 def test_a_server_process_tokenizes_without_torch(args: ServerArgs) -> None:
     info = ready_info("tests.server.report_modules", {"server_args": args.to_json()})
     assert imported(info["modules"], NOT_FOR_SERVERS) == []
-    assert "transformers" in info["modules"], "it has a tokenizer"
+    assert "transformers" in info["modules"], "a server process with a tokenizer imports transformers"
 
 
 def test_help_imports_nothing_heavy() -> None:

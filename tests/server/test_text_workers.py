@@ -1,4 +1,4 @@
-"""Text workers that hang, die, are too few, or are not wanted any more; and which work goes to them."""
+"""Text workers that hang, die, are too few or are no longer needed. Long texts and templates run in workers only."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
 HANGS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
-"""Minutes of work."""
+"""A template that takes minutes to render."""
 BOUND = 30.0
 
 
 @pytest.fixture(scope="module")
 def setup(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TextSetup:
-    """The served template is harmless, and the listed one hangs."""
+    """A setup whose served template is harmless and whose listed template hangs."""
     listed = tmp_path_factory.mktemp("templates") / "hangs.jinja"
     listed.write_text(HANGS)
     args = ServerArgs(model_path=str(text_folder), allowed_chat_templates=(str(listed),))
@@ -69,14 +69,17 @@ HANGING = chat(chat_template_kwargs={"chat_template": HANGS})
 
 
 async def busy(pool: TextWorkers) -> int:
-    """The pid of a worker, as soon as it has a job."""
+    """Return the pid of a worker as soon as the worker has a job."""
     while not (pool.pids and not pool._idle):
         await asyncio.sleep(0.01)
     return pool.pids[0]
 
 
 def is_gone(pid: int) -> bool:
-    """True once the process is gone. Whoever started it may reap it a moment after its end is known here."""
+    """Return True once the process is gone, within 10 s.
+
+    The parent may reap a process a moment after this process has learned of its end.
+    """
     deadline = time.monotonic() + 10
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -96,7 +99,7 @@ def test_results_and_errors_cross_the_process(setup: TextSetup) -> None:
                 await pool.run(CHAT, chat(chat_template_kwargs={"x" * 10**6: 1}))
 
     def setup_text(content: str) -> bytes:
-        return f"<user\n{content}>\n<assistant\n".encode()  # one token for each byte, and for each special token
+        return f"<user\n{content}>\n<assistant\n".encode()  # one token for each byte and for each special token
 
     run(test)
 
@@ -106,7 +109,7 @@ def test_a_job_that_hangs_is_killed_and_the_next_one_is_done(setup: TextSetup) -
         async with workers(setup) as pool:
             await pool.run(CHAT, chat())
             (first,) = pool.pids
-            pool._timeout = 0.2  # only now: it also bounds how long a job waits for a worker to start
+            pool._timeout = 0.2  # set only now, because it also bounds how long a job waits for a worker to start
             with pytest.raises(BadRequestError, match=r"longer than 0\.2 s .*text_timeout"):
                 await pool.run(CHAT, HANGING)
             pool._timeout = BOUND
@@ -179,7 +182,7 @@ def test_a_caller_who_leaves_takes_no_place_in_the_queue(setup: TextSetup) -> No
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert not pool._waiting
-            os.kill(pid, signal.SIGKILL)  # its job has no caller any more
+            os.kill(pid, signal.SIGKILL)  # no caller waits for its job
             assert (await pool.run(CHAT, chat())).prompts
 
     run(test)
@@ -233,7 +236,7 @@ def test_a_tokenizer_of_another_kind_is_loaded_by_the_worker(setup: TextSetup) -
     assert fast.decoder(False)(ids) == other.decoder(False)(ids) == text
 
 
-# -- which work goes where ------------------------------------------------------------------------------------
+# -- which work runs where --------------------------------------------------------------------------------------
 
 
 def test_long_work_is_not_done_on_the_loop(stack: Stack) -> None:
@@ -245,7 +248,7 @@ def test_long_work_is_not_done_on_the_loop(stack: Stack) -> None:
     assert text.on_loop(GENERATE, json.dumps({"text": "x" * 9000}).encode()) is None
     assert text.on_loop(TOKENIZE, json.dumps({"prompt": ["x" * 10] * 1000}).encode()) is None
     assert text.on_loop(DETOKENIZE, json.dumps({"tokens": [[5] * 10] * 1000}).encode()) is None
-    assert text.on_loop(CHAT, chat()) is None, "templates run in workers only"
+    assert text.on_loop(CHAT, chat()) is None, "templates must run in workers only"
     assert text.on_loop(CHAT, b'{"messages": [], "input_ids": [5]}') is not None
 
 

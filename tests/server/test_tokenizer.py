@@ -1,4 +1,4 @@
-"""The tokenizer's class is the one that AutoTokenizer chooses, also where AutoTokenizer is not asked."""
+"""The tokenizer has the class that AutoTokenizer would choose, even when AutoTokenizer is not used."""
 
 from __future__ import annotations
 

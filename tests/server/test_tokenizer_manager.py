@@ -1,4 +1,4 @@
-"""Request states, stop strings, control calls and the death of the scheduler, against a fake one."""
+"""Request states, stop strings, control calls and the death of the scheduler, against a fake scheduler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def _result(stack: Stack, **body: Any) -> Any:
 
 
 def start(stack: Stack, **body: Any) -> Any:
-    """A generation in the background; its future."""
+    """Start a generation in the background and return its future."""
     return asyncio.run_coroutine_threadsafe(_result(stack, **body), stack.manager.loop)
 
 
@@ -135,7 +135,7 @@ def test_stop_string_frees_the_request_in_the_scheduler(stack: Stack) -> None:
 
     def emit(message: Any) -> io.ControlReply:
         stack.scheduler.emit(running, ids, None)
-        stack.scheduler.emit(running, [5, 6, 7], None)  # a step that was launched before the stop was known
+        stack.scheduler.emit(running, [5, 6, 7], None)  # a step that was launched before the stop was found
         return io.ControlReply(id=message.id, success=True)
 
     stack.scheduler.control = emit
@@ -398,7 +398,7 @@ def test_async_calls_work_from_another_loop(stack: Stack) -> None:
     assert asyncio.run(elsewhere())["output_ids"] == [6]
 
 
-# -- death --------------------------------------------------------------------------------------------------
+# -- the end of the scheduler and of the server ----------------------------------------------------------------
 
 
 def test_death_of_the_scheduler_fails_everything_at_once(stack: Stack) -> None:

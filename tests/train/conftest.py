@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a process group of one rank, a tiny policy, trajectories made by hand."""
+"""Fixtures of the trainer's tests: a process group of one rank, a tiny policy, trajectories made by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_server.train.ranks import setup_ranks
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """The models are tiny, and the servers want the other cores."""
+    """Use one thread: the models are tiny, and the servers need the other cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server_url(policy_folder: Path) -> Iterator[str]:
-    """A rollout server without keys, as started by hand, that the trainers of several tests attach to in turn."""
+    """Start a server without keys, as a user would by hand. Trainers of several tests attach to it in turn."""
     settings = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.1, "log_level": "warning"}
     server_args = ServerArgs(model_path=str(policy_folder), port=0, **settings)
     server = ChildProcess("server", "verl_server.server.launch", {"server_args": server_args.to_json()})
@@ -52,15 +52,18 @@ def server_url(policy_folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def environment_url() -> Iterator[str]:
-    """An easy game. In steps of four groups that begin with seed 0, the second half of step 0 and all of step 1 fail,
-    and in step 3 all rewards are equal."""
+    """URL of an easy game. When each step plays four groups and the first seed is 0, the second half of step 0 and all
+    of step 1 fail, and all rewards of step 3 are equal."""
     game = {"numbers": 3, "guesses": 3, "failing": [2, 3, 4, 5, 6, 7], "equal": [12, 13, 14, 15]}
     with EnvServer("tests.train.environments:FailingGame", kwargs=game) as environment:
         yield environment.url
 
 
 def make_trajectory(group: int, reward: float | None, length: int = 3, seed: int = 0) -> Trajectory:
-    """Two tokens read, `length` sampled with log-probability -1 under version "0". No reward: the game failed."""
+    """Return a trajectory of two prompt tokens and `length` tokens sampled with log-probability -1 under version "0".
+
+    Without a reward, the trajectory ends with an environment error.
+    """
     t = Trajectory(task=Task(seed=seed, group=group, episode_id=f"{group}-{seed}"))
     t.append_observation({}, [1, 2])
     t.append_output([3 + (seed + i) % 30 for i in range(length)], [-1.0] * length, ["0"] * length)

@@ -1,4 +1,4 @@
-"""Environments that fail on schedule: an `EnvServer` of the trainer's tests loads them by name."""
+"""Environments that fail for chosen seeds. The `EnvServer` of the trainer's tests loads them by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from verl_server.rollout.games import GuessNumber
 
 
 class FailingGame(GuessNumber):
-    """The game, in which episodes of some seeds fail or all end with the same reward."""
+    """The number-guessing game, in which episodes with some seeds fail or all end with the same reward."""
 
     def __init__(self, failing: list[int], equal: list[int] | None = None, **game: Any) -> None:
-        """`failing` and `equal` are seeds."""
+        """Take the seeds whose episodes fail (`failing`) and those whose rewards are all equal (`equal`)."""
         super().__init__(**game)
         self._failing, self._equal = set(failing), set(equal or ())
 

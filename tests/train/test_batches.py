@@ -1,4 +1,4 @@
-"""Packing: every sample once, within the budget, and tensors that say where the sampled tokens are."""
+"""Packing puts every sample into one micro-batch within the token budget; the tensors mark the sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def test_micro_batches_stay_within_the_budget_and_waste_little() -> None:
     packed = pack(samples, 90)
     assert sorted(sample.advantage for rows in packed for sample in rows) == [float(i) for i in range(8)]
     sizes = [[len(sample.trajectory.tokens) for sample in rows] for rows in packed]
-    assert sizes == [[102], [42, 41], [40, 8], [7, 6, 5]]  # alone if it is too long; each row is padded to the first
+    # A sample above the budget is alone in its micro-batch. Rows are padded to the longest, which is the first.
+    assert sizes == [[102], [42, 41], [40, 8], [7, 6, 5]]
     assert all(len(rows) * rows[0] <= 90 for rows in sizes[1:])
     assert pack([], 90) == []
 

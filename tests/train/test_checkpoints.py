@@ -1,4 +1,4 @@
-"""A run that is resumed ends with the very weights of a run that was never interrupted; no run is overwritten."""
+"""A resumed run ends with exactly the weights of a run that was not interrupted, and no run is overwritten."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_before_the_first_update(policy_folder: Path, tmp_path: Pat
 def test_only_a_finished_checkpoint_counts(policy_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(policy_folder)
     first = save(trainer, tmp_path, 9)
-    (tmp_path / "checkpoint-10").mkdir()  # a save that was cut off
+    (tmp_path / "checkpoint-10").mkdir()  # as a save that was interrupted leaves it
     assert latest_checkpoint(tmp_path) == first
     second = save(trainer, tmp_path, 10)
     assert latest_checkpoint(tmp_path) == second
@@ -80,7 +80,7 @@ def test_only_a_finished_checkpoint_counts(policy_folder: Path, tmp_path: Path) 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start()
-    folder.start()  # empty so far
+    folder.start()  # accepted, because the folder is still empty
     folder.record(describe_rollout(RolloutReport(), step=0, version="0", ranks=1, gap=None))
     with pytest.raises(BadRequestError, match=r"run already holds a run \(metrics.jsonl.*\)\. Name another folder"):
         folder.start()

@@ -1,4 +1,4 @@
-"""The demo in small: what it leaves behind, and that an interrupt leaves nothing behind."""
+"""A short run of the demo: the files that it writes, and that an interrupt leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEMO = ("verl_server", "demo", "--latency", "0.002", "--episodes", "24")
 
 
 def _descendants(pid: int) -> set[int]:
-    """Processes below `pid`, from /proc."""
+    """Return the ids of all descendants of process `pid`, read from /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -81,7 +81,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, how: signal.Signa
             if "step   0" in line:
                 break
         children = _descendants(process.pid)
-        assert len(children) >= 3  # environment server, rollout server, its scheduler
+        assert len(children) >= 3  # environment server, rollout server and the server's scheduler
         process.send_signal(how)
         process.wait(timeout=30)
         deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""The algorithm on numbers worked out by hand, and the loop with a real server: it learns, and both sides agree."""
+"""The algorithm matches numbers worked out by hand; with a real server, the loop learns and log-probabilities agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_advantages_are_relative_to_the_group() -> None:
     rewards = [(0, 1.0), (1, 5.0), (0, 0.0), (1, 5.0), (0, 0.5)]
     trajectories = [make_trajectory(group, reward) for group, reward in rewards]
     samples = group_advantages(trajectories, normalize_std=False)
-    # the other group fared alike: nothing to learn
+    # the other group has equal rewards, so it has nothing to learn
     assert [(s.trajectory.reward, s.advantage) for s in samples] == [(1.0, 0.5), (0.0, -0.5), (0.5, 0.0)]
     normalized = group_advantages(trajectories, normalize_std=True)
     assert normalized[0].advantage == pytest.approx(0.5 / math.sqrt(1 / 6))
@@ -40,7 +40,7 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 def test_a_failed_episode_is_neither_trained_nor_counted_as_zero() -> None:
     samples = group_advantages([make_trajectory(0, reward) for reward in (1.0, None, 0.0)], False)
-    assert [s.advantage for s in samples] == [0.5, -0.5]  # the mean is over the two
+    assert [s.advantage for s in samples] == [0.5, -0.5]  # the mean of the two rewards
 
 
 def make_batch(advantage: float) -> MicroBatch:
@@ -61,12 +61,13 @@ def test_the_loss_by_hand() -> None:
     assert sums["entropy"].item() == pytest.approx(3.0)
     assert sums["clip_fraction"].item() == 1.0
     loss, sums = policy_loss(logprobs, None, make_batch(-2.0), config, entropy_coef=0.0)
-    assert loss.item() == pytest.approx(1.5 * 2 + 0.8 * 2)  # a bad token that got likelier is not clipped
+    # A token with a negative advantage whose probability grew is not clipped.
+    assert loss.item() == pytest.approx(1.5 * 2 + 0.8 * 2)
     assert "entropy" not in sums
 
 
 def plain_gradients(policy_folder: Path, samples: list[Sample], config: GRPOConfig) -> dict[str, torch.Tensor]:
-    """Of the mean loss over all sampled tokens: one batch, all logits at once, in fp32, by autograd alone."""
+    """Return the gradients of the mean loss over all sampled tokens: one batch, all logits in fp32, plain autograd."""
     model: Any = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     batch = MicroBatch.of(samples, CPU)
     distribution = (model(input_ids=batch.tokens).logits / config.temperature).log_softmax(-1)
@@ -80,7 +81,7 @@ def plain_gradients(policy_folder: Path, samples: list[Sample], config: GRPOConf
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 40, 1])
 def test_gradients_do_not_depend_on_micro_batches(policy_folder: Path, micro_batch_tokens: int) -> None:
-    """Rows of different lengths, in one micro-batch, in several, or each in its own: the gradient is the plain one."""
+    """Rows of different lengths, in one micro-batch, several, or one each, have the gradients of the plain formula."""
     settings: dict[str, Any] = {"epochs": 1, "minibatches": 1, "max_grad_norm": 1e9, "warmup_steps": 0}
     config = GRPOConfig(
         micro_batch_tokens=micro_batch_tokens, learning_rate=1.0, temperature=0.8, entropy_coef=0.1, **settings
@@ -131,7 +132,7 @@ def test_groups_must_divide_over_ranks(policy_folder: Path) -> None:
 
 
 def test_steps_against_a_real_server(policy_folder: Path, server_url: str, environment_url: str) -> None:
-    """An easy game is learned a little; after every push both sides agree on what was sampled."""
+    """The trainer improves at an easy game, and log-probabilities of server and trainer agree after every push."""
     config = GRPOConfig(groups=8, group_size=12, epochs=2, minibatches=2, learning_rate=4e-3, warmup_steps=1, seed=1)
     renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
     limits = Limits(max_turns=3, max_new_tokens=1)
@@ -142,7 +143,9 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
         steps = [run.step() for _ in range(6)]
     metrics = [step.metrics for step in steps]
     assert all(m.logprob_gap is not None and m.logprob_gap < 1e-4 for m in metrics)
-    assert (metrics[0].logprob_gap or 0) > 0, "later both may be sure, and agree on 0"
+    assert (metrics[0].logprob_gap or 0) > 0, (
+        "the first gap must not be 0; later gaps may be, when the policy is certain"
+    )
     version = 0
     for number, step in enumerate(steps):
         sampled = {v for t in step.rollout.trajectories for v in t.weight_versions if v}
@@ -155,7 +158,8 @@ def test_steps_against_a_real_server(policy_folder: Path, server_url: str, envir
 def test_steps_with_nothing_to_train_on_change_nothing(
     policy_folder: Path, server_url: str, environment_url: str
 ) -> None:
-    """Step 1 has no environment and step 3 equal rewards: both are skipped with their cause, the others train."""
+    """In step 1 every episode fails and in step 3 all rewards are equal. Both steps are skipped and name the cause; the
+    others train."""
     config = GRPOConfig(groups=4, group_size=6, learning_rate=1e-2, warmup_steps=1)
     renderer = TextRenderer(AutoTokenizer.from_pretrained(policy_folder))
     limits = Limits(max_turns=3, max_new_tokens=1)
@@ -172,7 +176,6 @@ def test_steps_with_nothing_to_train_on_change_nothing(
             )
             assert changed == (number not in (1, 3))
     metrics = [step.metrics for step in steps]
-    print([(m.reward, m.kept, m.losses, m.logprob_gap) for m in metrics])
     assert [m.weight_version for m in metrics] == ["0", "1", "1", "3", "3"]
     assert [m.failed for m in metrics] == [12, 24, 0, 0, 0]
     assert [m.skipped is not None for m in metrics] == [False, True, False, True, False]
@@ -187,7 +190,7 @@ def test_steps_with_nothing_to_train_on_change_nothing(
 def test_a_rollout_that_fails_on_one_rank_is_raised_on_all(
     policy_folder: Path, environment_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks exchange what their rollouts raised, where the others wait for their reports."""
+    """The ranks exchange the errors of their rollouts at the point where other ranks wait for reports."""
     trainer = PolicyTrainer(load_policy(str(policy_folder), CPU), GRPOConfig(groups=4), 5, CPU)
     gathered: list[str] = []
     ranks = all_ranks()
@@ -209,7 +212,7 @@ def test_a_rollout_that_fails_on_one_rank_is_raised_on_all(
 
 
 def test_weights_that_fsdp_holds_for_one_rank_are_pushed_as_they_are(policy_folder: Path, server_url: str) -> None:
-    """Passes in bf16 make every parameter a DTensor over one rank; the server gets the fp32 weights."""
+    """bf16 passes make every parameter a DTensor over one rank, but the server gets the fp32 weights."""
     client = HttpServerEngineAdapter.attach(server_url)
     sums = []
     with client, attach_engine(server_url) as engine:

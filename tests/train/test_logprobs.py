@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against the plain formula in fp32: values, gradients, and what memory they take."""
+"""Chunked log-probabilities against the plain formula in fp32: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_no_tokens_have_gradients_of_zero() -> None:
 
 
 def test_gradients_of_the_head_are_summed_in_fp32() -> None:
-    """In bf16 a sum over many chunks would lose the small ones."""
+    """A bf16 sum over many chunks would lose small terms."""
     _, head, _ = inputs(torch.bfloat16)
     hidden = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     many, targets = hidden.expand(1000, WIDTH), torch.zeros(1000, dtype=torch.long)
@@ -86,7 +86,7 @@ def test_gradients_of_the_head_are_summed_in_fp32() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operator makes."""
+    """Records the number of elements of the largest tensor that any operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     with _Largest() as plainly:
         torch.stack(plain(hidden, head, targets, 1.0)).sum().backward()  # type: ignore[no-untyped-call]
     assert plainly.elements == ROWS * VOCABULARY
-    chunk = 10  # head itself has 8 x VOCABULARY elements
+    chunk = 10  # `head` itself has 8 x VOCABULARY elements
     with _Largest() as largest:
         logprobs, entropy = token_logprobs(hidden, head, targets, chunk=chunk)
         assert entropy is not None

@@ -1,4 +1,4 @@
-"""Totals over ranks, and the words for a step that had nothing to train on."""
+"""Reports of several ranks are merged, and a step with nothing to train on is explained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def report(trajectories: list[Trajectory], kept: int, rank: int = 0, seconds: fl
 
 
 def test_ranks_count_by_their_episodes() -> None:
-    """One rank has three episodes and another one: means are over the four, not over the ranks."""
+    """One rank has three episodes and another has one. Means are taken over the four episodes, not over the ranks."""
     first = [make_trajectory(0, 1.0, 2), make_trajectory(0, 0.0, 4), make_trajectory(0, 0.5, 6)]
     second = [make_trajectory(1, 4.0, 8)]
     second[0].events = [Event("env", 0.0, 8.0), Event("generate", 0.0, 4.0)]
@@ -81,6 +81,6 @@ def test_steps_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = SkippedSteps(most=3, pause=2.0)
     for metrics in (failed, failed, trained, failed, equal):
         skipped.note(metrics)
-    assert pauses == [2.0, 4.0, 2.0, 0.0]  # an environment that is down gets time; equal rewards need none
+    assert pauses == [2.0, 4.0, 2.0, 0.0]  # a failing environment gets time to recover; equal rewards need no pause
     with pytest.raises(NothingToTrainError, match=r"3 step\(s\) in a row had nothing to train on. Step 4: 1 of 1 epi"):
         skipped.note(failed)

@@ -1,4 +1,4 @@
-"""`Policy`: what it computes is what transformers computes, however it is sharded, cast or recomputed."""
+"""`Policy` computes the same as transformers, whether it is sharded, cast to bf16 or uses gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch() -> MicroBatch:
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of the sum of all log-probabilities."""
+    """Return the gradients of the sum of all log-probabilities."""
     micro = batch()
     logprobs, _ = policy(micro.tokens, micro.positions, 0.7)
     logprobs.sum().backward()
@@ -42,7 +42,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def reference(folder: Path) -> dict[str, Tensor]:
-    """The same from transformers, one row at a time, without padding, all logits in fp32."""
+    """Return the gradients that transformers computes for one row at a time, without padding, with fp32 logits."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for length in (7, 2, 5):
         tokens = torch.tensor([make_trajectory(0, 1.0, length, seed=length).tokens])

@@ -1,4 +1,4 @@
-"""`python -m verl_server.train.grpo`: its options, its errors, giving up, resuming, and two ranks under torchrun."""
+"""`python -m verl_server.train.grpo`: options, errors, giving up, resuming, and two ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_server.train.options import TrainArgs
 SETTINGS = ["--no-chat", "--max-turns", "3", "--max-new-tokens", "1", "--device", "cpu", "--retry-pause", "0"]
 SETTINGS += ["--grpo.groups", "4", "--grpo.group-size", "6", "--grpo.minibatches", "1", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1"]
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+NOWHERE = "http://127.0.0.1:9"  # the discard port, where nothing listens
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_a_run_gives_up_with_everything_saved_and_is_resumed(
     out = tmp_path / "run"
     where = ["--model-path", str(policy_folder), "--env-url", environment_url, "--server", server_url]
     command = [*where, "--out", str(out), *SETTINGS]
-    # Step 1 fails and is the first of a row of one.
+    # Step 1 fails. One skipped step is the limit, so the run gives up.
     assert main([*command, "--steps", "4", "--max-skipped-steps", "1"]) == 3
     error = capsys.readouterr().err
     assert "Gave up: 1 step(s) in a row had nothing to train on. Step 1: 24 of 24 episodes failed" in error
@@ -128,8 +128,11 @@ def _run_ranks(ranks: int, arguments: list[str], out: Path) -> list[dict[str, An
 def test_two_ranks_learn_what_one_learns(
     policy_folder: Path, server_url: str, environment_url: str, tmp_path: Path
 ) -> None:
-    """Sharded over two ranks, the same episodes give the same weights and metrics. In step 0 one rank has nothing to
-    train on, in step 1 none has; nobody waits for another. What two ranks saved, one rank resumes."""
+    """A run on two ranks has the weights and metrics of a run on one rank with the same episodes.
+
+    In step 0 one rank has nothing to train on, and in step 1 neither rank has; no rank waits for the other. One rank
+    can resume from the checkpoint of two.
+    """
     arguments = ["--model-path", str(policy_folder), "--env-url", environment_url, *SETTINGS]
     launched = ["--server.dtype", "float32", "--server.cpu-threads", "1", "--server.kv-cache-gib", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"

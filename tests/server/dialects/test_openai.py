@@ -1,4 +1,4 @@
-"""OpenAI routes, as the openai client reads them."""
+"""OpenAI routes return what the openai client expects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.server.test_http_routes import events
 
 @pytest.fixture
 def speaking(stack: Stack) -> Stack:
-    """Answers "Hello!" to everything."""
+    """A stack that answers "Hello!" to every request."""
     stack.scheduler.script = lambda req: stack.text.encode("Hello!")
     return stack
 
