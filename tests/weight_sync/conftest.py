@@ -1,4 +1,4 @@
-"""Ends the trainers that a test made."""
+"""Releases the shared memory of the trainers that a test made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A trainer process on a GPU: describes an embedding in two shards and a norm, as JSON, then does what stdin says.
+"""A trainer process on a GPU, for tests of the receiver.
 
-`python -m tests.weight_sync.cuda_owner [DEVICE]`. "write" multiplies all of it by ten, "free" gives the memory back.
-The embedding's second shard is a large allocation of its own (64 MiB); the rest lies in one small segment.
+`python -m tests.weight_sync.cuda_owner [DEVICE]` prints the description of an embedding in two shards and of a norm as
+JSON. Each line of standard input is a command: "write" multiplies all values by ten, "free" returns the memory to the
+driver. The embedding's second shard is an allocation of its own (64 MiB). The other tensors share a small segment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ tensors: list[torch.Tensor] = []
 
 
 def shard(values: torch.Tensor, offset: list[int], storage: torch.Tensor | None = None) -> Shard:
-    """`values` at the start of `storage`, or in an allocation of their own size."""
+    """Copy `values` to the start of `storage`, or to an allocation of their own size, and describe the copy."""
     base = torch.empty_like(values, device=device) if storage is None else storage[: values.numel()].view(values.shape)
     base.copy_(values)
     tensors.append(base)

@@ -1,4 +1,4 @@
-"""A trainer's memory as the receiver's tests want it: described by hand, cut in any way, in this or another process."""
+"""A trainer's memory for tests of the receiver, with shards cut in any way and described by hand."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Layout = Callable[[Sequence[int]], Boxes]
 
 
 opened: list[SharedMemory] = []
-"""Trainers live as long as the test that made them (see conftest.py)."""
+"""Shared memory of the current test's trainers. `conftest.py` clears the list after each test."""
 
 
 class SharedMemory:
-    """One rank's shared memory. `put` places tensors into it, one after the other."""
+    """Shared memory of one rank. `put` copies tensors into it, one after the other."""
 
     def __init__(self, nbytes: int = 1 << 20, *, sealed: bool = True) -> None:
         id = uuid.uuid4().hex
@@ -41,17 +41,17 @@ class SharedMemory:
         self.allocation = Allocation(id=id, kind="shm", nbytes=nbytes, pid=os.getpid(), fd=self.fd, inode=inode)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` in here, with the same strides."""
+        """Copy `tensor` into this memory with the same strides, and return the copy."""
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         extent = extent if tensor.numel() else 0
         start = -(-self._end // 8) * 8
         self._end = start + extent * tensor.element_size()
-        assert self._end <= self.allocation.nbytes, "give it more memory"
+        assert self._end <= self.allocation.nbytes, "the tensors need more than `nbytes`"
         place = self._bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), start // tensor.element_size())
         return place.copy_(tensor)
 
     def shard(self, tensor: torch.Tensor, offset: Sequence[int], allocation: int = 0) -> Shard:
-        """Where a tensor that was `put` here lies."""
+        """Describe where a tensor that `put` returned is stored."""
         start = tensor.data_ptr() - self._bytes.data_ptr() if tensor.numel() else 0
         return Shard(
             allocation=allocation,
@@ -63,18 +63,18 @@ class SharedMemory:
 
 
 class Trainer:
-    """Ranks that hold full tensors in shards."""
+    """Ranks whose shared memory holds full tensors in shards."""
 
     def __init__(self, ranks: int = 1, nbytes: int = 1 << 20) -> None:
         self.ranks = [SharedMemory(nbytes) for _ in range(ranks)]
         self.placed: dict[str, list[torch.Tensor]] = {}
-        """What the ranks' shards of each tensor are now."""
+        """Name -> views of the tensor's shards in the ranks' memory."""
         self._sources: list[DescribedTensor] = []
 
     def place(
         self, name: str, full: torch.Tensor, boxes: Boxes | None = None, dice: random.Random | None = None
     ) -> None:
-        """Cut `full` into boxes (default: one), the i-th in rank i % n; `dice` varies the strides."""
+        """Cut `full` into boxes (default: one) and put the i-th box on rank i % n. `dice` varies the strides."""
         shards, views = [], []
         for i, (offset, shape) in enumerate(boxes or [([0] * full.dim(), list(full.shape))]):
             index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
@@ -91,7 +91,7 @@ class Trainer:
 
 
 def described(weights: dict[str, torch.Tensor], id: str = "weights") -> tuple[Trainer, WeightsDescription]:
-    """A trainer that holds whole tensors."""
+    """Return a trainer that holds whole tensors, and the trainer's description."""
     trainer = Trainer()
     for name, tensor in weights.items():
         trainer.place(name, tensor)
@@ -99,7 +99,7 @@ def described(weights: dict[str, torch.Tensor], id: str = "weights") -> tuple[Tr
 
 
 def restrided(tensor: torch.Tensor, dice: random.Random | None) -> torch.Tensor:
-    """The same values, by chance transposed or with gaps between rows or elements."""
+    """Return the same values, randomly contiguous, transposed, or with gaps between rows or elements."""
     kind = dice.choice(["plain", "transposed", "padded", "strided"]) if dice and tensor.numel() else "plain"
     if kind == "transposed":
         return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
@@ -114,7 +114,7 @@ def restrided(tensor: torch.Tensor, dice: random.Random | None) -> torch.Tensor:
 
 
 def split_over(dim: int, ranks: int) -> Layout:
-    """As FSDP2 and DTensor's Shard(dim) split: torch.chunk's sizes, empty shards at the end."""
+    """Split like FSDP2 and DTensor's `Shard(dim)`: sizes of `torch.chunk`, empty shards at the end."""
 
     def layout(shape: Sequence[int]) -> Boxes:
         d = min(dim, len(shape) - 1)
@@ -130,7 +130,7 @@ def split_over(dim: int, ranks: int) -> Layout:
 
 
 def grid(rows: int, columns: int) -> Layout:
-    """Two mesh dimensions: each row block split over columns."""
+    """Split over two mesh dimensions: the rows into blocks, and each block over the columns."""
 
     def layout(shape: Sequence[int]) -> Boxes:
         boxes = []
@@ -143,7 +143,7 @@ def grid(rows: int, columns: int) -> Layout:
 
 
 def irregular(dice: random.Random) -> Layout:
-    """Boxes that no mesh makes: halved at random places, in random dimensions, in random order."""
+    """Cut into boxes that no mesh produces: halved at random places in random dimensions, in random order."""
 
     def layout(shape: Sequence[int]) -> Boxes:
         boxes: Boxes = [([0] * len(shape), list(shape))]

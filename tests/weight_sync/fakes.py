@@ -1,4 +1,4 @@
-"""A small model's weights over any number of ranks, without a model; ranks as threads."""
+"""Model runners that hold only the weights of a small model, and server ranks that are threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def random_weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, t
 
 
 class FakeRunner:
-    """Fused q/k rows, sharded by rows (embedding, q, k) or columns (o), a whole norm; a tied head."""
+    """A runner with fused rows of q and k, a whole norm and a tied head.
+
+    Ranks split the embedding, q and k by rows, and o by columns.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32, tied: bool = True) -> None:
         self.device = torch.device("cpu")
@@ -58,10 +61,13 @@ class FakeRunner:
         self.calls: list[str] = []
         self.fail: dict[str, Exception] = {}
         self.has_backup = False
-        """Whether `resume_weights` restores them."""
+        """True if `resume_weights` restores the weights."""
 
     def __getattr__(self, name: str) -> Callable[[], bool]:
-        """release_weights() and its like are noted, and fail if told to."""
+        """Return a method for `release_*`, `resume_*` and `synchronize` that records its call.
+
+        The method raises `fail[name]` if it is set, and returns `has_backup` otherwise.
+        """
         if not name.startswith(("release_", "resume_", "synchronize")):
             raise AttributeError(name)
 
@@ -82,7 +88,7 @@ class FakeRunner:
 
 
 class Board:
-    """Where ranks that are threads meet: a gather is a barrier around a shared list."""
+    """An all-gather for ranks that are threads: a list that all ranks share, between two waits at a barrier."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._slots = threading.Barrier(size), [b""] * size
@@ -95,12 +101,12 @@ class Board:
         return everyone
 
     def abort(self) -> None:
-        """What a dead rank does to the others."""
+        """Break the barrier, as a dead rank would."""
         self._barrier.abort()
 
 
 class FakeTp:
-    """A `TpGroup` whose ranks are threads; the loop and the two threads of the stager vote on boards of their own."""
+    """A `TpGroup` whose ranks are threads. The loop and the stager's two threads each vote on their own board."""
 
     def __init__(self, rank: int, size: int, boards: list[Board]) -> None:
         self.rank, self.size, self._boards = rank, size, boards
@@ -116,7 +122,7 @@ class FakeTp:
 
 
 class Ranks:
-    """`size` updaters and their sources; `handle` runs a request on all of them at once and returns their reply."""
+    """`size` weight updaters and their sources. `handle` runs a request on all of them and returns the common reply."""
 
     def __init__(self, size: int = 1, *, args: dict[str, Any] | None = None, **runner: Any) -> None:
         boards = [Board(size) for _ in range(3)]
@@ -130,7 +136,7 @@ class Ranks:
         ]
 
     def handle(self, req: Any) -> Any:
-        """Check, stage and carry out; the ranks agree on success, state and version."""
+        """Check, stage and execute `req`. Assert that the ranks agree on success, message, state and version."""
         try:
             self.updaters[0].check(req)
         except VerlServerError as error:
@@ -150,7 +156,7 @@ class Ranks:
         return self.updaters[rank].handle(req, prepared)
 
     def stage(self, rank: int, req: Any) -> Any:
-        """What the stager does on one rank."""
+        """Stage `req` on one rank as the stager does, and return the prepared update."""
         done: list[Any] = []
         try:
             agree(self.tps[rank].for_staging(), lambda: done.append(self.sources[rank].prepare(req)))  # type: ignore[arg-type]

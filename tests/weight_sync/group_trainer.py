@@ -1,7 +1,8 @@
-"""A trainer process as SGLang's are written: rank 0 of a group made from torch's own pieces.
+"""A trainer process written like SGLang's: rank 0 of a process group made from torch's own functions.
 
-Arguments: backend, world size, group name. Prints its port, then does what stdin says, one word a line: a dtype
-to broadcast the next tensor of `tensors()` in, `bucket` for all of them in one, `die`.
+Arguments: backend, world size, group name. The process prints its port. Then each line of standard input is a command.
+A dtype broadcasts the next tensor of `tensors()` in that dtype, `bucket` broadcasts all remaining tensors as one tensor
+of bytes, and `die` kills the process.
 """
 
 from __future__ import annotations

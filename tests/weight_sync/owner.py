@@ -1,7 +1,7 @@
-"""A trainer process for the receiver's tests, without torch, so that it is there at once.
+"""A trainer process for tests of the receiver. It does not import torch, so that it starts fast.
 
-`python -m tests.weight_sync.owner` describes an embedding (0 to 31) in two shards and a norm (ones), as JSON, then
-does what stdin says: "write" multiplies all of it by ten, "free" closes the memory.
+`python -m tests.weight_sync.owner` prints the description of an embedding (0 to 31) in two shards and of a norm (ones)
+as JSON. Each line of standard input is a command: "write" multiplies all values by ten, "free" closes the memory.
 """
 
 from __future__ import annotations

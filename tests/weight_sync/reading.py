@@ -1,4 +1,4 @@
-"""What a server sees of described memory, for tests of the trainer's side."""
+"""Reads described memory as a server does, for tests of the trainer's side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from verl_server.weight_sync.receiver.open_memory import FLOATING, OpenAllocatio
 
 
 def read_handle(handle: TensorHandle) -> torch.Tensor:
-    """One tensor as it is now."""
+    """Return a copy of the tensor's current values."""
     return OpenAllocations(torch.device("cpu")).view("t", handle).clone()
 
 
 def read(description: WeightsDescription) -> dict[str, torch.Tensor]:
-    """Full tensors as they are now, from their shards. Elements that no shard brings are NaN."""
+    """Return copies of the full tensors, assembled from their shards. Elements that no shard covers are NaN."""
     memory = OpenAllocations(torch.device("cpu"))
     tensors = {}
     for source in description.tensors:

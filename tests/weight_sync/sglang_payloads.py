@@ -1,4 +1,4 @@
-"""Payloads as SGLang's clients make them, for the tests of what reads them: `stub_modules` stands for SGLang."""
+"""Makes payloads as SGLang's clients do, for tests of the reader. `stub_modules` stands in for SGLang's modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _rebuild_cuda_tensor_modified(*args: Any) -> None:
 
 
 class CudaTensor:
-    """Pickles as a CUDA tensor does, without one."""
+    """An object that pickles like a CUDA tensor, without a GPU."""
 
     def __init__(self, rebuild: Any, *args: Any) -> None:
         self.reduced = (rebuild, args)
@@ -50,7 +50,7 @@ class CudaTensor:
 
 @contextmanager
 def stub_modules(**places: Any) -> Iterator[None]:
-    """Let pickle find `places` ({"module:name": object}) where SGLang has them."""
+    """Make each object of `places` ({"module:name": object}) importable where SGLang defines it."""
     added = []
     try:
         for place, value in places.items():
@@ -70,7 +70,7 @@ def stub_modules(**places: Any) -> Iterator[None]:
 
 
 def dumps(value: Any, protocol: int | None = None) -> bytes:
-    """What SGLang's MultiprocessingSerializer does, before its base64."""
+    """Pickle `value` as SGLang's MultiprocessingSerializer does, without its base64."""
     buffer = io.BytesIO()
     ForkingPickler(buffer, protocol).dump(value)
     return buffer.getvalue()
@@ -81,7 +81,7 @@ def serialized(value: Any) -> str:
 
 
 def bucket(named_tensors: list[tuple[str, torch.Tensor]], *, count_bytes: bool = True) -> dict[str, Any]:
-    """A flattened bucket: bytes of any dtypes (0.5.23), or elements of one (before)."""
+    """Return a flattened bucket: bytes of any dtypes (SGLang 0.5.23), or elements of one dtype (earlier versions)."""
     parts = [tensor.reshape(-1) for _, tensor in named_tensors]
     flat = torch.cat([part.view(torch.uint8) for part in parts] if count_bytes else parts)
     metadata, start = [], 0

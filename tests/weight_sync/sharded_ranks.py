@@ -1,4 +1,4 @@
-"""What `test_sharded_ranks.py` runs on four ranks: modules as trainers shard them, described, merged and read.
+"""The checks of `test_sharded_ranks.py` for four ranks: modules sharded as trainers do, described, merged and read.
 
     torchrun --nproc-per-node 4 -m tests.weight_sync.sharded_ranks RESULT_FOLDER
 
@@ -34,7 +34,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Block(nn.Module):
-    """By default of sizes that four ranks cannot share evenly: rows 7 and 3, a bias of 3."""
+    """A module whose default sizes four ranks cannot share evenly: 7 and 3 rows, a bias of 3."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ def block(width: int = 7) -> Block:
 
 
 def merged(sender: WeightSender, named: Named) -> WeightsDescription:
-    """What all ranks describe together, on every rank."""
+    """Return the merged description of all ranks, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sender.describe(list(named)).description)
     return merge(everyone)
 
 
 def expect_same(named: Named, description: WeightsDescription) -> None:
-    """What is read from the owners' memory is what the ranks hold together."""
+    """Assert that the described memory holds the full tensors that the ranks hold together."""
     dist.barrier()  # all have written
     seen = read(description)
     dist.barrier()  # all have read
@@ -73,7 +73,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def expect_parameters_followed(module: nn.Module) -> None:
-    """Described once, read again after the optimizer has written: same description, new values."""
+    """Assert that an optimizer step changes the values that are read, and keeps the description."""
     sender, parameters = WeightSender(), ModuleParameters(module)
     description = merged(sender, parameters.named())
     expect_same(parameters.named(), description)
@@ -95,7 +95,10 @@ def check_fsdp_uneven_padded_and_empty() -> None:
 
 
 def check_fsdp_after_a_forward_without_backward() -> None:
-    """The root keeps its full parameters, which the optimizer then does not write."""
+    """Gathered parameters, which the root keeps after a forward without backward, are refused.
+
+    The optimizer writes the shards, not the gathered parameters.
+    """
     module, mesh = block(), init_device_mesh("cpu", (4,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(module.up, mesh=mesh, mp_policy=policy)
@@ -106,20 +109,24 @@ def check_fsdp_after_a_forward_without_backward() -> None:
     description = merged(sender, parameters.named())
     with torch.no_grad():
         module(INPUT)
-    assert not isinstance(module.down.weight, DTensor), "otherwise this checks nothing"
+    assert not isinstance(module.down.weight, DTensor), (
+        "the root did not keep its gathered parameters, so that the case checks nothing"
+    )
     try:
         sender.describe(list(module.named_parameters()))
     except BadRequestError as error:
         assert "down.weight" in str(error) and "reshard()" in str(error), error
     else:
         raise AssertionError("the gathered parameters were described")
-    assert merged(sender, parameters.named()).id == description.id, "resharded and found again"
+    assert merged(sender, parameters.named()).id == description.id, (
+        "the sender recognizes the parameters after reshard()"
+    )
     expect_same(parameters.named(), description)
     train(module, optimizer)
 
 
 def check_fsdp_alone() -> None:
-    """One rank a mesh: FSDP2 then gathers into memory that may be the shard's own."""
+    """With one rank in each mesh, FSDP2 may gather into the shard's own memory."""
     mesh = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("replicate", "shard"))
     expect_parameters_followed(fully_shard(block(), mesh=mesh["shard"]))
 
@@ -130,7 +137,9 @@ def check_hsdp() -> None:
     expect_parameters_followed(module)
     description = merged(WeightSender(), list(module.named_parameters()))
     (up,) = [source for source in description.tensors if source.name == "up.weight"]
-    assert [shard.offset for shard in up.shards] == [[0, 0], [4, 0], [0, 0], [4, 0]], "copies in the order of ranks"
+    assert [shard.offset for shard in up.shards] == [[0, 0], [4, 0], [0, 0], [4, 0]], (
+        "the copies are in the order of the ranks"
+    )
 
 
 def check_fsdp_and_tensor_parallel() -> None:

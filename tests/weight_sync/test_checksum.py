@@ -1,4 +1,4 @@
-"""Equal bits, equal checksums; any changed element, another one."""
+"""Equal bits have equal checksums, and a change of any element changes the checksum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_server.weight_sync.checksum import tensor_checksum
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks of 16 words: what is tested on small tensors crosses their borders."""
+    """Shrink blocks to 16 words, so that small tensors span several blocks."""
     checksum._powers.cache_clear()
     monkeypatch.setattr(checksum, "_BLOCK", 16)
     yield
@@ -22,7 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def by_definition(tensor: torch.Tensor) -> str:
-    """The module's docstring in plain integers."""
+    """Compute the checksum as the module's docstring defines it, in Python integers."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 4)
     words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
@@ -44,9 +44,9 @@ def test_equal_bits_have_equal_checksums(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 17, 64, 65, 1000])
 def test_it_is_what_its_definition_says(small_blocks: None, dtype: torch.dtype, count: int) -> None:
     values = (torch.randn(count + 1, generator=torch.Generator().manual_seed(count)) * 50).to(dtype)
-    assert tensor_checksum(values[1:]) == by_definition(values[1:]), "wherever it starts"
+    assert tensor_checksum(values[1:]) == by_definition(values[1:]), "at any start address"
     columns = values[:count].repeat(3).reshape(3, count).t()
-    assert tensor_checksum(columns) == by_definition(columns), "whatever its strides"
+    assert tensor_checksum(columns) == by_definition(columns), "with any strides"
     assert tensor_checksum(columns[:, 1:]) == by_definition(columns[:, 1:])
 
 
@@ -66,7 +66,7 @@ def test_every_single_change_is_seen() -> None:
     seen = {tensor_checksum(tensor)}
     for i in range(257):
         changed = tensor.clone()
-        changed[i] = -0.0  # one bit
+        changed[i] = -0.0  # differs in one bit
         seen.add(tensor_checksum(changed))
     assert len(seen) == 258
 

@@ -1,4 +1,4 @@
-"""What the wire may say at all; what it means is the receiver's to check."""
+"""Decoding of descriptions: the types and ranges of their numbers. The receiver checks the meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies name the pairs to which they wrote NaN or infinity: every way of copying, every number, every place."""
+"""Copy plans report the pairs that received NaN or infinity: all ways of copying, all dtypes, all positions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from verl_server.weight_sync.copying.host_copy import HostCopies
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 EDGES = [0.0, -0.0, 1e-45, 6e-8, 65504.0, -3e38, 3.38e38]
-"""Finite in float32, and in bfloat16; the last two are beyond float16."""
+"""Values that are finite in float32 and bfloat16. The last two exceed the range of float16."""
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def all_numbers(dtype: torch.dtype) -> Tensor:
-    """All numbers of 16 bits; many others, and all neighbours of the largest finite ones."""
+    """Return all numbers of 16 bits, or many wider numbers and all neighbours of the largest finite ones."""
     if dtype.itemsize == 2:
         return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     integer = WORDS[dtype.itemsize]
@@ -85,7 +85,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def plan_of(pairs: list[tuple[Tensor, Tensor]], way: str) -> CopyPlan:
     fused = way not in ("torch", "cuda, torch")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what is tested must be what copies
+        warnings.simplefilter("error")  # a fallback to another way of copying warns
         return CopyPlan([d for d, _ in pairs], [s for _, s in pairs], fused=fused)
 
 
@@ -97,7 +97,10 @@ def seen(plan: CopyPlan) -> list[int]:
 
 
 def finite_pairs(to: torch.dtype, start: torch.dtype, device: str) -> list[tuple[Tensor, Tensor]]:
-    """Every view as source, into a contiguous destination and into its like; around both lie numbers that are not."""
+    """Return (destination, source) pairs with finite values inside each view and NaN or infinity around it.
+
+    Every view is copied into a contiguous destination and into a destination with the same strides.
+    """
     pairs = []
     for view in VIEWS.values():
         for like in (False, True):
@@ -131,11 +134,11 @@ def test_exactly_the_bad_pairs_are_named(to: torch.dtype, start: torch.dtype, wa
         assert all(same(destination, source.to(to)) for destination, source in pairs)
         for (_, source), finite in zip(pairs, kept, strict=True):
             source.copy_(finite)
-        assert seen(plan) == [], "a run tells of itself alone"
+        assert seen(plan) == [], "a run reports its own pairs only"
 
 
 def test_each_place_of_a_block_is_seen(way: str) -> None:
-    """Heads, whole words, tails; destinations that start at any number of a word."""
+    """A bad number is reported from the unaligned head, the whole words and the tail of a block, at any alignment."""
     device = way.partition(",")[0] if way.startswith("cuda") else "cpu"
     for dtype in (torch.float32, torch.bfloat16):
         memory = torch.zeros(300, dtype=dtype, device=device)
@@ -170,7 +173,7 @@ def test_every_thread_tells(threads: int, is_compiled: bool, monkeypatch: pytest
     if not is_compiled:
         monkeypatch.setattr(host_copy, "_compiled_copy", lambda: None)
     monkeypatch.setattr(host_copy, "_BYTES_A_THREAD", 2**10)
-    monkeypatch.setattr(host_copy, "_last_cache_bytes", lambda: 0)  # stores past the caches, too
+    monkeypatch.setattr(host_copy, "_last_cache_bytes", lambda: 0)  # also test the stores that bypass the caches
     sources = [torch.zeros(40_001), torch.zeros(3, 9_000)[:, 1:8_001], torch.zeros(17), torch.zeros(30, 40, 50)]
     pairs = [(torch.empty_like(source), source) for source in sources]
     copies = HostCopies(pairs, threads)
@@ -192,7 +195,10 @@ def test_every_thread_tells(threads: int, is_compiled: bool, monkeypatch: pytest
     + [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float32, torch.float16)],
 )
 def test_the_kernel_sees_what_it_writes(to: torch.dtype, start: torch.dtype) -> None:
-    """In Triton's interpreter, which is slow: every record of every table, with a bad number in its last word."""
+    """Run the kernel in Triton's interpreter: every second source ends in a bad number.
+
+    The interpreter is slow, so the tensors are small.
+    """
     from verl_server.weight_sync.copying.copy_kernel import copy_tiles, kernel_constants
 
     memory = torch.zeros(6, 40, dtype=start)

@@ -1,4 +1,4 @@
-"""CopyPlan: what it copies equals `copy_`, and nothing beside it is written. The kernel's tables are run in Python."""
+"""`CopyPlan` gives what `copy_` gives, and writes nothing else. The kernel's tables are also executed in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_server.weight_sync.copying.host_copy import HostCopies
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, 65519.9, 65520.0, 1 + 2**-9, 1 + 3 * 2**-9, 3e38]
 View = Callable[[Tensor], Tensor]
-VIEWS: dict[str, View] = {  # of a matrix of 48 x 160
+VIEWS: dict[str, View] = {  # views of a matrix of 48 x 160
     "whole": lambda t: t,
     "rows": lambda t: t[5:30],
     "columns": lambda t: t[:, 32:96],
@@ -37,7 +37,7 @@ VIEWS: dict[str, View] = {  # of a matrix of 48 x 160
     "empty": lambda t: t[:0],
 }
 NO_ROWS = {"transposed", "not two-dimensional", "permuted"}
-"""Beside a contiguous destination these have more than two dimensions."""
+"""Views that cannot be copied as rows to a contiguous destination: more than two dimensions remain."""
 
 
 def matrix(dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -47,7 +47,7 @@ def matrix(dtype: torch.dtype, device: str = "cpu") -> Tensor:
 
 
 def make_pairs(to: torch.dtype, start: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
-    """Each view into a contiguous destination, from a contiguous source, and into its like."""
+    """Return (destination, source) pairs for each view: to contiguous memory, from contiguous memory, view to view."""
     pairs = []
     for view in VIEWS.values():
         source = view(matrix(start, device))
@@ -63,7 +63,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_copied(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Each destination holds its source, and its memory around the view is what it was."""
+    """Assert that each destination equals its source, and that the memory around the view is unchanged."""
     for destination, source in pairs:
         around = destination.new_full((destination.untyped_storage().nbytes() // destination.itemsize,), -7)
         around.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(source)
@@ -166,7 +166,7 @@ def test_like_permutations_are_one_row() -> None:
 
 
 def run_table(table: Table) -> None:
-    """What the kernel does, word by word."""
+    """Copy as the kernel does, word by word."""
     kind = table.kind
     assert table.records[:, 2].sum() > 0
     for record, number in table.tiles.tolist():
@@ -203,7 +203,7 @@ def test_tables_cover_the_pairs_exactly(to: torch.dtype, start: torch.dtype) -> 
         run_table(table)
     check_copied([pair for i, pair in enumerate(pairs) if i not in left])
     assert all(as_rows(*pairs[i]) is None for i in left)
-    assert len(left) == 2 * len(NO_ROWS) + 1  # into its like only one of them has more than two dimensions
+    assert len(left) == 2 * len(NO_ROWS) + 1  # from view to view, only one of them keeps more than two dimensions
 
 
 def test_aligned_memory_travels_in_the_widest_words() -> None:
@@ -241,7 +241,10 @@ def test_more_than_2_to_the_32_elements() -> None:
 
 
 def test_all_links_are_read_at_a_time() -> None:
-    """The GPU starts tiles in order: any stretch of them reads each link in its share of the whole."""
+    """Every 64 consecutive tiles contain each link's share of the tiles.
+
+    The GPU starts tiles in order, so all links are in use at any time.
+    """
     source = torch.empty(8, 2**14)
     pairs = [(torch.empty_like(row), row) for row in source]
     links = [0, 0, 0, 0, 0, 0, 1, 2]
@@ -250,7 +253,9 @@ def test_all_links_are_read_at_a_time() -> None:
     for stretch in order.split(64):
         assert [int((stretch == link).sum()) for link in (0, 1, 2)] == [48, 8, 8]
     natural = build_tables(pairs, 1024)[0][0].tiles
-    assert natural.equal(natural[(natural[:, 0] * 2**20 + natural[:, 1]).argsort()]), "one link keeps its order"
+    assert natural.equal(natural[(natural[:, 0] * 2**20 + natural[:, 1]).argsort()]), (
+        "the tiles of a single link keep their order"
+    )
 
 
 def test_torch_copies_where_the_kernel_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +274,7 @@ def test_torch_copies_where_the_kernel_cannot_be_had(monkeypatch: pytest.MonkeyP
 def test_kernel_equals_copy(to: torch.dtype, start: torch.dtype) -> None:
     pairs = make_pairs(to, start, "cuda")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the kernel itself must do it
+        warnings.simplefilter("error")  # a fallback from the kernel warns
         links = [i % 3 for i in range(len(pairs))]
         plan = CopyPlan([d for d, _ in pairs], [s for _, s in pairs], links=links)
     plan.run()
@@ -279,7 +284,7 @@ def test_kernel_equals_copy(to: torch.dtype, start: torch.dtype) -> None:
 
 @pytest.mark.cuda
 def test_kernel_runs_on_the_current_stream_without_waiting() -> None:
-    """A capture refuses whatever would wait for the device."""
+    """The plan runs inside a CUDA graph capture, which fails on any call that waits for the device."""
     source = torch.randn(64, 96, device="cuda")
     destinations = [torch.full((64, 96), -7.0, device="cuda"), torch.full((64, 48), -7.0, device="cuda").bfloat16()]
     plan = CopyPlan(destinations, [source, source[:, 48:]])

@@ -1,4 +1,4 @@
-"""Weights over Gloo: what arrives, what is refused, and that nothing waits for ever."""
+"""Weight groups over Gloo and NCCL: tensors that arrive, requests that are refused, and waits that are bounded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def trainer_of(*servers: Server, name: str = "weights") -> Iterator[BroadcastGro
 
 
 class SilentMember:
-    """Its broadcasts never come."""
+    """A group member whose broadcasts never arrive."""
 
     def __init__(self) -> None:
         self.started, self.ended = threading.Event(), threading.Event()
@@ -98,7 +98,7 @@ class SilentMember:
 
 
 class Trainer:
-    """The process of `group_trainer`."""
+    """A child process that runs `group_trainer`."""
 
     def __init__(self, world_size: int = 2, name: str = "weights", backend: str = "gloo") -> None:
         self.world_size, self.name, self.backend = world_size, name, backend
@@ -152,7 +152,7 @@ def assert_equal(windows: list[list[tuple[str, torch.Tensor]]], expected: dict[s
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-# -- what arrives ---------------------------------------------------------------------------------------------
+# -- receiving ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", at_depth([2, 1]))
@@ -208,7 +208,7 @@ def test_the_next_window_arrives_while_the_caller_copies() -> None:
     server = Server(window_bytes=4096)
     weights = {f"w{index}": torch.randn(600) for index in range(2)}
     with trainer_of(server) as group:
-        # Two windows: the trainer is done with both while the caller still holds the first.
+        # Two windows: the trainer has sent both while the caller still holds the first.
         sending = in_thread(lambda: group.broadcast([tensor.view(torch.uint8) for tensor in weights.values()]))
         arriving = server.groups[0].receive(list(weights), ["float32"] * 2, [[600]] * 2, None, 4096)
         windows = [[(name, tensor.clone()) for name, tensor in next(arriving)]]
@@ -256,7 +256,7 @@ def test_a_trainer_that_dies_in_the_middle(trainer: Trainer) -> None:
         next(group.receive(NAMES, DTYPES, SHAPE_LIST, None, 100))
     group.close()
     server = Server()
-    with trainer_of(server, name=trainer.name) as again:  # the name is free
+    with trainer_of(server, name=trainer.name) as again:  # the name can be used again
         broadcast_weights(again, tensors().items())
     assert_equal(server.windows[0], tensors())
 
@@ -292,7 +292,10 @@ def test_a_trainer_that_leaves_in_good_order() -> None:
 
 @pytest.mark.parametrize("announced", at_depth([50, 200]))
 def test_a_broadcast_of_another_size(announced: int) -> None:
-    """More bytes than announced end Gloo's process, fewer look complete to it: neither may happen to the server."""
+    """A broadcast of another size than announced is an error, which the server survives.
+
+    With more bytes than announced, Gloo would end the process. With fewer, the broadcast would look complete.
+    """
     server = Server()
     with trainer_of(server) as trainer:
         [group] = server.groups
@@ -324,7 +327,7 @@ def test_requests_that_describe_nothing_break_the_group(
     with pytest.raises(BadRequestError, match=message):
         next(group.receive(names, dtypes, shapes, load_format, 100))
     assert member.ended.is_set()
-    with pytest.raises(WeightUpdateError, match="broken"):  # the trainer may be broadcasting already
+    with pytest.raises(WeightUpdateError, match="broken"):  # because the trainer may be broadcasting already
         next(group.receive(["a"], ["float32"], [[1]], None, 100))
 
 
@@ -351,7 +354,10 @@ def test_leaving_an_update_half_way_breaks_the_group() -> None:
 
 
 def test_what_an_abort_ends_has_not_arrived() -> None:
-    """An aborted NCCL kernel ends without an error, with whatever is in the buffer."""
+    """A group that is closed during a receive returns no tensors.
+
+    An aborted NCCL kernel ends without an error and leaves an incomplete buffer.
+    """
     member = SilentMember()
     group = WeightGroup("weights", member, Lifeline(), BOUND)
     arrival = in_thread(lambda: list(group.receive(NAMES, DTYPES, SHAPE_LIST, None, 1 << 20)))
@@ -362,7 +368,7 @@ def test_what_an_abort_ends_has_not_arrived() -> None:
 
 
 def test_the_member_process_ends_with_the_server() -> None:
-    """Also while it waits inside torch, where it does not hear that its socket was closed."""
+    """The member ends even while it waits inside torch, where it does not notice that its socket was closed."""
     code = """
 import sys
 from verl_server.io_struct import InitWeightsUpdateGroupReq
@@ -379,10 +385,10 @@ member.join(req, 1, "127.0.0.1", 600.0)
         assert server.stdout is not None
         member = os.pidfd_open(int(server.stdout.readline()))
         listener.settimeout(BOUND)
-        connection, _ = listener.accept()  # the member is in its store's handshake now, which nobody answers
+        connection, _ = listener.accept()  # the member now waits in the store's handshake, which nobody answers
         server.kill()
         server.communicate()
-        assert wait_readable(member, BOUND), "the member lives on without its server"
+        assert wait_readable(member, BOUND), "the member outlived its server"
         os.close(member)
         connection.close()
 
@@ -414,7 +420,7 @@ def test_joining_a_trainer_that_is_not_there_is_bounded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(WeightUpdateError, match=r"within 0.3 s .*Is the trainer \(rank 0\) creating the group"):
-            WeightGroup.join(req(master_port=port), 0, CPU, 0.3)  # it listens, but is no store
+            WeightGroup.join(req(master_port=port), 0, CPU, 0.3)  # the port listens, but is not a store
     with pytest.raises(WeightUpdateError, match="Could not join"):
         WeightGroup.join(req(master_port=port), 0, CPU, 0.3)
     with pytest.raises(WeightUpdateError, match="Could not join"):
@@ -423,7 +429,7 @@ def test_joining_a_trainer_that_is_not_there_is_bounded() -> None:
 
 def test_joining_without_the_others_is_bounded(trainer: Trainer) -> None:
     with pytest.raises(WeightUpdateError, match="Could not join the group 'other'"):
-        trainer.name = "other"  # another name meets nobody
+        trainer.name = "other"  # no other member uses this name
         trainer.join(timeout=1.0)
 
 
@@ -499,7 +505,7 @@ def test_nccl_survives_a_trainer_that_dies_and_joins_the_next() -> None:
         next(arriving)
     group.close()
     process.end()
-    torch.cuda.synchronize()  # no kernel of the dead group is left
+    torch.cuda.synchronize()  # would hang if a kernel of the dead group still ran
     again = Trainer(backend="nccl")
     try:
         group = again.join(device=torch.device("cuda:0"))

@@ -1,4 +1,4 @@
-"""Shards tile a tensor exactly, or the error names the range that they miss or share."""
+"""Shards must tile a tensor exactly. Otherwise the error names the missing or overlapping range."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_verdict_is_that_of_counting_elements(seed: int) -> None:
     dice = random.Random(seed)
     shape = [dice.randint(1, 5) for _ in range(dice.randint(1, 3))]
     boxes = list(dict.fromkeys(boxes_of(irregular(dice)(shape))))
-    for _ in range(dice.randrange(3)):  # spoil it
+    for _ in range(dice.randrange(3)):  # damage the tiling
         match dice.choice(["drop", "add", "nothing"]):
             case "drop" if len(boxes) > 1:
                 boxes.pop(dice.randrange(len(boxes)))

@@ -1,4 +1,4 @@
-"""GPU memory of another process: read as it is written, never beyond its end, closed when nobody reads it."""
+"""GPU memory of another process: reads see every write, stay inside the allocation, and leave nothing open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def owner() -> Iterator[Owner]:
 
 @pytest.fixture
 def runner() -> FakeRunner:
-    """Its parameters on the GPU, in bfloat16: whatever comes is converted."""
+    """A runner with bfloat16 parameters on the GPU, so that every update is converted."""
     with torch.device("cuda"):
         return FakeRunner(dtype=torch.bfloat16)
 
@@ -53,7 +53,7 @@ def test_an_update_is_read_and_closed(receiver: WeightReceiver, runner: FakeRunn
         assert len(receiver._memory) == 0
     free = torch.cuda.mem_get_info()[0]
     owner.tell("free")
-    assert torch.cuda.mem_get_info()[0] >= free + LARGE, "freed memory is not kept by a mapping of ours"
+    assert torch.cuda.mem_get_info()[0] >= free + LARGE, "no mapping of this process keeps freed memory"
 
 
 def test_a_registration_sees_every_write(receiver: WeightReceiver, runner: FakeRunner, owner: Owner) -> None:
@@ -104,7 +104,7 @@ def test_the_end_of_an_owner_closes_its_memory(receiver: WeightReceiver, runner:
     assert holds(runner, 1)
     free = torch.cuda.mem_get_info()[0]
     wait_for_end(receiver, owner)
-    assert len(receiver._memory) == 0, "without waiting for the garbage collector"
+    assert len(receiver._memory) == 0, "closed without waiting for the garbage collector"
     assert torch.cuda.mem_get_info()[0] >= free + LARGE
 
 
@@ -116,7 +116,7 @@ def test_the_end_of_an_owner_closes_its_memory_but_not_under_a_plan(
     wait_for_end(receiver, owner)
     assert receiver.registered("theirs") is None
     plan.commit()
-    assert holds(runner, 1), "exactly what it was when its owner was killed"
+    assert holds(runner, 1), "the values from before the owner was killed"
     plan.discard()
     assert len(receiver._memory) == 0
     assert torch.cuda.mem_get_info()[0] >= free + LARGE

@@ -1,4 +1,4 @@
-"""Checkpoints as a source of weights: the right bytes, only those, and ordinary errors for broken files."""
+"""Checkpoints as a source of weights: exact values, reads of slices only, and plain errors for broken files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_slices_and_nothing_else(
         assert torch.equal(tensors[name][index], WEIGHTS[name][index]), name
         rest = tensors[name].clone()
         rest[index] = 0
-        assert not rest.any(), f"more of {name} was read than asked for"
+        assert not rest.any(), f"more of {name} was read than requested"
     assert not tensors["ids"].any()
 
 
@@ -117,7 +117,8 @@ def test_a_file_that_is_written_in_place(folder: Path) -> None:
             file.seek(-1, os.SEEK_END)
             file.write(b"\x01")
         status = os.stat(folder / "model.safetensors")
-        os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # clocks are coarse
+        # The file system's clock may be too coarse to show the write.
+        os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         with pytest.raises(WeightUpdateError, match="was written or replaced while it was read"):
             checkpoint.read(tensor for _, tensor in checkpoint.tensors)
 

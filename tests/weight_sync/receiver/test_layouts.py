@@ -1,4 +1,4 @@
-"""Any trainer layout into any server layout gives what a copy of the full tensors gives, bit for bit."""
+"""Weights of any trainer layout reach any server layout with the same bits as a copy of the full tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 
 def make_decoder(rank: int, size: int, dtype: torch.dtype, *, tied: bool) -> Decoder:
-    """Grouped heads (2 KV heads: copies from tp 4 on), biases, q/k norms, and a vocabulary that no size divides."""
+    """Return a decoder with grouped heads, biases, q/k norms, and a vocabulary that no size divides.
+
+    It has 2 KV heads, so that 4 ranks hold copies of them.
+    """
     config = ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=37,
@@ -46,7 +49,7 @@ def make_decoder(rank: int, size: int, dtype: torch.dtype, *, tied: bool) -> Dec
 
 
 def layouts(dice: random.Random) -> list[Layout]:
-    """One of a trainer's plans: FSDP, tensor parallel by rows or columns, both, replicas of them, or chaos."""
+    """Return the layouts of a random trainer: FSDP, tensor parallelism, both, replicas of them, or random boxes."""
     kinds: list[Layout] = [
         split_over(0, 1),
         split_over(0, dice.randint(2, 9)),
@@ -54,7 +57,7 @@ def layouts(dice: random.Random) -> list[Layout]:
         grid(dice.randint(1, 4), dice.randint(1, 4)),
         irregular(dice),
     ]
-    kinds = dice.choice([kinds, [dice.choice(kinds)]])  # all alike, or each tensor as it comes
+    kinds = dice.choice([kinds, [dice.choice(kinds)]])  # one layout for all tensors, or a layout for each tensor
     return [replicated(kind, dice.choice([1, 1, 2, 3])) for kind in kinds]
 
 

@@ -1,4 +1,4 @@
-"""Every name that a wrapper makes of a parameter's name is understood; nothing is ignored in silence."""
+"""Names that wrappers derive from a parameter's name are understood. Unknown names are refused."""
 
 from __future__ import annotations
 

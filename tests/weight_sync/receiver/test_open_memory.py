@@ -1,4 +1,4 @@
-"""Memory of other processes is opened once, read as they write it, and closed when nobody reads it."""
+"""Memory of other processes is opened once, shows the owner's latest values, and is closed after the last reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Owner:
-    """`owner.py`, or another of its kind, in a process of its own."""
+    """A child process that runs `owner.py`, or another module with the same commands."""
 
     def __init__(self, module: str = "owner", *arguments: str) -> None:
         self.process = fork_server.run_module(
@@ -44,7 +44,7 @@ class Owner:
             stride=source.shards[0].stride,
             storage_offset=source.shards[0].storage_offset,
         )
-        """The embedding's first five rows."""
+        """A handle of the embedding's first five rows."""
 
     def tell(self, what: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -125,7 +125,8 @@ def test_an_owner_that_is_gone_is_named_with_the_possible_causes(owner: Owner) -
 def test_memory_that_was_freed_is_not_taken_for_what_came_after(owner: Owner) -> None:
     inode = msgspec.structs.replace(owner.handle.allocation, inode=owner.handle.allocation.inode + 1)
     pipe = msgspec.structs.replace(owner.handle.allocation, fd=0)
-    arena = msgspec.structs.replace(owner.handle.allocation, id="0" * 32)  # a restarted trainer's, by chance alike
+    # Of a restarted trainer that has the same pid, descriptor and inode by chance.
+    arena = msgspec.structs.replace(owner.handle.allocation, id="0" * 32)
     for other in (inode, pipe, arena):
         with pytest.raises(WeightUpdateError, match="not the memory that was described"):
             OpenAllocations(CPU).view("a", msgspec.structs.replace(owner.handle, allocation=other))
@@ -205,7 +206,7 @@ def test_gpu_memory_is_refused_by_a_cpu_server() -> None:
 
 
 def resident(address: int) -> int:
-    """Bytes of the mapping at `address` that this process has pages for."""
+    """Return the resident bytes of the mapping that contains `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -218,7 +219,7 @@ def resident(address: int) -> int:
 
 def test_only_what_is_read_is_faulted_in() -> None:
     owner = SharedMemory(16 << 20)
-    tensor = owner.put(torch.ones(2 << 20))  # 8 MiB of 16
+    tensor = owner.put(torch.ones(2 << 20))  # 8 MiB of 16 MiB
     view = OpenAllocations(CPU).view("a", handle_of(owner, tensor))
     part = view[1 << 20 :]
     before = resident(view.data_ptr())

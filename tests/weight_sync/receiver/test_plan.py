@@ -1,4 +1,4 @@
-"""What a description says is checked to the last number; what fits is copied, sliced and converted."""
+"""Update plans: every number of a description is checked, and valid tensors are copied, sliced and converted."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def forged(change: dict[str, Any], shard: dict[str, Any]) -> WeightsDescription:
-    """An embedding in two shards of 4 rows, with changes to the tensor and to the second shard."""
+    """Describe an embedding in two shards of 4 rows, with changes to the tensor and to the second shard."""
     trainer = Trainer(2)
     trainer.place(EMBED, torch.ones(8, 4), split_over(0, 2)((8, 4)))
     description = trainer.description()
@@ -216,7 +216,7 @@ def test_empty_shards_and_ignored_tensors_are_fine(receiver: WeightReceiver, run
 
 
 def replicas(ranks: int) -> tuple[Trainer, WeightsDescription]:
-    """Each rank's copy of the norm holds the rank's number."""
+    """Return a trainer whose ranks each hold a copy of the norm, filled with the rank's number, and its description."""
     trainer = Trainer(ranks)
     trainer.place(NORM, torch.zeros(4), [([0], [4])] * ranks)
     for rank, view in enumerate(trainer.placed[NORM]):
@@ -251,7 +251,7 @@ def test_a_copy_on_the_ranks_own_gpu_is_chosen_first() -> None:
 
 
 def with_head(weights: dict[str, torch.Tensor], head: torch.Tensor | None) -> WeightsDescription:
-    """The head's own memory holds `head`; None: it is the embedding's."""
+    """Describe `weights` with a head that has memory of its own, or shares the embedding's memory if `head` is None."""
     _, description = described(weights if head is None else weights | {HEAD: head})
     if head is None:
         (embed,) = (t for t in description.tensors if t.name == EMBED)
@@ -279,9 +279,9 @@ def test_a_tied_head_may_be_absent_the_same_equal_or_alone_but_not_different(
 
 
 def test_tied_shards_are_compared_whatever_their_cut(receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources_module, "_COMPARED", 5)  # a few rows at a time
+    monkeypatch.setattr(sources_module, "_COMPARED", 5)  # compare a few rows at a time
     nan = random_weights(1)[EMBED]
-    nan[2, 2] = float("nan")  # equal bits are equal
+    nan[2, 2] = float("nan")  # bits are compared, so that NaN equals NaN
     for wrong in (None, (0, 0), (4, 1), (7, 3)):
         trainer = Trainer(2)
         trainer.place(EMBED, nan, split_over(0, 3)(nan.shape))

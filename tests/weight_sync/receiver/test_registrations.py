@@ -1,4 +1,4 @@
-"""What is kept for pushes by id, how it ends, and that nothing is left of it."""
+"""Registrations, which pushes name by id: what they keep, when they end, and that nothing remains of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stage(receiver: WeightReceiver, description: WeightsDescription, keep: bool 
 
 
 def push(receiver: WeightReceiver, id: str) -> bool:
-    """What the loop does with a push by id; False if it is not known."""
+    """Push by id as the loop does. Return False if the id is not registered."""
     plan = receiver.registered(id)
     if plan is None:
         return False
@@ -56,7 +56,7 @@ def push(receiver: WeightReceiver, id: str) -> bool:
 
 
 def open_memory() -> tuple[int, int]:
-    """(descriptors, mappings) of shared memory and its owners in this process."""
+    """Count this process's (descriptors, mappings) of shared memory. Process descriptors count as the former."""
     gc.collect()
     links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     names = [os.readlink(link) for link in links if os.path.lexists(link)]
@@ -120,7 +120,7 @@ def test_the_one_used_longest_ago_makes_room(receiver: WeightReceiver) -> None:
     assert push(receiver, "0")
     receiver.register(msgspec.structs.replace(description, id="new"), strict_dtype=False)
     assert [push(receiver, id) for id in ("0", "1", "2", "new")] == [True, False, True, True]
-    assert len(receiver._memory) == 1, "they share the memory"
+    assert len(receiver._memory) == 1, "the registrations share the memory"
 
 
 def test_an_id_can_be_registered_again(receiver: WeightReceiver, runner: FakeRunner) -> None:
@@ -128,7 +128,7 @@ def test_an_id_can_be_registered_again(receiver: WeightReceiver, runner: FakeRun
     _, second = described(random_weights(2))
     receiver.register(first, strict_dtype=False)
     receiver.register(second, strict_dtype=False)
-    assert len(receiver._memory) == 1, "the first one's is closed"
+    assert len(receiver._memory) == 1, "the memory of the first registration is closed"
     assert push(receiver, second.id)
     assert runner.holds(random_weights(2))
 
@@ -144,7 +144,7 @@ def wait_for_end(receiver: WeightReceiver, owner: Owner) -> None:
 
 
 def merged(first: WeightsDescription, second: WeightsDescription) -> WeightsDescription:
-    """The first one's embedding and the second one's norm, by one id."""
+    """Return a description with the embedding of `first` and the norm of `second`."""
     (embed,) = (t for t in first.tensors if t.name == EMBED)
     (norm,) = (t for t in second.tensors if t.name == NORM)
     (shard,) = norm.shards
@@ -166,7 +166,7 @@ def test_the_end_of_an_owner_closes_what_it_owned_and_nothing_else(
     assert push(receiver, "both")
     wait_for_end(receiver, owner)
     assert [push(receiver, id) for id in (mine.id, "theirs", "both")] == [True, False, False]
-    assert len(receiver._memory) == 1, "without waiting for the garbage collector"
+    assert len(receiver._memory) == 1, "closed without waiting for the garbage collector"
     assert open_memory() == before
     assert owner.process.pid not in receiver._registrations._watched
 
@@ -191,7 +191,7 @@ def test_a_commit_that_runs_while_its_owner_ends_reads_to_the_end(
     assert started.wait(timeout=10)
     wait_for_end(receiver, owner)
     assert receiver.registered(owner.description.id) is None
-    assert len(receiver._memory) == 1, "it is being read"
+    assert len(receiver._memory) == 1, "the commit still reads it"
     ended.set()
     committing.join(timeout=10)
     assert torch.equal(runner.embed, torch.arange(32.0).reshape(8, 4))
@@ -250,19 +250,19 @@ def test_a_tied_head_with_memory_of_its_own_is_compared_at_every_push(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             stage(receiver, description)
-    assert len(caplog.records) == 1, "said once"
-    assert receiver.registered(description.id) is None, "so the next push is checked too"
+    assert len(caplog.records) == 1, "one warning"
+    assert receiver.registered(description.id) is None, "not kept, so that the next push is checked too"
     trainer.placed["lm_head.weight"][0][0, 0] += 1
     with pytest.raises(WeightUpdateError, match="differs"):
         stage(receiver, description)
 
 
-# -- nothing is left -----------------------------------------------------------------------------------------
+# -- no leaks ------------------------------------------------------------------------------------------------
 
 
 def test_thousands_of_updates_leave_nothing(receiver: WeightReceiver, runner: FakeRunner, owner: Owner) -> None:
     description = owner.description
-    stage(receiver, description)  # starts the owner's watch, which stays while the owner lives
+    stage(receiver, description)  # starts the thread that watches the owner, and that runs as long as the owner does
     receiver.forget(None)
     before, threads = open_memory(), threading.active_count()
     files = len(os.listdir("/proc/self/fd"))

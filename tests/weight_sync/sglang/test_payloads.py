@@ -1,4 +1,4 @@
-"""Payloads of SGLang's clients become handles, and hostile ones an error with a place in it."""
+"""Payloads of SGLang's clients are converted to handles. A hostile payload is an error that names the place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_each_pickled_reference_is_given_back_once() -> None:
     assert references(name) == 2
     read(second)
     assert references(name) == 1
-    read(second)  # one payload sent to two ranks: the owner's own reference stays
+    read(second)  # a second rank reads the same payload: the owner's own reference stays
     assert references(name) == 1
 
 
@@ -91,7 +91,7 @@ def test_references_that_nobody_will_open_are_given_back() -> None:
     assert [references(handle.allocation.name) for _, handle in handles] == [2, 2]
     give_back(handle.allocation for _, handle in handles)
     assert [references(handle.allocation.name) for _, handle in handles] == [1, 1]
-    give_back([Allocation(id="x", kind="shm_name", name="torch_1_1_1", nbytes=1)])  # gone: nothing to do
+    give_back([Allocation(id="x", kind="shm_name", name="torch_1_1_1", nbytes=1)])  # the file is gone: no error
 
 
 def test_a_refused_update_gives_all_references_back() -> None:
@@ -110,7 +110,7 @@ def test_a_refused_update_gives_all_references_back() -> None:
     with sglang.stub_modules(**{f"{sglang.BUCKETS}:FlattenedTensorMetadata": sglang.FlattenedTensorMetadata}):
         bucket = sglang.bucket([*weights, ("unknown", torch.ones(2))])
         handles = parse_payload(sglang.dumps(bucket), "flattened_bucket")
-    flat = sglang.dumps(bucket["flattened_tensor"])  # one more reference, which nobody gives back
+    flat = sglang.dumps(bucket["flattened_tensor"])  # adds a reference that nobody returns
     with pytest.raises(WeightUpdateError, match="no parameter 'unknown'"):
         receiver.stage_named(handles, strict_dtype=False, partial=True)
     assert flat and references(handles[0][1].allocation.name) == 2
@@ -252,7 +252,7 @@ def test_a_wrapped_parameter_is_its_tensor() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ref_counter_offset": 10_000},  # torch would write beyond its file of counters
+        {"ref_counter_offset": 10_000},  # torch would write past the end of its file of counters
         {"ref_counter_offset": -1},
         {"ref_counter_handle": b"/../etc/passwd"},
         {"ref_counter_handle": b"torch"},
@@ -272,11 +272,11 @@ def test_wrong_cuda_tensors(changes: dict[str, Any]) -> None:
         parse_payload(payload, None)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------
+# -- refused payloads -----------------------------------------------------------------------------------------
 
 
 class Call:
-    """Pickles as a call of `function`."""
+    """An object whose pickle is a call of `function`."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.reduced = (function, args)
@@ -349,7 +349,7 @@ def test_cut_off_and_damaged_payloads_are_errors_of_the_request() -> None:
         try:
             handles = parse_payload(bytes(damaged), None)
         except BadRequestError as error:
-            str(error).encode()  # it will travel
+            str(error).encode()  # the message is sent to the client, so it must be encodable
         else:
             assert all(isinstance(handle, TensorHandle) for _, handle in handles)
 

@@ -1,4 +1,4 @@
-"""One description of several ranks."""
+"""Merging the descriptions of several ranks into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_server.weight_sync.trainer.shards import TensorShard
 
 
 def describe(**tensors: torch.Tensor | TensorShard) -> WeightsDescription:
-    """Of a rank whose tensors outlive the test."""
+    """Describe the tensors of one rank, and keep the tensors alive beyond the test."""
     alive.append(tensors)
     return WeightSender().describe(list(tensors.items())).description
 
@@ -39,7 +39,7 @@ def test_copies_keep_the_order_of_ranks() -> None:
 
 
 def test_an_engine_reads_its_own_ranks_where_they_hold_all() -> None:
-    """Two engines, of two ranks each; `shared` is cut over all four, `own` is another tensor on each engine's ranks."""
+    """Two engines with two ranks each: `shared` is cut over all four ranks, `own` differs between the engines."""
     ranks = [
         describe(own=torch.full((4,), float(rank // 2)), shared=rows(rank, rank + (3 if rank == 3 else 1)))
         for rank in range(4)
@@ -58,7 +58,7 @@ def test_what_is_not_read_is_not_opened() -> None:
 
 
 def test_ranks_may_bring_different_tensors() -> None:
-    """Pipeline stages: each owns other layers."""
+    """Pipeline stages hold different layers."""
     merged = merge([describe(a=FULL), describe(b=FULL + 1)])
     assert torch.equal(read(merged)["b"], FULL + 1)
     assert [source.name for source in merged.tensors] == ["a", "b"]

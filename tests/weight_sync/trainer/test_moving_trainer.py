@@ -1,7 +1,8 @@
-"""The race that nobody sees: a trainer whose storages move, are freed, reused and written between pushes.
+"""A server serves the trainer's current values, whatever happened to the trainer's storages between pushes.
 
-Random moves on a real model, pushed in random ways to a real engine. After every push the checksum of every served
-parameter is what the trainer meant, or an older or foreign memory was read.
+Storages of a real model move, are freed, reused and written at random, and are pushed in random ways to a real engine.
+After every push the checksum of every served parameter must be the trainer's. Otherwise the server has read old or
+foreign memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class MovingTrainer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Some moves; often one alone, and often the last one again: others would give it away."""
+        """Make some moves: often a single one, and often the previous ones again.
+
+        A second move could make the sender look again, and so hide a first move that the sender misses.
+        """
         moves = [self.write, self.write_in_a_thread, self.assign_data, self.assign_views, self.set_storages]
         moves += [self.resize_and_set, self.replace_parameters, self.load_state, self.swap, self.slide, self.turn]
         moves += [self.convert, self.share]
@@ -58,7 +62,7 @@ class MovingTrainer:
             parameter.add_(self._values(parameter.shape))
 
     def write_in_a_thread(self) -> None:
-        """Up to the very moment of the push."""
+        """Write from another thread until immediately before the push."""
         parameters, written = self._some(), threading.Event()
         values = [self._values(parameter.shape) for parameter in parameters]
 
@@ -77,7 +81,7 @@ class MovingTrainer:
             parameter.data = self._values(parameter.shape)
 
     def assign_views(self) -> None:
-        """Parts of a larger storage: at an offset, transposed, with gaps."""
+        """Replace the data by parts of larger storages: at an offset, transposed, or with gaps."""
         for parameter in self._some():
             kind = self.rng.randrange(3)
             if kind == 0:
@@ -93,7 +97,7 @@ class MovingTrainer:
             parameter.set_(self._values(parameter.shape))
 
     def resize_and_set(self) -> None:
-        """Memory that is given back, and perhaps had again at the same address."""
+        """Free memory and allocate it again, perhaps at the same address."""
         for parameter in self._some():
             fresh = self._values(parameter.shape)
             storage, nbytes = fresh.untyped_storage(), fresh.untyped_storage().nbytes()
@@ -103,7 +107,7 @@ class MovingTrainer:
             parameter.data = fresh
 
     def replace_parameters(self) -> None:
-        """The old ones are freed before the new ones are made, so that these may lie where those lay."""
+        """Free the old parameters before the new ones are made, so that the new ones may get the old addresses."""
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if self.rng.random() < 0.5:
@@ -118,13 +122,13 @@ class MovingTrainer:
         self.model.load_state_dict(state, assign=self.rng.random() < 0.7)
 
     def swap(self) -> None:
-        """Two parameters change places: every address is known, and each is wrong."""
+        """Exchange the memory of two layers: every address is known, and each belongs to another parameter."""
         first, second = self.model.model.layers  # type: ignore[union-attr, misc]
         for a, b in zip(first.parameters(), second.parameters(), strict=True):
             a.data, b.data = b.data, a.data
 
     def slide(self) -> None:
-        """To and fro between two halves of a storage that is there all the time: nothing but the offset differs."""
+        """Switch between the two halves of a storage that stays: only the offset differs."""
         sliding = [p for p in self.model.parameters() if p.untyped_storage().nbytes() == 2 * p.nbytes]
         for parameter in sliding:
             count = parameter.numel()
@@ -136,7 +140,7 @@ class MovingTrainer:
             parameter.data = self._values((2 * count,))[:count].view(parameter.shape)
 
     def turn(self) -> None:
-        """The same memory, read in another order."""
+        """Transpose square parameters: the same memory in another order."""
         for parameter in self._some():
             if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
                 parameter.data = parameter.data.t()
@@ -145,11 +149,11 @@ class MovingTrainer:
         self.model.double().float()
 
     def share(self) -> None:
-        """Into torch's own shared memory."""
+        """Move parameters into torch's own shared memory."""
         for parameter in self._some():
             parameter.data = parameter.clone().share_memory_()
 
-    # -- what the server must have -------------------------------------------------------------------------------
+    # -- expected values -----------------------------------------------------------------------------------------
 
     def checksums(self) -> dict[str, str]:
         return {name: tensor_checksum(parameter.detach().clone()) for name, parameter in self.model.named_parameters()}
@@ -182,7 +186,7 @@ def test_served_weights_are_what_the_trainer_meant(engine: Engine, tiny_llama: P
             by_id += 1
         meant, served = trainer.checksums(), engine.weights_checker()["ranks"][0]["checksums"]
         wrong = [name for name in meant if served[name] != meant[name]]
-        assert not wrong, f"push {push} ({how}): {wrong[:4]} ({len(wrong)} in all) are not what was meant"
+        assert not wrong, f"push {push} ({how}): {wrong[:4]} ({len(wrong)} in all) differ from the trainer's"
     assert by_id
     engine.unregister_weights()
 
@@ -192,9 +196,9 @@ def test_served_weights_are_what_the_trainer_meant(engine: Engine, tiny_llama: P
 
 @pytest.mark.cuda
 def test_a_delayed_step_on_a_side_stream_is_served_whole(tiny_llama: Path) -> None:
-    """The optimizer's kernels are queued behind a long one, on a stream that nobody waits for, when the push begins.
+    """A push includes an optimizer step that is still queued on a side stream, for which no code waits.
 
-    In between the memory is given back to the driver and had again, perhaps at the same addresses.
+    Between pushes the memory is returned to the driver and allocated again, perhaps at the same addresses.
     """
     auto: Any = AutoModelForCausalLM
     model: nn.Module = auto.from_pretrained(tiny_llama, dtype=torch.float32).cuda()
@@ -227,5 +231,5 @@ def test_a_delayed_step_on_a_side_stream_is_served_whole(tiny_llama: Path) -> No
                 engine.update_weights_from_tensor(model.named_parameters(), partial=False)
             served = engine.weights_checker()["ranks"][0]["checksums"]
             wrong = [name for name, values in meant.items() if served[name] != tensor_checksum(values)]
-            assert not wrong, f"push {push}: {wrong[:4]} ({len(wrong)} in all) are not what was meant"
+            assert not wrong, f"push {push}: {wrong[:4]} ({len(wrong)} in all) differ from the trainer's"
         engine.unregister_weights()

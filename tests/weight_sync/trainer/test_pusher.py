@@ -1,4 +1,4 @@
-"""A push of several ranks, which are threads here: what travels between them, and that all have the outcome."""
+"""Pushes of several ranks, which are threads here: the messages between ranks, and one outcome for all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = torch.arange(24.0).reshape(6, 4)
 
 
 class ThreadRank:
-    """One of `size` ranks that share memory; errors of one are raised on all, as `RankGroup` does."""
+    """One of `size` ranks in one process. An error of one rank is raised on all ranks, as by `RankGroup`."""
 
     def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
         self.rank, self.size, self._shared = rank, size, shared
@@ -76,7 +76,7 @@ class Trainer:
         self.pushers = [WeightPusher(rank) for rank in self.ranks]
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:
-        """The outcome of each rank, errors included."""
+        """Return the result of each rank, or the exception that the rank raised."""
 
         def run(rank: int) -> Any:
             try:
@@ -95,7 +95,7 @@ class Trainer:
 
 
 def rows(*bounds: int) -> list[Named]:
-    """One rank's rows of FULL each."""
+    """Return the named shard of each rank: the rows of FULL between two consecutive bounds."""
     pairs = itertools.pairwise(bounds)
     return [[("w", TensorShard(FULL[start:stop].clone(), (6, 4), (start, 0)))] for start, stop in pairs]
 
@@ -160,9 +160,9 @@ def test_errors_are_everyones() -> None:
     sent = len(trainer.engine.requests)
     outcomes = trainer.push(named[0], [("w", TensorShard(FULL[2:].double(), (6, 4), (2, 0)))])
     assert all("float64" in str(outcome) for outcome in outcomes), outcomes
-    assert len(trainer.engine.requests) == sent, "the server was not asked"
+    assert len(trainer.engine.requests) == sent, "the server received no request"
 
-    assert trainer.push(*named) == [(True, "done")] * 2, "and the next push is as good as any"
+    assert trainer.push(*named) == [(True, "done")] * 2, "the next push succeeds"
 
 
 def test_registered_by_all_ranks() -> None:
@@ -195,7 +195,7 @@ def test_each_rank_picks_its_own_of_several_handles() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_is_read_before_anyone_returns(size: int) -> None:
-    """Ranks write as soon as their call returns: what the server saw must be what was pushed."""
+    """A push returns only after the server has read all memory, because ranks write as soon as their call returns."""
     trainer = Trainer(size)
     tensors = [torch.zeros(1024) for _ in range(size)]
     seen: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Moving storages into shared memory: nothing that refers to them may notice."""
+"""Moving storages into shared memory: everything that refers to a storage keeps working."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_memory_swapped_away_is_described_anew() -> None:
     assert torch.equal(read_handle(describe(tensor)[0]), torch.ones(4))
     del tensor
     gc.collect()
-    assert torch.equal(other, torch.zeros(4)), "its pages live on with the memory, not with the storage"
+    assert torch.equal(other, torch.zeros(4)), "the pages belong to the memory, not to the storage"
 
 
 def test_tied_tensors_share_their_memory() -> None:
@@ -159,7 +159,7 @@ def test_freed_tensors_give_descriptors_and_memory_back() -> None:
     path = f"/proc/self/fd/{handle.allocation.fd}"
     assert os.stat(path).st_blocks * 512 >= 16 << 20
     del big
-    assert os.stat(path).st_blocks * 512 <= mmap.PAGESIZE, "its pages are returned while its neighbour lives"
+    assert os.stat(path).st_blocks * 512 <= mmap.PAGESIZE, "the tensor's pages are freed while its neighbour lives"
     del small
     assert open_files() == before
 
@@ -171,7 +171,7 @@ def test_a_thousand_models_leave_nothing() -> None:
         own.describe([(f"w{i % 40}", torch.ones(100))])
     assert open_files() - before <= 2
     assert len(sender._exports) <= exported + 1
-    assert len(own._known) <= 1, "sets that can never be found again are forgotten"
+    assert len(own._known) <= 1, "the sender forgets sets of tensors that are gone"
 
 
 def test_numpy_keeps_seeing_the_tensor() -> None:
@@ -229,7 +229,7 @@ def test_no_shared_memory_left_names_bytes_and_remedy(kind: str, value: int, rem
     assert remedy in str(caught.value)
     assert tensor.data_ptr() == pointer
     assert torch.equal(tensor, torch.arange(4096.0))
-    assert torch.equal(read_handle(describe(tensor)[0]), tensor), "works as soon as there is memory"
+    assert torch.equal(read_handle(describe(tensor)[0]), tensor), "describing succeeds as soon as there is memory"
 
 
 @moves_storages
@@ -278,7 +278,7 @@ def test_a_process_with_shared_weights_exits_cleanly() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# -- descriptions that stay -------------------------------------------------------------------------------------------
+# -- reused descriptions ----------------------------------------------------------------------------------------------
 
 
 def test_unmoved_tensors_have_one_description() -> None:
@@ -326,7 +326,7 @@ def test_whatever_moved_has_another_description(move: str) -> None:
 
 @moves_storages
 def test_other_memory_at_the_same_address_is_another_description() -> None:
-    """The storage, its address and its size are the same; only the arena knows that its memory is gone."""
+    """The storage, the address and the size are the same. Only the arena knows that the memory was freed."""
     sender, tensor = WeightSender(), torch.zeros(1024)
     before = sender.describe([("w", tensor)]).description
     sender._known["w",]._memories_alive = [lambda: None]
@@ -358,7 +358,7 @@ def test_a_guard_of_the_same_objects_sees_what_changed_in_place(move: str, monke
     tensors = NamedTensors([("other", torch.zeros(3)), ("w", parameter)])
     before = sender.describe(tensors).description
     with monkeypatch.context() as patched, torch.no_grad():
-        patched.setattr(MemoryLayout, "at", None)  # the guard is enough
+        patched.setattr(MemoryLayout, "at", None)  # fails unless the guard alone recognizes the tensors
         parameter.add_(1.0)
         assert sender.describe(tensors).description is before
     with torch.no_grad():
@@ -435,7 +435,7 @@ def test_tensors_that_move_at_every_push_are_named_once(caplog: pytest.LogCaptur
 
 
 def test_a_forked_child_leaves_the_weights_alone() -> None:
-    """It inherits the shared memory, and with it what gives the pages back when a tensor is freed."""
+    """A forked child does not free the weights, although it inherits their memory and its finalizers."""
     script = (
         "import os, torch\nfrom verl_server.weight_sync.trainer.sender import WeightSender, describe_tensors\n"
         "torch.set_num_threads(1)  # a forked child has no OpenMP threads\n"
@@ -448,6 +448,6 @@ def test_a_forked_child_leaves_the_weights_alone() -> None:
         "    os._exit(0 if mine.allocations[0].pid == os.getpid() else 1)\n"
         "print(os.waitpid(child, 0)[1], int(tensors['a'].sum()), int(tensors['b'].sum()))\n"
     )
-    command = ["timeout", "60", sys.executable, "-c", script]  # which ends the child, too
+    command = ["timeout", "60", sys.executable, "-c", script]  # `timeout` also ends the forked child
     done = subprocess.run(command, capture_output=True, timeout=90, text=True, check=False)
     assert (done.stdout, done.returncode) == ("0 65536 65536\n", 0), done.stderr

@@ -1,4 +1,4 @@
-"""CUDA memory on the trainer's side: what moved is seen, what a server may map is held."""
+"""CUDA memory on the trainer's side: moves are detected, and memory that a server may map is held."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_server.weight_sync.trainer.sender import WeightSender
 
 pytestmark = pytest.mark.cuda
 SEGMENT = 64 << 20
-"""Bytes that the allocator takes as a segment of their own."""
+"""Size in bytes for which the allocator makes a segment of its own."""
 
 
 def test_an_allocation_has_one_number_for_life() -> None:
@@ -50,7 +50,7 @@ def test_memory_freed_and_allocated_again_in_place_is_seen() -> None:
     sender = WeightSender()
     tensor = torch.zeros(SEGMENT, dtype=torch.uint8, device="cuda")
     before = sender.describe([("w", tensor)]).description
-    for _ in range(2):  # from the second look on, the allocator's count of frees stands for asking the driver
+    for _ in range(2):  # from the second time on, the allocator's count of frees replaces a query of the driver
         assert sender.describe([("w", tensor)]).description is before
     storage = tensor.untyped_storage()
     storage.resize_(0)
@@ -77,8 +77,8 @@ def test_writes_of_any_stream_are_done_before_the_ranks_meet() -> None:
     sender, tensor, stream = WeightSender(), torch.zeros(1024, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(1)
-        tensor.add_(0)  # loading a kernel waits for the device
-    for _ in range(2):  # described anew, then found again
+        tensor.add_(0)  # load the kernel now, because loading waits for the device
+    for _ in range(2):  # the first description is new, the second one is reused
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(500_000_000)
@@ -94,9 +94,9 @@ def test_registered_memory_is_held_until_the_server_has_closed_it() -> None:
     weights = {"w": torch.zeros(SEGMENT, dtype=torch.uint8, device="cuda")}
     engine.register_weights(lambda: weights.items())
     weights["w"] = torch.zeros(4, device="cuda")
-    assert torch.cuda.memory_allocated() - before >= SEGMENT, "a server maps it"
+    assert torch.cuda.memory_allocated() - before >= SEGMENT, "a server may map it"
     engine.push_weights()
-    assert torch.cuda.memory_allocated() - before < SEGMENT, "it was told to forget it"
+    assert torch.cuda.memory_allocated() - before < SEGMENT, "the server was asked to forget it"
     engine.unregister_weights()
     weights.clear()
     assert torch.cuda.memory_allocated() <= before

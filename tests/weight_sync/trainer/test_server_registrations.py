@@ -1,4 +1,4 @@
-"""What a push says about registrations, and what the trainer holds for the server."""
+"""Registrations on the trainer's side: what each push requests, and the memory held for the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl_server.weight_sync.trainer.server_registrations import PushTerms, Serv
 
 
 class Bench:
-    """Pushes of sets, each in some memory, with their outcomes."""
+    """Pushes sets of names, each with a given outcome."""
 
     def __init__(self) -> None:
         self.registrations = ServerRegistrations()
@@ -78,7 +78,7 @@ def test_a_refused_push_is_not_taken_as_kept() -> None:
     bench = Bench()
     bench.push("model", "a")
     assert bench.push("model", "a", error=WeightUpdateError("no")).keep
-    assert bench.registrations.open_ids() == ["a"], "the server may have opened it before it refused"
+    assert bench.registrations.open_ids() == ["a"], "the server may have opened it before the refusal"
     terms = bench.push("model", "a")
     assert terms.keep and not terms.by_id
     assert bench.push("model", "a").by_id
@@ -90,7 +90,7 @@ def test_memory_is_held_while_the_outcome_is_unknown() -> None:
         bench.push("model", "a", error=error)
         assert bench.registrations.open_ids() == ["a"], "the server may still read it"
     assert bench.push("model", "b", error=WeightUpdateError("no")).forget == ["a"]
-    assert bench.registrations.open_ids() == ["a"], "whether it was forgotten is not known"
+    assert bench.registrations.open_ids() == ["a"], "the server may or may not have forgotten it"
     assert bench.push("model", "c").forget == ["a"]
     assert bench.registrations.open_ids() == []
 

@@ -1,4 +1,4 @@
-"""Sharded modules on four real ranks: `sharded_ranks.py` under torchrun, one launch for all checks."""
+"""Sharded modules on four real ranks. One launch of `sharded_ranks.py` under torchrun runs all checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of DTensors, against torch's own splitting of a tensor of numbers."""
+"""Boxes of DTensors agree with torch's own splitting of a numbered tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_server.weight_sync.trainer.shards import TensorShard, parts_of, sharde
 
 
 def split(full: torch.Tensor, mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any) -> torch.Tensor:
-    """The local tensor of one rank, cut by torch."""
+    """Return the local tensor of one rank as torch splits it."""
     local = full
     for count, index, placement in zip(mesh, coordinate, placements, strict=True):
         if not isinstance(placement, Replicate):
@@ -57,7 +57,9 @@ def test_boxes_are_where_torch_puts_them(layout: tuple[Any, Any], shape: tuple[i
             here = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.shape, strict=True))
             assert torch.equal(full[there], local[here])
             seen[there] += 1
-        assert sum(torch.Size(box.shape).numel() for box in boxes) == local.numel(), "all of the local tensor"
+        assert sum(torch.Size(box.shape).numel() for box in boxes) == local.numel(), (
+            "the boxes cover all of the local tensor"
+        )
     copies = [count for count, p in zip(mesh, placements, strict=True) if isinstance(p, Replicate)]
     assert (seen == torch.Size(copies).numel()).all()
 

@@ -1,4 +1,4 @@
-"""The parameters of a module, listed again only when they are others."""
+"""The list of a module's parameters is rebuilt only when the parameters change."""
 
 from __future__ import annotations
 
