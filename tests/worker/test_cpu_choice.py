@@ -1,4 +1,4 @@
-"""The choice of CPU kernels is measured once, kept in a file that any process may write, and read from then on."""
+"""The choice of CPU kernels is measured once and kept in a file, which several processes may write and all read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def choice(first: str = "torch") -> CpuChoice:
 
 
 class Measuring:
-    """Counts measurements; each gives another choice than the one before."""
+    """A measurement that counts its calls. Each call returns another choice than the call before."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -69,7 +69,10 @@ def test_a_broken_file_in_the_cache_is_replaced(
 
 
 def test_of_two_first_starts_one_choice_wins(tmp_path: Path) -> None:
-    """The second process measured, too, but takes what the first one kept: later starts compute the same bits."""
+    """Two processes measure at once, and the later one takes the earlier one's choice.
+
+    All later starts then compute the same bits.
+    """
     winner: list[CpuChoice] = []
 
     def measure_late() -> CpuChoice:

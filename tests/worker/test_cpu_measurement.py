@@ -1,4 +1,4 @@
-"""What is measured, and which kernel wins; no test depends on how fast this machine is."""
+"""The cases that are measured, and the kernel that wins. No test depends on the speed of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_server.worker.cpu_measurement import fastest, measure_choice, product_
 
 
 class Clock:
-    """Runs that take what they are told to, on a clock of their own."""
+    """A clock that advances only when `run` is called, by the times given for that run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ def race(clock: Clock, preferred: str, **times: tuple[float, ...]) -> str:
 
 
 def test_the_best_run_counts() -> None:
-    """A kernel that was disturbed in most runs wins by the one that was not."""
+    """A kernel that was disturbed in most runs wins by its undisturbed run."""
     assert race(Clock(), "torch", cpp=(9, 9, 5, 1, 9), torch=(2,)) == "cpp"
 
 
@@ -65,7 +65,7 @@ def test_shapes_are_those_of_one_rank(tiny_qwen3: Path) -> None:
 
 @pytest.fixture
 def measured(cpu_kernels: CpuKernels, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], CpuChoice]:
-    """`measure_choice`, (attends) -> the choice, on little memory."""
+    """Return `measure_choice` as a function of `attends`, with little memory."""
     for name, value in {"_POOL_BYTES": 2**20, "_WEIGHT_BYTES": (2**20, 2**20), "_CASE_PRODUCTS": 10**6}.items():
         monkeypatch.setattr(cpu_measurement, name, value)
     config = load_model_config(tiny_qwen3)

@@ -1,4 +1,7 @@
-"""Which kernels run: by device, dtype and switches; what cannot be had is refused, or replaced with a warning."""
+"""The kernels that are chosen for a device, a dtype and switches.
+
+A kernel that is not available is refused, or replaced with a warning.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def choose(
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, cpu_kernels: CpuKernels, tmp_path: Path) -> list[CpuChoice]:
-    """Kernels with a cache folder of their own. Nothing is measured; the list holds what a measurement gave."""
+    """Replace the measurement by a fake, with a cache folder of its own. Return the list of the fake's choices."""
     kernels, given = copy.copy(cpu_kernels), list[CpuChoice]()
     kernels.library = dataclasses.replace(kernels.library, folder=tmp_path)
 
@@ -96,7 +99,7 @@ def test_what_is_not_compiled_runs_on_pytorch(compiled: list[CpuChoice]) -> None
 
 
 def runs_compiled(choice: KernelChoice, rows: int) -> bool:
-    """Whether a product of so many rows is computed by the compiled kernel: to the bit."""
+    """Return True if a product of `rows` rows has the bits of the compiled kernel's product."""
     assert choice.cpu is not None
     x, weight = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (rows, 256))
     got = choice.ops(CPU).linear(x, weight, None)
@@ -112,7 +115,7 @@ def test_measured_once_for_all_starts(compiled: list[CpuChoice]) -> None:
         assert [choice.cpu_attends(n) for n in (0, 1, 2, 64)] == [False, False, True, True]
         assert runs_compiled(choice, 2)
     choose(cpu_threads=1, page_size=32)
-    assert len(compiled) == 2  # another page size
+    assert len(compiled) == 2  # the page size is another
 
 
 def test_attention_that_is_asked_for_by_name_is_not_measured_away(compiled: list[CpuChoice]) -> None:
@@ -140,7 +143,7 @@ def test_the_choice_can_be_exported_and_named(compiled: list[CpuChoice], tmp_pat
 
 @dataclass(frozen=True)
 class LaterRank(TpGroup):
-    """Rank 1 of two, which hears from rank 0."""
+    """Rank 1 of two ranks, which receives `heard` from rank 0."""
 
     rank: int = 1
     size: int = 2

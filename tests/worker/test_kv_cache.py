@@ -1,4 +1,4 @@
-"""Where a step's tokens go, and who has which page."""
+"""The KV cache: the slots of a step's tokens, the page table, and the size of the pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_cache(folder: Path, *, paged_kernels: bool = False, **changes: float) -
 
 
 def step(cached: list[int], extend: list[int], pages: list[list[int]]) -> ForwardBatch:
-    """Entry i in row i, with all of its pages told anew."""
+    """Return a batch whose entry i uses row i and lists all pages of that row."""
     return ForwardBatch(
         rows=list(range(len(cached))),
         cached_lens=cached,
@@ -54,7 +54,7 @@ def test_leading_entries_that_decode_are_counted(tiny_llama: Path, extend: list[
 def test_the_device_has_the_same_table(tiny_llama: Path) -> None:
     cache = make_cache(tiny_llama, paged_kernels=True)
     batch = step([5, 0], [1, 1], [[9, 2], [4]])
-    batch.page_updates += [(0, 1, [3]), (0, 2, [8])]  # the later word counts
+    batch.page_updates += [(0, 1, [3]), (0, 2, [8])]  # the later update wins
     cache.place(batch)
     table = cache.device_page_table
     assert np.array_equal(table[: cache.max_rows].numpy(), cache.page_table)
@@ -90,7 +90,10 @@ GIB = 2**30
 
 
 def test_the_fraction_counts_what_was_free_before_loading() -> None:
-    """A trainer that holds half of a GPU of 140 GiB leaves 70; 16 are the weights; 85 % of the 70 may be static."""
+    """A trainer holds half of a GPU of 140 GiB, so 70 GiB are free.
+
+    Of these, 85 % may be static: 16 GiB of weights, and the pool.
+    """
     budget = gpu_budget(70 * GIB, 54 * GIB, 0.85, step=2 * GIB)
     assert budget.bytes == pytest.approx((70 * 0.85 - 16) * GIB, rel=1e-6)
     alone = gpu_budget(140 * GIB, 124 * GIB, 0.85, step=2 * GIB)

@@ -1,4 +1,4 @@
-"""Memory that really goes back, at addresses that stay; the driver's part against a stand-in, and on a GPU."""
+"""Arenas return memory to the system and keep addresses: on the CPU, with a fake CUDA driver, and on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_release_gives_pages_to_the_system_and_keeps_addresses() -> None:
         assert (arena.is_present, arena.bytes_held) == (False, 0)
         assert arena.resume() is False
         assert arena.is_present and view.data_ptr() == address
-        assert (view == 0).all(), "zeros after resume, not what was there"
+        assert (view == 0).all(), "zeros after resume, not the old values"
         view.fill_(2.0)
         again = arena.view(aligned(1000), (1000, 1000), torch.float32)
         assert again.data_ptr() == address and (again == 2.0).all()
@@ -57,7 +57,7 @@ def test_misuse_does_no_harm() -> None:
     assert arena.resume() is True and (arena.contents == 7).all(), "nothing was released"
     arena.release()
     arena.release()
-    assert (arena.contents == 0).all()  # a touch before the resume reads zeros
+    assert (arena.contents == 0).all()  # a read before the resume returns zeros
     assert arena.resume() is False and arena.resume() is True
 
 
@@ -75,7 +75,7 @@ def test_kept_contents_come_back_on_the_cpu() -> None:
     arena = MemoryArena(4 * MIB, CPU)
     arena.contents.fill_(3)
     arena.release(keep_contents=True)
-    assert not arena.is_present and arena.bytes_held == arena.nbytes, "they have nowhere cheaper to go"
+    assert not arena.is_present and arena.bytes_held == arena.nbytes, "the CPU has no cheaper place for kept contents"
     assert arena.resume() is True and (arena.contents == 3).all()
     arena.release()
     assert arena.resume() is False and (arena.contents == 0).all()
@@ -98,11 +98,14 @@ def test_memory_that_the_system_refuses_is_named() -> None:
         MemoryArena(2**60, CPU)
 
 
-# -- the driver's calls, against a stand-in --------------------------------------------------------------------
+# -- a fake driver ---------------------------------------------------------------------------------------------
 
 
 class FakeDriver:
-    """Notes what is reserved, held and mapped; `fail` names calls and the codes that they return, once each."""
+    """A CUDA driver that records reserved, held and mapped memory.
+
+    Each (name, code) in `fail` makes the next call of that name return the code.
+    """
 
     def __init__(self) -> None:
         self.fail: list[tuple[str, int]] = []
@@ -173,7 +176,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (MIB, 4 * MIB))
     yield fake
-    gc.collect()  # regions end while the stand-in is there
+    gc.collect()  # regions must end while the fake driver is in place
     assert fake.held_bytes == 0 and not fake.reserved
 
 
@@ -205,7 +208,7 @@ def test_memory_that_is_short_leaves_nothing_half_mapped(driver: FakeDriver, cal
     with pytest.raises(ServerUnavailableError, match=r"cuda:3 has 0\.00 GiB of .* free, .* mem_fraction_static"):
         region.map()
     assert not region.is_mapped and driver.held_bytes == 0 and driver.reserved
-    driver.fail = [(call, 2)]  # torch's cache gave back enough for the second try
+    driver.fail = [(call, 2)]  # as if torch's cache had returned enough memory for the second try
     region.map()
     assert region.is_mapped and driver.mapped == driver.accessible == {region.address: 4 * MIB}
     driver.fail = [(call, 999)]
@@ -224,7 +227,7 @@ def test_a_region_that_cannot_be_made_leaves_nothing(driver: FakeDriver) -> None
 
 
 class ForgetfulRegion(HostRegion):
-    """A device's region as the arena sees it: what was unmapped is gone, and `map` may find no memory."""
+    """A device's region as the arena sees it: unmapped contents are lost, and `map` raises while `short` is True."""
 
     short = False
 
@@ -260,7 +263,7 @@ def test_kept_contents_come_back_from_host_memory(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ServerUnavailableError):
             arena.resume()
         assert not arena.is_present
-        arena.release()  # gives up nothing that was kept
+        arena.release()  # does not lose the kept contents
         monkeypatch.setattr(ForgetfulRegion, "short", False)
         assert arena.resume() is True and (arena.contents == value).all()
     assert len(regions) == (1 if pinned else 0), "pinned once, however often it is used"
@@ -276,7 +279,10 @@ def test_kept_contents_come_back_from_host_memory(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def free_before() -> Iterator[int]:
-    """Bytes free on the device; at the end of the test as many are again (but for what modules and graphs take)."""
+    """Return the bytes that are free on the device.
+
+    At the end of the test, assert that they are free again, except for memory of modules and graphs.
+    """
     torch.cuda.synchronize(CUDA)
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(CUDA)[0]
@@ -299,7 +305,7 @@ def test_a_graph_survives_release_and_resume(free_before: int) -> None:
     matrix.fill_(1.0)
     x, out = torch.ones(1024, device=CUDA), torch.zeros(1024, device=CUDA)
     graph = torch.cuda.CUDAGraph()
-    out.copy_(matrix @ x)  # what the first call sets up does not belong into the graph
+    out.copy_(matrix @ x)  # the set-up of the first call must not be captured
     with torch.cuda.graph(graph):
         out.copy_(matrix @ x)
     for value in (2.0, 3.0):

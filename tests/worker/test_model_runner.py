@@ -1,4 +1,4 @@
-"""The runner's memory: sizing, release and resume, and pages that must not leak what they held."""
+"""The runner's memory: sizing, release and resume, and pages whose old contents must not reach a later request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from verl_server.worker.model_runner import ModelRunner, device_of
 
 
 class LonelyRank(TpGroup):
-    """One rank of several, whose votes nobody else takes part in: enough to build and release, not to run."""
+    """One of several ranks without the others, which gathers only its own vote.
+
+    Such a runner can be built and released. It cannot run a step.
+    """
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -34,9 +37,9 @@ def test_kv_size_follows_the_settings(tiny_llama: Path) -> None:
     assert runner.num_pages == 62
     page_bytes = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, page, heads, dim, fp32
     by_bytes = make_runner(tiny_llama, max_total_tokens=None, kv_cache_gib=100 * page_bytes / 2**30)
-    assert by_bytes.num_pages == 99  # one more is the padding page
+    assert by_bytes.num_pages == 99  # the hundredth page is the padding page
     roomy = make_runner(tiny_llama, max_total_tokens=None, max_running_requests=3)
-    assert roomy.num_pages == 3 * 512 // 16  # never more than the largest batch could fill
+    assert roomy.num_pages == 3 * 512 // 16  # no more than the largest batch could fill
     with pytest.raises(BadRequestError, match="No room for a KV cache"):
         make_runner(tiny_llama, kv_cache_gib=1e-6)
 
@@ -49,7 +52,7 @@ def test_context_length_beyond_the_model_is_refused(tiny_llama: Path) -> None:
 
 @pytest.fixture
 def big_runner(tmp_path: Path) -> ModelRunner:
-    """Weights and pool of tens of MiB each, every page of both touched."""
+    """Return a runner with tens of MiB of weights and of KV pool, and with all pages of both touched."""
     folder = make_model_folder(
         tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=4, weights=False
     )
@@ -77,8 +80,8 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
         assert runner.resume_weights() is False
         runner.resume_kv_cache()
         assert runner.memory_figures() == figures
-        assert all((p == 0).all() for p in parameters)  # not garbage, and padding of the vocabulary stays zero
-        for view in views:  # made before the release, they write into the resumed memory
+        assert all((p == 0).all() for p in parameters)  # the padding of the vocabulary must be zero
+        for view in views:  # views that were made before the release write into the resumed memory
             view.fill_(0.5)
         assert all((p == 0.5).all() for p in parameters)
         runner.kv.pool.fill_(1.0)
@@ -87,7 +90,7 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
 
 
 def test_weights_are_aligned_and_apart(tiny_qwen2: Path) -> None:
-    """Tied embeddings once; no two parameters share a byte, and each starts where wide loads may."""
+    """Tied embeddings are stored once. Parameters share no byte, and each starts at a multiple of 512 bytes."""
     runner = make_runner(tiny_qwen2)
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in runner.model.parameters())
     assert runner.model.lm_head.weight is runner.model.embed_tokens.weight
@@ -117,7 +120,7 @@ def test_backup_brings_the_weights_back(tiny_qwen3: Path) -> None:
         assert runner.resume_weights() is True
         for name, tensor in expected.items():
             assert torch.equal(runner.weight_map.read(name), tensor), name
-        name = "model.norm.weight"  # what the next cycle must bring back is the newest
+        name = "model.norm.weight"  # the next cycle must restore the newest values
         expected[name] = expected[name] + 1
         runner.weight_map.slots[name].copy_from(expected[name])
 
@@ -125,7 +128,7 @@ def test_backup_brings_the_weights_back(tiny_qwen3: Path) -> None:
 def test_releasing_and_resuming_twice_is_harmless(tiny_llama: Path) -> None:
     runner = make_runner(tiny_llama)
     before = runner.weight_map.read("model.norm.weight")
-    assert runner.resume_weights() is True  # nothing was released, nothing is lost
+    assert runner.resume_weights() is True  # nothing was released, so the weights are present
     runner.resume_kv_cache()
     assert torch.equal(runner.weight_map.read("model.norm.weight"), before)
     for _ in range(2):
@@ -144,7 +147,7 @@ def test_padding_page_is_zero_after_resume(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("backup", [False, True])
 def test_generation_after_release_and_resume_is_the_same(tiny_qwen3: Path, backup: bool) -> None:
-    """The colocated cycle: everything released, weights back by restoring or by refilling, then the KV pool."""
+    """The colocated cycle: release everything, restore or refill the weights, resume the KV pool."""
     runner = make_runner(tiny_qwen3, enable_weights_cpu_backup=backup)
     weights = {name: runner.weight_map.read(name) for name in runner.weight_map.slots}
     prompt = random_prompt(30, seed=0)
@@ -165,7 +168,7 @@ def test_generation_after_release_and_resume_is_the_same(tiny_qwen3: Path, backu
 
 
 def test_nan_in_the_pool_harms_nobody_later(tiny_llama: Path) -> None:
-    """Pages that held NaN are handed out again, partly filled and as padding of longer neighbours."""
+    """Pages that held NaN are used again, partly filled and as padding beside longer requests."""
     runner = make_runner(tiny_llama)
     clean = Driver(runner)
     prompts = [random_prompt(n, seed=n) for n in (5, 40)]
@@ -173,7 +176,7 @@ def test_nan_in_the_pool_harms_nobody_later(tiny_llama: Path) -> None:
     clean.finish(expected, 12)
     runner.kv.pool[:, : runner.num_pages] = torch.nan
     again = Driver(runner)
-    runner.kv.page_table[:] = again.free_pages[0]  # rows still name their last users' pages
+    runner.kv.page_table[:] = again.free_pages[0]  # rows still list the pages of earlier requests
     got = [again.add(p) for p in prompts]
     again.finish(got, 12)
     for a, b in zip(expected, got, strict=True):
@@ -191,7 +194,7 @@ def test_nan_weights_are_reported_as_nan(tiny_llama: Path) -> None:
 
 
 def test_ragged_lengths_are_split_and_agree(tiny_qwen3: Path) -> None:
-    """One long request among many short: several decode groups, same results as alone."""
+    """One long request among many short ones takes several decode groups. The results are the same as alone."""
     runner = make_runner(tiny_qwen3, max_total_tokens=8192)
     lengths = [3, 5, 450, 8, 300, 2, 7, 4, 9, 11]
     alone = Driver(runner)

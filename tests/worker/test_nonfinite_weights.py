@@ -1,4 +1,4 @@
-"""Weights that hold NaN or infinity: named, never served, whatever way they came; unless somebody asked for them."""
+"""Weights with NaN or infinity, from any source, are named and never served, unless the request allows them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ trainer = test_weight_groups.trainer  # a fixture
 
 
 def spoiled(seed: int, *names: str, bad: float = BAD[0]) -> Weights:
-    """Random weights with one bad number in the last row of each of `names`."""
+    """Return random weights in which the last element of each of `names` is `bad`."""
     weights = random_weights(seed)
     for name in names:
         weights[name].view(-1)[-1] = bad
@@ -92,11 +92,11 @@ def test_they_are_named_and_refused(size: int, source: Any, tmp_path: Path) -> N
     ranks = Ranks(size)
     assert push(ranks, random_weights(0)).success
     epoch = ranks.updaters[0].epoch
-    weights = spoiled(1, Q, NORM)  # whose memory is read until the answer
+    weights = spoiled(1, Q, NORM)  # its memory is read until the reply
     reply = ranks.handle(source(weights, tmp_path))
     assert_torn(ranks, reply, Q, NORM)
     assert "in 2 of 5 tensors" in reply.message
-    assert ranks.updaters[0].epoch > epoch, "no page computed before serves anybody"
+    assert ranks.updaters[0].epoch > epoch, "no page that was computed before is reused"
     weights = random_weights(2)
     assert ranks.handle(source(weights, tmp_path)).success
     assert (ranks.refusal, ranks.version) == (None, "2") and ranks.hold(weights)
@@ -109,7 +109,7 @@ def test_one_number_on_one_rank_is_enough(name: str, bad: float) -> None:
     push(ranks, random_weights(0))
     reply = push(ranks, spoiled(1, name, bad=bad))
     assert_torn(ranks, reply, name)
-    assert ("tensor-parallel rank 1" in reply.message) == (name != NORM), "both ranks have all of the norm"
+    assert ("tensor-parallel rank 1" in reply.message) == (name != NORM), "both ranks hold the whole norm"
 
 
 @SIZES
@@ -156,12 +156,12 @@ def test_who_wants_them_gets_them(size: int, caplog: pytest.LogCaptureFixture) -
     reply = push(ranks, spoiled(1, Q, bad=BAD[1]), allow_nonfinite=True)
     assert reply.success and (ranks.state, ranks.version) == ("serving", "2")
     assert ranks.hold(spoiled(1, Q, bad=BAD[1])) and Q in caplog.text
-    assert push(ranks, {NORM: torch.zeros(4)}).success, "what was there before is nobody's fault"
+    assert push(ranks, {NORM: torch.zeros(4)}).success, "only the pushed values are checked"
 
 
 @SIZES
 def test_one_call_spoils_its_transaction(size: int) -> None:
-    """It stays open, and must bring everything again."""
+    """A call with bad values leaves the transaction open. All parameters must then be pushed again."""
     ranks = Ranks(size)
     push(ranks, random_weights(0))
     assert ranks.handle(BeginWeightUpdateReq()).success
@@ -188,8 +188,11 @@ def test_a_long_list_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("mode", ["in_place", "retract", "wait", "abort"])
 def test_no_token_is_sampled_from_them(mode: Any, overlaps: bool) -> None:
-    """Nor is one between the copy and the verdict: the harness compares the weights of every step with what was
-    meant, and a step in flight fails if they change under it."""
+    """No token is sampled from bad weights, not even between the copy and the verdict.
+
+    The harness compares the weights of every step with the pushed ones. A step in flight fails if the weights change
+    during the step.
+    """
     h = WeighedHarness(num_pages=64, overlaps=overlaps)
     h.add("r", [10, 11, 12], 30)
     h.steps(4)

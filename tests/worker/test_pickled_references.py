@@ -1,7 +1,7 @@
-"""SGLang's pickles carry reference counts, which each refused, late or withdrawn update must give back all the same.
+"""SGLang's pickles hold reference counts, which refused, late and withdrawn updates must decrement, too.
 
-One that is not given back keeps the trainer's memory until the trainer exits. The whole way from the arrival on, with
-a real stager.
+A count that stays too high keeps the trainer's memory until the trainer exits. The tests cover the whole way from the
+arrival of a request, with a real stager.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StagedHarness(WeighedHarness):
         super(WeighedHarness, self).receive(message)  # type: ignore[arg-type]
 
     def until_answered(self, id: int) -> int:
-        """Its status."""
+        """Run steps until the request is answered, and return the status code of the reply."""
         for _ in range(2000):
             if id in self.replies:
                 break
@@ -63,7 +63,7 @@ class StagedHarness(WeighedHarness):
         return self.replies[id].status_code
 
     def until_staged(self) -> None:
-        """The stager is through with everything that came."""
+        """Wait until the stager has finished every request that was submitted."""
         last = UpdateWeightsFromDiskReq(id=99, model_path="/nowhere")
         self.real.submit(last)
         while last.id not in [id for id, _ in self.real.finished()]:
@@ -88,7 +88,7 @@ def h() -> Iterator[StagedHarness]:
 
 
 class Pickled:
-    """An update, and the counts behind it."""
+    """A pickled update, and the reference counts of the pickled memory."""
 
     def __init__(self) -> None:
         self._tensors = [(name, tensor) for name, tensor in random_weights(3).items()]

@@ -1,4 +1,4 @@
-"""The stager alone: order, votes, wake-ups, what was given up, what hangs, and the end. Ranks are threads."""
+"""The stager alone: order, votes, wake-ups, dropped requests, hangs, and closing. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT = 10.0
 
 
 class Opened:
-    """A `Prepared` that notes its end."""
+    """A `Prepared` that records its `discard`."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -36,7 +36,7 @@ class Opened:
 
 
 class FakeSources:
-    """What `prepare` does, by model path (or group name); by default it opens something."""
+    """Sources whose `prepare` first calls `does[name]`, if set; the name is the model path or the group's name."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -88,9 +88,9 @@ class Stagers:
             stager.submit(req)
 
     def outcome(self, id: int) -> VerlServerError | None:
-        """Rank 0's, as its loop learns it: rung, then read."""
+        """Return the outcome on rank 0 as the loop learns it: wait for the wake-up, then read the finished requests."""
         while id not in self._outcomes:
-            assert self.rang.acquire(timeout=WAIT), f"nothing was heard of {id}"
+            assert self.rang.acquire(timeout=WAIT), f"request {id} did not finish"
             self._outcomes |= dict(self.all[0].finished())
         return self._outcomes[id]
 
@@ -183,8 +183,8 @@ def test_what_is_given_up_is_closed_on_every_rank_whenever_that_is(stagers: Stag
     for sources in stagers.sources:
         gone = "second" if when == "queued" else "first"
         opened, closed = sources.log.count(f"open {gone}"), sources.log.count(f"discard {gone}")
-        assert opened == closed == 1 - sources.log.count(f"abandoned {gone}"), "one or the other"
-    stagers.drop(1)  # again, and of one that is unknown: nothing
+        assert opened == closed == 1 - sources.log.count(f"abandoned {gone}"), "opened and discarded, or abandoned"
+    stagers.drop(1)  # a second drop, or the drop of an unknown id, has no effect
     stagers.drop(99)
 
 
@@ -217,14 +217,14 @@ def test_a_rank_that_died_ends_the_loop_with_the_cause() -> None:
     stagers.sources[1].does["dies"] = stagers.boards[1].abort
     stagers.submit(1, "dies")
     stagers.submit(2)
-    assert stagers.rang.acquire(timeout=WAIT), "the loop is woken"
+    assert stagers.rang.acquire(timeout=WAIT), "the loop is woken up"
     with pytest.raises(ConnectionError, match="lost each other"):
         stagers.all[0].finished()
     stagers.close()
 
 
 def test_nothing_that_was_opened_outlives_its_request(stagers: Stagers) -> None:
-    """Locals, tracebacks and contexts of exceptions would keep a trainer's memory mapped while the thread waits."""
+    """No local variable, traceback or exception context keeps a trainer's memory mapped while the thread waits."""
 
     def fail() -> None:
         raise OSError("no such GPU")

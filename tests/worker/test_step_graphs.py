@@ -1,4 +1,4 @@
-"""Padded steps compute what unpadded ones do: in Triton's interpreter, with a graph that is computed at its capture."""
+"""Padded steps compute what unpadded steps do, in Triton's interpreter with stand-ins for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, graphs
 
 
 class ComputedAtCapture:
-    """Stands in for a CUDA graph: its step was computed when it was captured."""
+    """A stand-in for a CUDA graph. The step is computed at its capture, so that `replay` does nothing."""
 
     def replay(self) -> None: ...
 
@@ -39,7 +39,7 @@ def capture(*_: object, **__: object) -> Iterator[None]:
 
 
 class OnceOnly(StepGraphs):
-    """Captures every step anew."""
+    """Step graphs that capture every step again and record the keys of the steps."""
 
     steps: list[tuple[str, int, bool]]
 
@@ -49,11 +49,11 @@ class OnceOnly(StepGraphs):
         return super()._at_hand(key, *arrays)
 
     def _run_once(self, *_: Any) -> None:
-        """It is computed at its capture."""
+        """Do nothing: the step is computed at its capture."""
 
 
 class FullBeforeShared(OnceOnly):
-    """Holds no graph with shared keys, and has no memory for one."""
+    """Step graphs without memory for a graph with shared keys."""
 
     def _at_hand(self, key: Any, *arrays: Any) -> Any:
         self._is_full = key.shared
@@ -61,7 +61,7 @@ class FullBeforeShared(OnceOnly):
 
 
 def run(driver: Driver) -> list[Sequence]:
-    """Chunks beside decodes, a prefix hit, steps of decodes only, and a step that samples nothing."""
+    """Run chunks beside decodes, a prefix hit, steps of decodes only, and a step that samples nothing."""
     sequences = [driver.add(random_prompt(n, seed=n)) for n in (8, 15)]
     driver.finish(sequences, 4, chunk=8)
     sequences.append(driver.add(sequences[1].tokens + random_prompt(3, seed=9), shared=sequences[1]))
@@ -76,7 +76,7 @@ def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     runner = make_runner(tiny_llama, page_size=4)
-    runner.kv.pool.fill_(torch.nan)  # nothing that was not written in this run is read
+    runner.kv.pool.fill_(torch.nan)  # reading a slot that this run did not write would give NaN
     got = run(Driver(runner))
     for a, b in zip(expected, got, strict=True):
         assert a.spec.output_ids == b.spec.output_ids
@@ -88,7 +88,7 @@ def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("graphs", at_depth([True, False]), ids=["graphs", "eager"])
 def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
     def run_groups(driver: Driver) -> list[Sequence]:
-        """Two groups, and a request that shares nothing, which decode together and beside another's prefill."""
+        """Decode two groups and a request that shares nothing, together and beside the prefill of another request."""
         sequences = []
         for seed in (1, 2):
             first = driver.add(random_prompt(13, seed=seed))
@@ -144,7 +144,7 @@ def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
     graphs = runner._graphs
     assert isinstance(graphs, FullBeforeShared)
     assert graphs.steps[-2:] == [("decode", 2, True), ("decode", 2, False)]
-    assert len(graphs._captured) == 1, "it ran as a graph"
+    assert len(graphs._captured) == 1, "the step ran as a graph"
 
 
 def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     monkeypatch.setattr(step_graphs, "MOST_GRAPH_TOKENS", 32)
     runner = make_runner(tiny_llama, page_size=4, max_running_requests=3)
     runner.release_weights()
-    assert not runner.can_warm_up, "weights that are not there would be read"
+    assert not runner.can_warm_up, "a warm-up would read weights that are not present"
     runner.resume_weights()
     runner.release_kv_cache()
     assert not runner.can_warm_up
@@ -164,7 +164,7 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
         runner.warm_up()
         figures = runner.memory_figures()
         captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
-    # Decodes of 1, 2 and 3; 16 and 32 tokens; all but the first with shared keys too.
+    # Decodes of 1, 2 and 3 requests, mixed steps of 16 and 32 tokens; all but the first with shared keys too.
     assert captured == [(held, 9 - held) for held in range(1, 10)]
     assert runner._graphs is not None
     first = [tuple(key) for key in runner._graphs._captured][:3]
@@ -197,19 +197,19 @@ def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "graph", no_memory)
     runner = make_runner(tiny_llama, page_size=4)
     runner.warm_up()
-    assert not runner.can_warm_up, "idle time would be spent on failing again and again"
+    assert not runner.can_warm_up, "idle time would be spent on repeated failures"
     driver = Driver(runner)
     sequence = driver.add(random_prompt(6, seed=1))
     driver.finish([sequence], 3)
     assert len(sequence.spec.output_ids) == 3
     runner.release_cuda_graphs()
     runner.resume_cuda_graphs()
-    assert runner.can_warm_up, "memory may be there again"
+    assert runner.can_warm_up, "memory may be available again"
 
 
 @dataclass
 class OtherRank:
-    """Votes with one more rank, which can or cannot do what it is asked in turn."""
+    """A group with one more rank, whose votes are the values of `can`, in their order."""
 
     can: list[bool]
     size: int = 2
@@ -246,7 +246,7 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
 
 
 def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are in the step's sums and will not come to the vote: the engine ends, and says why."""
+    """The engine ends and names the cause, because the other ranks wait in the step's sums and cannot vote."""
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: 2**31)
     runner = make_runner(tiny_llama, page_size=4)

@@ -1,4 +1,4 @@
-"""The bound on what a step may take: it grows with what a step does, and with nothing else."""
+"""The bound on a step's memory grows with the work of the step, and with nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spec(**params: Any) -> SampleSpec:
 
 
 def test_the_default_share_of_a_large_gpu_is_enough_for_any_step(memory: StepMemory) -> None:
-    """256 requests and a chunk of 8,192 tokens beside an 8B model: far below 15 % of 140 GiB."""
+    """256 requests and a chunk of 8,192 tokens beside an 8B model take far less than 15 % of 140 GiB."""
     assert 2**30 < memory.largest(8192 + 256, 256) + memory.graph(4096, 256) < 5 * 2**30
 
 
@@ -54,7 +54,7 @@ def test_each_request_of_sampling_adds_what_it_takes(memory: StepMemory) -> None
 
 
 def test_prompt_logprobs_take_no_more_for_more_candidates(memory: StepMemory) -> None:
-    """Fewer positions at a time, so that what they take together stays the same."""
+    """With more candidates, fewer positions are computed at a time, so that the total memory stays the same."""
     plain = memory.prompt_positions(0, None)
     assert plain > memory.prompt_positions(151_936, None) > 0
     assert plain > memory.prompt_positions(0, list(range(100_000))) > memory.prompt_positions(0, [1] * 10**6) > 0

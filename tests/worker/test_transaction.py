@@ -1,4 +1,4 @@
-"""Transactions as the weights see them: every rank's `WeightUpdater` over real plans, without the fence of rank 0."""
+"""Transactions in the `WeightUpdater` of every rank, over real plans and without rank 0's control queue."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def some(weights: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tenso
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, call: Any) -> Any:
-    """`call()` while every copy fails half way."""
+    """Return the result of `call()`, during which every copy fails after it wrote."""
     whole = UpdatePlan.commit
 
     def commit(plan: UpdatePlan) -> None:
@@ -169,7 +169,9 @@ def test_weights_that_a_backup_restored_serve_as_before(ranks: Ranks) -> None:
     push(ranks, some(random_weights(2), NORM))
     ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"]))
     ranks.handle(ResumeMemoryOccupationReq(tags=["weights"]))
-    assert ranks.state == "torn" and "remaining 4 of 5" in (ranks.refusal or ""), "torn ones are restored torn"
+    assert ranks.state == "torn" and "remaining 4 of 5" in (ranks.refusal or ""), (
+        "a backup of torn weights restores torn weights"
+    )
 
 
 def test_a_backup_that_one_rank_lost_restores_none() -> None:
@@ -267,14 +269,14 @@ def test_checksums_are_compared_before_and_after_the_copy(ranks: Ranks, monkeypa
     whole = UpdatePlan.commit
 
     def commit(plan: UpdatePlan) -> None:
-        """The trainer writes while it is read."""
+        """Copy, then change the trainer's memory, as if the trainer wrote during the copy."""
         whole(plan)
         trainer.placed[NORM][0].zero_()
 
     with monkeypatch.context() as patch:
         patch.setattr(UpdatePlan, "commit", commit)
         reply = by_id(ranks, "r", checksums=sums)
-    assert reply.status_code == 500 and ranks.state == "torn", "nobody knows what was read"
+    assert reply.status_code == 500 and ranks.state == "torn", "the copied values are unknown"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_a_push_has_exactly_one_source(ranks: Ranks, fields: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_of_transactions_serves_one_version_or_refuses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of the state table, kept beside: what each parameter must be, and what must be written."""
+    """Compare with a model of the state table: the expected weights, and the parameters that must be written again."""
     dice, ranks = random.Random(seed), Ranks(1 + seed % 2)
     meant = random_weights(0)
     push(ranks, meant)

@@ -1,10 +1,12 @@
 """Pushes of every kind, transactions, generations, pauses, sleeps, faults and lost leases, interleaved at random.
 
 The scheduler, the control queue, transactions, the `WeightUpdater`, its sources and their plans over shared memory are
-real; the model is the fake whose next token hashes all KV it reads *and every weight*. Three judges that know nothing
-of each other: the shadow of test_scheduler_fuzz (what each context read through the page table must be), a book kept
-from the replies alone (what every parameter must be now, and whether anybody may generate), and recomputation of whole
-streams under the version that their tokens carry.
+real. The model is a fake whose next token is a hash of every weight and of all keys and values that it reads. Three
+independent checks judge the run:
+
+- the shadow of test_scheduler_fuzz: what each context must have read through the page table;
+- a book that is kept from the replies alone: what every parameter must be now, and whether requests may generate;
+- recomputation of whole streams under the versions that their tokens carry.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def salt_of(weights: Weights) -> int:
-    """One number of every bit of every parameter."""
+    """Return a number that depends on every bit of every parameter."""
     salt = 0
     for name in SHAPES:
         for value in weights[name].flatten().tolist():
@@ -61,7 +63,7 @@ def salt_of(weights: Weights) -> int:
 
 
 class WeighedRunner(FakeModelRunner):
-    """The fake of scheduling with real weights, which are its salt."""
+    """The scheduler's fake model runner, with real weights from which `salt` is computed."""
 
     def __init__(self, *sizes: int, has_backup: bool) -> None:
         self.parts = FakeRunner()
@@ -106,7 +108,7 @@ class WeighedRunner(FakeModelRunner):
 
 
 class TurnedStager:
-    """Same interface as `Stager`, with real sources; `turn` does what its thread would do."""
+    """A `Stager` without a thread, over real sources. `turn` prepares one request."""
 
     def __init__(self, sources: WeightSources) -> None:
         self._sources = sources
@@ -147,7 +149,7 @@ class TurnedStager:
 
 
 class Book:
-    """What the weights must be, from what was sent and the replies, in their order."""
+    """The expected weights, computed from the requests and from their replies in order."""
 
     def __init__(self, weights: Weights, has_backup: bool) -> None:
         self.meant, self._has_backup = dict(weights), has_backup
@@ -158,7 +160,7 @@ class Book:
         self.transaction_wrote: set[str] = set()
         self.transaction_failed = False
         self.sent: dict[int, tuple[Any, Weights, bool]] = {}
-        """Request, what it brings, and whether its copy will fail half way."""
+        """Request id -> (request, its weights, True if its copy fails half way)."""
         self.salts: dict[str, int] = {}
         self.torn = self.nonfinite = self.lost_leases = 0
 
@@ -173,8 +175,8 @@ class Book:
     def on_tokens(self, message: BatchTokenIDOut, salt: int) -> None:
         assert self.serves, "generated without whole weights"
         assert message.weight_version == self.version
-        assert salt == salt_of(self.meant), "the weights are not what was pushed"
-        assert self.salts.setdefault(self.version, salt) == salt, "one version, two contents"
+        assert salt == salt_of(self.meant), "the weights differ from those that were pushed"
+        assert self.salts.setdefault(self.version, salt) == salt, "one version has two contents"
 
     def on_reply(self, reply: ControlReply) -> None:
         req, brings, fails = self.sent.pop(reply.id)
@@ -226,7 +228,7 @@ class Book:
     def _on_end(self, reply: ControlReply) -> None:
         assert self.transaction is not None
         if self.transaction.full or self.transaction_failed:
-            assert self.transaction_wrote == set(SHAPES), "it ended with parameters missing"
+            assert self.transaction_wrote == set(SHAPES), "the transaction ended with parameters missing"
         self.unwritten -= self.transaction_wrote
         self.version = reply.payload["weight_version"]
         self.transaction = None
@@ -272,14 +274,14 @@ class WeighedHarness(Harness):
         super().receive(message)
 
     def note_lost_lease(self) -> None:
-        """The one change that no reply tells of."""
+        """Record a lost lease, which is the one change without a reply."""
         if self.book.transaction is not None and not self.scheduler.control.transaction.is_open:
             self.book.lost_leases += 1
             self.book.lose_transaction()
 
 
 class Trainer:
-    """Registered memory. It is written only while no push of it is under way, as a sender sees to it."""
+    """Registered memory, which is written only while no push of it is in flight, as a sender ensures."""
 
     def __init__(self, id: str, names: list[str]) -> None:
         self.id, self.names = id, names
@@ -297,7 +299,7 @@ class Trainer:
 
 
 class Monkey:
-    """Random messages, and a stager and a clock that move at random between steps."""
+    """Sends random messages, and advances the stager and the clock at random between steps."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
@@ -315,7 +317,7 @@ class Monkey:
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Copies of requests that shall fail do so after they wrote."""
+        """Make the copies of the requests in `_failing` raise after they wrote."""
         handle, commit, failing = self.h.updater.handle, UpdatePlan.commit, self._failing
         current: list[int] = []
 
@@ -339,7 +341,7 @@ class Monkey:
         self.book.sent[message.id] = (message, brings or {}, fails)
         self.h.scheduler.handle(message)
 
-    # -- what it does --------------------------------------------------------------------------------------------
+    # -- actions -------------------------------------------------------------------------------------------------
 
     def play(self, turns: int) -> None:
         for _ in range(turns):
@@ -392,7 +394,7 @@ class Monkey:
         getattr(self, f"_{kind}")()
 
     def _fields(self) -> dict[str, Any]:
-        """Mostly as a well-behaved client calls; sometimes as somebody who knows of no transaction, or of another."""
+        """Return random fields. Most requests during a transaction name it, as those of a well-behaved client do."""
         transaction, rng = self.book.transaction, self.rng
         mine = transaction.transaction_id if transaction is not None and rng.random() < 0.85 else None
         return {"mode": rng.choice(["wait", "in_place", "retract", "abort"]), "transaction_id": mine}
@@ -402,11 +404,11 @@ class Monkey:
         return random_weights(self.made)
 
     def _names(self) -> list[str]:
-        """All, mostly: or nothing would ever serve again."""
+        """Return mostly all names, because weights that were torn serve only after all were written again."""
         return list(SHAPES) if self.rng.random() < 0.7 else self.rng.sample(list(SHAPES), 2)
 
     def _spoil(self, weights: Weights) -> bool:
-        """By chance one number becomes infinite; returns whether such weights are asked for."""
+        """Make one number infinite at random, and return at random whether the request allows such numbers."""
         if self.rng.random() < 0.12:
             values = weights[self.rng.choice(list(weights))].view(-1)
             values[self.rng.randrange(len(values))] = self.rng.choice([float("inf"), -float("inf")])
@@ -434,7 +436,7 @@ class Monkey:
         brings = trainer.step(new)
         fails = rng.random() < 0.05
         self.in_flight[self.serial + 1] = trainer
-        if rng.random() < 0.3:  # as if the server had forgotten it
+        if rng.random() < 0.3:  # as if the server had forgotten the registration
             source: dict[str, Any] = {"description": trainer.description(), "keep": rng.random() < 0.8}
         else:
             source = {"registration": trainer.id}
@@ -480,7 +482,7 @@ class Monkey:
         self.send(FlushCacheReq(timeout=5.0))
 
     def _odd(self) -> None:
-        """What is refused, and what makes noise of the weights."""
+        """Send an update that is refused, or overwrite the weights with noise."""
         if self.rng.random() < 0.1:
             self.send(WeightsCheckerReq(action="reset_tensors"))
             return
@@ -488,16 +490,16 @@ class Monkey:
         self.send(UpdateWeightsFromTensorReq(description=description))
 
     def _give_up(self) -> None:
-        """The caller of some request, answered or not, leaves; a trainer may then write its memory again."""
+        """Withdraw a recent request, whether it was answered or not. The trainer may then write its memory again."""
         if self.serial:
             self.h.scheduler.handle(WithdrawReq(id=self.rng.randint(max(1, self.serial - 4), self.serial)))
 
     def settle(self) -> None:
-        """Bring everything to an end: transactions, pauses, sleep, torn weights, and all requests."""
+        """End all transactions, pauses, sleeps and requests, and replace torn weights."""
         for _ in range(3):
             while self.h.turned.queue:
                 self.h.turned.turn()
-            self.h.clock.now += 200.0  # every deadline and every lease
+            self.h.clock.now += 200.0  # past every deadline and every lease
             self.turn()
         self.send(ContinueGenerationReq())
         if self.book.asleep or self.book.kv_released:
@@ -540,14 +542,17 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
             assert tokens == generate(monkey.prompts[rid], len(tokens), book.salts[versions[0]])
             recomputed += 1
     assert recomputed > 10 and len(book.salts) > 5
-    assert h.scheduler.planner.num_cached_tokens > 0, "the prefix cache was of use"
+    assert h.scheduler.planner.num_cached_tokens > 0, "the prefix cache was used"
     ends = [reason.type for reason in h.finished.values()]
     assert ends.count("length") > 20 and set(ends) <= {"length", "abort"}
 
 
 @pytest.mark.exhaustive
 def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torn and infinite weights, lost leases and all kinds of answers come up: else the test above shows less."""
+    """Torn and infinite weights, lost leases and all status codes occur in random runs.
+
+    Without them, the test above would show less.
+    """
     torn = nonfinite = leases = 0
     statuses: set[int] = set()
     for seed in range(10, 14):

@@ -1,4 +1,4 @@
-"""Weights from a process group as staging sees them: what is received when, and what a trainer's death leaves."""
+"""Staging of weights from a process group: when tensors are received, and the state after a trainer's death."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
 class Trainer:
-    """What rank 0 of the group broadcasts, to fakes of `WeightGroup`."""
+    """A trainer that is rank 0 of a group, and broadcasts `weights` to fakes of `WeightGroup`."""
 
     def __init__(self) -> None:
         self.weights = random_weights(0)
         self.dies_after: int | None = None
-        """Windows that it still sends."""
+        """The number of windows that the trainer sends before it dies (None: it does not die)."""
         self.absent_for: list[int] = []
         self.groups: list[Group] = []
 
 
 class Group:
-    """One server rank's `WeightGroup`."""
+    """A fake of one server rank's `WeightGroup`."""
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self.broken, self._trainer, self._rank = "", trainer, rank
         self.windows: list[int] = []
-        """Tensors in each that was received."""
+        """The number of tensors in each received window."""
 
     def receive(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
@@ -127,7 +127,7 @@ def test_more_is_streamed_by_the_commit_and_torn_if_it_ends_half_way(size: int, 
 @SIZES
 @pytest.mark.parametrize("limit", [NBYTES, 1])
 def test_a_refused_update_is_received_all_the_same(size: int, limit: int, trainer: Trainer) -> None:
-    """The trainer's broadcasts end, and the group stays in step."""
+    """The refused update is received to its end, so that the group stays in step with the trainer's broadcasts."""
     ranks = served(size, trainer, limit)
     reply = update(ranks, EMBED, "no.such")
     assert reply.status_code == 400 and "no.such" in reply.message and ranks.hold(random_weights(0))
@@ -136,7 +136,7 @@ def test_a_refused_update_is_received_all_the_same(size: int, limit: int, traine
 
 
 def test_a_group_that_one_rank_lost_is_lost_to_all(trainer: Trainer) -> None:
-    """Or the next broadcast would wait for ever, for the rank that is not there."""
+    """All ranks leave the group, because the next broadcast would wait forever for the missing rank."""
     ranks = served(2, trainer, NBYTES)
     trainer.absent_for = [1]
     assert "rank 1" in update(ranks).message and ranks.hold(random_weights(0))
@@ -150,7 +150,7 @@ def test_a_group_that_one_rank_could_not_join_nobody_joined(trainer: Trainer) ->
     ranks = Ranks(2)
     trainer.absent_for = [1]
     assert init(ranks).status_code == 400
-    assert all(group.broken for group in trainer.groups), "rank 0 left again"
+    assert all(group.broken for group in trainer.groups), "rank 0 left the group again"
     trainer.absent_for = []
     assert init(ranks).success
     assert "exists" in init(ranks).message
@@ -173,7 +173,10 @@ def test_unknown_groups_and_malformed_lists(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("limit", [NBYTES, NBYTES - 1])
 def test_what_is_given_up_gives_its_room_back(limit: int, trainer: Trainer) -> None:
-    """And a stream that nobody took to its end breaks the group: nobody can tell where the trainer is."""
+    """A dropped update frees its memory. A stream that was not read to its end also breaks the group.
+
+    The group cannot know which tensor the trainer broadcasts next.
+    """
     ranks = served(1, trainer, limit)
     shapes = [list(shape) for shape in SHAPES.values()]
     req = UpdateWeightsFromDistributedReq(names=list(SHAPES), dtypes=["float32"] * len(SHAPES), shapes=shapes)
@@ -186,7 +189,7 @@ def test_what_is_given_up_gives_its_room_back(limit: int, trainer: Trainer) -> N
 
 
 def test_an_update_that_is_never_received_breaks_its_group(trainer: Trainer) -> None:
-    """The next receive would get the broadcasts of the refused one."""
+    """The group breaks, because the next receive would get the broadcasts of the abandoned update."""
     ranks = served(1, trainer, NBYTES)
     shapes = [list(shape) for shape in SHAPES.values()]
     req = UpdateWeightsFromDistributedReq(names=list(SHAPES), dtypes=["float32"] * len(SHAPES), shapes=shapes)

@@ -1,4 +1,4 @@
-"""The state table: all ranks agree, and weights are exactly old, exactly new, or refused."""
+"""The state table of the weights: all ranks agree, and the weights are exactly old, exactly new, or refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def some(weights: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tenso
 
 
 def break_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies fail after they wrote something."""
+    """Make every copy fail after it wrote."""
     whole = UpdatePlan.commit
 
     def commit(plan: UpdatePlan) -> None:
@@ -102,7 +102,7 @@ def test_a_refused_update_changes_nothing(ranks: Ranks, change: dict[str, torch.
     assert (reply.success, reply.status_code) == (False, 400)
     assert ranks.hold(old)
     assert (ranks.version, ranks.state, ranks.refusal) == ("1", "serving", None)
-    assert push(ranks, random_weights(3)).success, "and the next one is taken"
+    assert push(ranks, random_weights(3)).success, "the next update succeeds"
 
 
 def test_what_one_rank_cannot_open_no_rank_writes() -> None:
@@ -135,7 +135,7 @@ def test_a_failure_after_the_first_write_tears_until_everything_was_written(
     new = random_weights(3)
     assert "Not serving yet" in push(ranks, some(new, EMBED, Q)).message
     assert ranks.state == "torn"
-    assert not push(ranks, {"unknown": torch.ones(1)}).success, "a refused update is no progress, nor a step back"
+    assert not push(ranks, {"unknown": torch.ones(1)}).success, "a refused update changes nothing"
     assert "remaining 3 of 5" in (ranks.refusal or "")
     rest = {name: w for name, w in new.items() if name not in (EMBED, Q)}
     assert push(ranks, rest).success
@@ -206,7 +206,7 @@ def test_memory_that_one_rank_cannot_take_no_rank_takes() -> None:
     assert resume(ranks, "weights").success
 
 
-# -- looking -------------------------------------------------------------------------------------------------
+# -- reading weights -----------------------------------------------------------------------------------------
 
 
 @SIZES
@@ -303,7 +303,7 @@ def test_disk_replaces_everything_or_nothing(ranks: Ranks, tmp_path: Path) -> No
 
 @SIZES
 def test_a_checkpoint_that_stores_a_tied_head_besides(ranks: Ranks, tmp_path: Path) -> None:
-    """It is compared when the update is planned, before the other tensors are read."""
+    """A tied head in the checkpoint is compared when the update is planned, before the other tensors are read."""
     old, new = random_weights(1), random_weights(2)
     push(ranks, old)
     other = new[EMBED].clone()
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_stores_a_tied_head_besides(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_serves_exactly_one_version_or_refuses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of the state table, kept beside: what was pushed last for each parameter, and what is written."""
+    """Compare with a model of the state table: the expected weights, and the parameters that must be written again."""
     dice, ranks = random.Random(seed), Ranks(1 + seed % 2)
     meant = random_weights(0)
     push(ranks, meant)
