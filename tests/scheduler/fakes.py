@@ -1,11 +1,12 @@
-"""A model runner and a weight updater of integers, and a harness around a `Scheduler`.
+"""A model runner and a weight updater that compute with integers, and a harness around a `Scheduler`.
 
-The fake keeps real "KV": one integer for each page slot, made of the token, its position, the weights and the
-KV of the position before, written and read through a page table as the real runner does. The next token is a
-hash of everything it reads through the table, so a stale, aliased or unwritten page changes the output.
+The fake runner has a KV cache of integers, one for each slot of a page. An entry is computed from the token, the
+position, the weights and the entry before, and is written and read through a page table as in the real runner. The next
+token is a hash of all entries that are read through the table, so that a stale, aliased or unwritten page changes the
+output.
 
 With `overlaps` the fake computes late, as a device does: in the order of launches, at the latest when a result is
-asked for, and from the tokens that it sampled itself where the batch says that they are pending.
+requested. Where the batch marks a token as pending, the fake takes the token that it sampled itself.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def kv_entry(before: int, token: int, position: int, salt: int) -> int:
 
 
 def chain(tokens: Sequence[int], salt: int) -> list[int]:
-    """KV of `tokens`, all computed under one version of the weights."""
+    """Return the KV entries of `tokens`, all computed under one version of the weights."""
     out: list[int] = []
     for position, token in enumerate(tokens):
         out.append(kv_entry(out[-1] if out else 1, token, position, salt))
@@ -65,7 +66,7 @@ def chain(tokens: Sequence[int], salt: int) -> list[int]:
 
 
 def next_token(kv: Sequence[int], salt: int) -> int:
-    """Hash of all KV of a context and the weights of this step; ids 0..8 never come up by chance."""
+    """Return a hash of all KV of a context and of the weights of this step. Ids 0 to 8 are never returned."""
     mixed = salt
     for value in kv:
         mixed = (mixed * 31 + value) & _MASK
@@ -77,7 +78,7 @@ def logprob_of(token: int, position: int, salt: int) -> float:
 
 
 def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
-    """What `count` tokens after `prompt` must be when everything is computed under one version."""
+    """Return the `count` tokens after `prompt`, if everything is computed under one version of the weights."""
     tokens, kv = list(prompt), chain(prompt, salt)
     for _ in range(count):
         token = next_token(kv, salt)
@@ -87,7 +88,7 @@ def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
 
 
 class FakeStep:
-    """A step that its runner computes when it comes to it."""
+    """A launched step, which its runner computes later."""
 
     def __init__(self, runner: FakeModelRunner, batch: ForwardBatch, specs: list[SampleSpec]) -> None:
         self._runner, self._batch, self._specs = runner, batch, specs
@@ -97,7 +98,7 @@ class FakeStep:
         self._output: ForwardOutput | None = None
 
     def compute(self) -> None:
-        assert self._runner.salt == self._salt, "the weights changed under a step in flight"
+        assert self._runner.salt == self._salt, "the weights changed during a step in flight"
         self._output = self._runner.compute(self._batch, self._specs)
 
     def result(self) -> ForwardOutput:
@@ -106,12 +107,12 @@ class FakeStep:
         if self._failure is not None:
             raise self._failure
         assert self._output is not None
-        output, self._output = self._output, None  # a second call fails
+        output, self._output = self._output, None  # so that a second call fails
         return output
 
 
 class FakeModelRunner:
-    """Same interface as `ModelRunner`; `salt` is the weights."""
+    """Same interface as `ModelRunner`. The integer `salt` stands for the weights."""
 
     def __init__(self, num_pages: int, page_size: int, max_rows: int = 8, context_length: int = 512) -> None:
         self.num_pages, self.page_size, self.max_rows = num_pages, page_size, max_rows
@@ -122,10 +123,10 @@ class FakeModelRunner:
         self.step_bytes: Callable[[SampleSpec], int] = lambda spec: 0
         self.can_warm_up = False
         self.is_early: Callable[[], bool] = lambda: False
-        """Asked at each launch: has the device done all its work by now?"""
+        """Called at each launch: returns True if the device has finished all its work by now."""
         self.queue: list[FakeStep] = []
         self.uncollected = 0
-        """Steps whose result nobody asked for yet."""
+        """The number of steps whose result was not collected yet."""
         self.last_tokens = [_GARBAGE] * max_rows
         self.salt = 0
         self.kv = [_GARBAGE] * (num_pages * page_size)
@@ -133,11 +134,11 @@ class FakeModelRunner:
         self.batches: list[ForwardBatch] = []
         self.on_launch: Callable[[ForwardBatch], None] | None = None
         self.after_entry: Callable[[ForwardBatch, int, list[int], list[int]], None] | None = None
-        """Told the entry's new tokens and the KV of its whole context."""
+        """Called with a batch, an entry, the entry's new tokens, and the KV of the entry's whole context."""
         self.fail_with: Exception | None = None
-        """Raised by the next launch."""
+        """Raised by the next launch, if set."""
         self.fail_later_with: Exception | None = None
-        """Raised by the result of the next step."""
+        """Raised by the result of the next step, if set."""
         self.nan_at: Callable[[list[int]], bool] | None = None
         self.computed_tokens = 0
 
@@ -156,7 +157,7 @@ class FakeModelRunner:
         return step
 
     def compute_until(self, step: FakeStep) -> None:
-        """Compute what was launched up to `step`, unless it is done."""
+        """Compute the launched steps up to `step`, unless `step` was computed already."""
         while step in self.queue:
             self.queue.pop(0).compute()
 
@@ -187,9 +188,11 @@ class FakeModelRunner:
 
     def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec]) -> None:
         assert len(batch.rows) == len(batch.cached_lens) == len(batch.extend_lens) > 0
-        assert len(set(batch.rows)) == len(batch.rows), "one row twice in a batch"
+        assert len(set(batch.rows)) == len(batch.rows), "a row occurs twice in a batch"
         assert sum(batch.extend_lens) == len(batch.input_ids) and min(batch.extend_lens) >= 1
-        assert self.overlaps or min(batch.input_ids) >= 0, "a token is pending that was computed long ago"
+        assert self.overlaps or min(batch.input_ids) >= 0, (
+            "a token is pending, but every step was collected before the next one"
+        )
         for spec, entry in zip(specs, batch.sample, strict=True):
             position = batch.cached_lens[entry] + batch.extend_lens[entry]
             known = len(spec.prompt_ids) + len(spec.output_ids)
@@ -199,7 +202,7 @@ class FakeModelRunner:
         return self.table[row][position // self.page_size] * self.page_size + position % self.page_size
 
     def _write_all(self, batch: ForwardBatch) -> list[list[int]]:
-        """Write the new tokens of all entries, then read each whole context back."""
+        """Write the new tokens of all entries, then read and return the whole context of each entry."""
         start, salt = 0, self.salt
         new_tokens = []
         for row, cached, extend in zip(batch.rows, batch.cached_lens, batch.extend_lens, strict=True):
@@ -240,7 +243,7 @@ class FakeModelRunner:
 
 
 class FakeWeights:
-    """Same interface as `WeightUpdater`: every update counts the salt up, in a transaction its end does."""
+    """Same interface as `WeightUpdater`. Every update increments the salt. In a transaction, only the end does."""
 
     def __init__(self, runner: FakeModelRunner) -> None:
         self.runner = runner
@@ -302,11 +305,11 @@ class FakeWeights:
 
 
 class FakeStager:
-    """Same interface as `Stager`: done at once, or when told, and refused if told."""
+    """Same interface as `Stager`. Requests are staged at once, or in `finish`. `next_refusal` refuses the next one."""
 
     def __init__(self) -> None:
         self.hold = False
-        """Keep what is submitted until `finish`."""
+        """Keep submitted requests until `finish` is called."""
         self.next_refusal: VerlServerError | None = None
         self.waiting: list[StagedReq] = []
         self.staged: dict[int, StagedReq] = {}
@@ -319,7 +322,7 @@ class FakeStager:
             self.finish()
 
     def finish(self) -> None:
-        """All that was submitted is staged, or refused."""
+        """Stage or refuse all submitted requests."""
         for req in self.waiting:
             error, self.next_refusal = self.next_refusal, None
             if error is None and req.id not in self.dropped:
@@ -340,7 +343,7 @@ class FakeStager:
 
 
 class Clock:
-    """Time that moves only when told to."""
+    """A clock that moves only when a test changes `now`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -350,7 +353,7 @@ class Clock:
 
 
 class Harness:
-    """A scheduler over the fakes that records what it sends and checks the stream's rules."""
+    """A scheduler over the fakes. It records the messages that the scheduler sends, and checks the stream's rules."""
 
     def __init__(self, num_pages: int = 64, page_size: int = 4, max_rows: int = 8, **settings: Any) -> None:
         context_length = settings.pop("context_length", 512)
@@ -378,7 +381,7 @@ class Harness:
         return TpWorker(self.runner, self.weights, self.stager, TpGroup())
 
     def is_recoverable(self, error: Exception) -> bool:
-        """As on a real worker, but what a fake finds wrong fails the test."""
+        """Return what the real worker returns, but False for a failed assertion of a fake, which must fail the test."""
         return not isinstance(error, AssertionError) and TpWorker.is_recoverable(self.worker, error)
 
     def receive(self, message: SchedulerOutput) -> None:
@@ -414,13 +417,13 @@ class Harness:
             self.scheduler.advance()
 
     def control(self, message: Any) -> ControlReply | None:
-        """Send a control request, take one turn, and give the reply if it came."""
+        """Send a control request, advance the scheduler once, and return the reply if there is one."""
         self.scheduler.handle(message)
         self.scheduler.advance()
         return self.replies.get(message.id)
 
     def run(self, limit: int = 2000) -> None:
-        """Turn until nothing is left to run."""
+        """Advance the scheduler until it has no work."""
         for _ in range(limit):
             if not self.scheduler.has_work():
                 return
@@ -429,7 +432,7 @@ class Harness:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """A deterministic prompt of its own for every seed."""
+    """Return a deterministic prompt, another one for every seed."""
     return [10 + (seed * 7919 + i * i * 31 + i) % (VOCAB - 10) for i in range(length)]
 
 
@@ -446,7 +449,7 @@ ELSEWHERE = WeightsDescription(id="e", allocations=[], tensors=[])
 
 
 def serving(new: int = 10, count: int = 2, **settings: Any) -> Harness:
-    """`count` requests, three steps in."""
+    """Return a harness with `count` running requests, three steps after their start."""
     h = Harness(**({"chunked_prefill_size": 64} | settings))
     for i in range(count):
         h.add(f"r{i}", prompt(i, 9), new)

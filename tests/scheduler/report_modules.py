@@ -1,4 +1,4 @@
-"""A scheduler process that says which modules are imported when it is ready: the child of `test_start`."""
+"""The child process of `test_start`: a scheduler process that reports the imported modules when it is ready."""
 
 from __future__ import annotations
 

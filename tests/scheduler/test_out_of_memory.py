@@ -1,4 +1,4 @@
-"""A step that runs out of memory: who ends, who goes on, and what is not admitted in the first place."""
+"""A step runs out of memory: which requests end, which continue, and which are not admitted at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def h(request: pytest.FixtureRequest) -> Harness:
 
 
 class Memory:
-    """Fails launches that take too much, as a device does."""
+    """Makes launches fail that exceed a limit or contain a culprit, as a device does."""
 
     def __init__(self, h: Harness, most_rows: int = 10**9, most_tokens: int = 10**9, culprits: tuple[str, ...] = ()):
         self.h, self.most_rows, self.most_tokens, self.culprits = h, most_rows, most_tokens, culprits
@@ -62,8 +62,8 @@ def test_only_the_request_that_takes_too_much_ends(h: Harness) -> None:
     for words in ("Out of memory", "3 GiB", "mem_fraction_static", "top_logprobs_num"):
         assert words in (reason.message or "")
     check_all(h, 10)
-    assert memory.failures <= 6, "a search by halves"
-    assert max(memory.rows[-3:]) == 10, "the others go on in full steps"
+    assert memory.failures <= 6, "the search halves the batch"
+    assert max(memory.rows[-3:]) == 10, "the others continue in full steps"
 
 
 def test_two_requests_that_take_too_much_end_and_no_others(h: Harness) -> None:
@@ -81,7 +81,7 @@ def test_a_sum_that_is_too_much_is_computed_in_smaller_steps(h: Harness) -> None
     h.run()
     check_all(h, 12, new=30)
     assert memory.failures < 12, "limits grow slowly after they shrank"
-    assert h.scheduler.planner.num_retractions == 0, "nobody loses KV for it"
+    assert h.scheduler.planner.num_retractions == 0, "no request loses its KV"
 
 
 def test_a_prompt_is_computed_in_smaller_chunks(h: Harness) -> None:
@@ -111,7 +111,7 @@ def test_full_steps_come_back(h: Harness) -> None:
 
 
 def test_nobody_waits_while_steps_are_small(h: Harness) -> None:
-    """Requests take turns: none gets many tokens ahead of another that started with it."""
+    """Requests take turns: none gets many tokens ahead of another that started at the same time."""
     Memory(h, most_rows=3)
     add(h, 9, new=40)
     h.steps(60)
@@ -145,7 +145,7 @@ def test_a_request_whose_sampling_never_fits_is_refused() -> None:
 
 
 def test_one_of_several_ranks_ends_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait in a sum: nobody can be told to try again."""
+    """The other ranks wait in a sum of the step, so that the step cannot be started again."""
     h = Harness()
     monkeypatch.setattr(TpGroup, "broadcast_command", lambda *_: b"")
     h.worker.tp = TpGroup(rank=0, size=2)

@@ -1,4 +1,4 @@
-"""Scheduler processes as the launcher starts them, spoken to over their socket."""
+"""Scheduler processes, started as the launcher starts them and driven over their socket."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Ranks:
     def receive(self) -> SchedulerOutput:
         deadline = time.monotonic() + WAIT
         while not self._received:
-            assert self.says_something(max(0.0, deadline - time.monotonic())), "the scheduler said nothing"
+            assert self.says_something(max(0.0, deadline - time.monotonic())), "no message from the scheduler"
             self._received += self.messages.receive()
-            assert self._received or not self.messages.is_closed, "the scheduler hung up"
+            assert self._received or not self.messages.is_closed, "the scheduler closed the socket"
         return _DECODER.decode(self._received.pop(0))
 
     def reply(self, message: Any) -> ControlReply:
@@ -124,12 +124,12 @@ class Ranks:
 def test_a_waiting_loop_sends_what_had_no_room_and_still_hears_the_bell() -> None:
     manager, schedulers_end = MessageSocket.pair()
     sockets = SchedulerSockets(schedulers_end)
-    sockets.send(ControlReply(id=1, success=True, payload="x" * (4 << 20)))  # more than a socket holds
+    sockets.send(ControlReply(id=1, success=True, payload="x" * (4 << 20)))  # more than the buffer of a socket
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(sockets.wait, None)
         got: list[bytes] = []
         while not got:
-            assert wait_readable(manager, WAIT), "it sleeps over an unsent message"
+            assert wait_readable(manager, WAIT), "the loop sleeps with an unsent message"
             got += manager.receive()
         assert len(_DECODER.decode(got[0]).payload) == 4 << 20 and not waiting.done()
         sockets.ring()
@@ -139,7 +139,7 @@ def test_a_waiting_loop_sends_what_had_no_room_and_still_hears_the_bell() -> Non
         assert sockets.receive() == []
         start = time.monotonic()
         sockets.wait(0.2)
-        assert time.monotonic() - start >= 0.2, "a peer that is gone keeps nobody awake"
+        assert time.monotonic() - start >= 0.2, "a closed peer does not wake the loop"
     sockets.close()
 
 
@@ -172,7 +172,7 @@ def test_generate_abort_and_malformed_messages(ranks: Ranks) -> None:
         ranks.messages.send(junk)
     tokens, reason = ranks.generate("a", [5, 6, 7, 8, 9], 12)
     assert len(tokens) == 12 and reason.type == "length"
-    assert ranks.generate("b", [5, 6, 7, 8, 9], 12)[0] == tokens, "from the cache"
+    assert ranks.generate("b", [5, 6, 7, 8, 9], 12)[0] == tokens, "from the prefix cache"
     ranks.add("long", [1, 2, 3], 100)
     ranks.send(AbortReq(rid="long"))
     assert ranks.collect("long")[1].type == "abort"
@@ -197,7 +197,7 @@ def test_update_from_disk_changes_what_is_served(ranks: Ranks, tmp_path: Path) -
 
 
 def push_of(folder: Path, id: str) -> WeightsDescription:
-    """A checkpoint as a trainer (this process, until the test ends) would describe it."""
+    """Describe a checkpoint as a trainer would. This process owns the memory until the test ends."""
     return described.described(dict(iter_checkpoint(folder)), id)[1]
 
 
@@ -217,7 +217,7 @@ def test_staging_wakes_an_idle_process_which_sleeps_again(ranks: Ranks, tmp_path
     assert ranks.generate("awake", [5, 6, 7, 8, 9], 12)[0] != before
     start = cpu_seconds(ranks.children[0].pid)
     assert not ranks.says_something(0.5)
-    assert cpu_seconds(ranks.children[0].pid) - start < 0.1, "the bell is silent again"
+    assert cpu_seconds(ranks.children[0].pid) - start < 0.1, "the process sleeps again"
     assert ranks.reply(UnregisterWeightsReq(id=22)).success
     assert ranks.reply(UpdateWeightsFromTensorReq(id=23, registration="pushed")).status_code == 404
 
@@ -244,7 +244,7 @@ def test_a_transaction_over_two_ranks_and_the_death_of_one(tiny_llama: Path, tmp
         assert two.reply(GetInternalStateReq(id=7)).payload["weight_version"] == "v2"
         os.kill(two.children[1].pid, signal.SIGKILL)
         two.send(UpdateWeightsFromTensorReq(id=8, description=description))
-        assert two.children[0].popen.wait(timeout=20) != 0, "rank 0 cannot go on, and says so"
+        assert two.children[0].popen.wait(timeout=20) != 0, "rank 0 ends with an error"
 
 
 def test_sigterm_ends_a_process_whose_stager_waits_for_a_trainer(tiny_llama: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def make(pages: int = 16) -> tuple[PagePool, RadixCache]:
 
 
 def insert(pool: PagePool, cache: RadixCache, tokens: list[int]) -> PageNode:
-    """What a finished request leaves: its full pages, unlocked."""
+    """Insert what a finished request leaves: its full pages, unlocked. Return the last node."""
     node = cache.match(tokens, len(tokens))
     cache.lock(node)
     count = len(tokens) // PAGE
@@ -30,7 +30,7 @@ def test_match_finds_full_pages_within_the_limit() -> None:
     tokens = list(range(12))
     node = insert(pool, cache, tokens)
     assert cache.match(tokens, 12) is node and len(cache.path_pages(node)) == 3
-    assert cache.match(tokens, 11).depth == 2, "the last token is left to compute"
+    assert cache.match(tokens, 11).depth == 2, "the last token is not matched, because it must be computed"
     assert cache.match(tokens, 3) is cache.root
     assert cache.match([*tokens[:8], 99, 99, 99, 99], 12).depth == 2
     assert cache.match([99, *tokens[1:]], 12) is cache.root
@@ -45,7 +45,7 @@ def test_extend_swaps_pages_that_the_tree_has() -> None:
     node, swapped = cache.extend(cache.root, [*tokens, 50, 51, 52, 53], mine, 3)
     pages = cache.path_pages(node)
     assert [index for index, _ in swapped] == [0, 1] and [page for _, page in swapped] == pages[:2]
-    assert pages[2] == mine[2] and set(mine[:2]) <= set(pool.free_pages()), "own copies were freed"
+    assert pages[2] == mine[2] and set(mine[:2]) <= set(pool.free_pages()), "the request's own copies were freed"
     cache.check_invariants([node])
 
 
@@ -56,11 +56,11 @@ def test_eviction_takes_unlocked_leaves_least_recently_used_first() -> None:
     held = insert(pool, cache, [3] * 8)
     cache.lock(held)
     cache.lock(old)
-    cache.unlock(old)  # used again: now younger than `new`
+    cache.unlock(old)  # used again, so that it is younger than `new`
     assert cache.evict(1) == 1
-    assert cache.match([2] * 8, 8).depth == 1 and new.page == -1, "a leaf goes before its parent"
+    assert cache.match([2] * 8, 8).depth == 1 and new.page == -1, "a leaf is evicted before its parent"
     assert cache.evict(1) == 1 and cache.match([2] * 8, 8).depth == 0
-    assert cache.evict(100) == 2, "everything but the held path"
+    assert cache.evict(100) == 2, "everything except the held path"
     assert cache.match([3] * 8, 8) is held and cache.evictable == 0
     cache.check_invariants([held])
 
@@ -102,13 +102,13 @@ def test_older_versions_are_collected_before_anything_else_goes_and_no_page_twic
     cache.lock(held)
     insert(pool, cache, [1] * 4 + [5] * 8)
     cache.start_version()
-    cache.unlock(held)  # freed by its holder, before the collection came by
+    cache.unlock(held)  # frees the pages of the old version before `evict` collects them
     assert pool.available == 14
     new = insert(pool, cache, [1] * 8)
     cache.start_version()
     young = insert(pool, cache, [3] * 8)
     cache.check_invariants([])
-    assert cache.evict(1) == 1 and cache.evict(3) == 3, "one at a time, over both older versions"
+    assert cache.evict(1) == 1 and cache.evict(3) == 3, "from both older versions, as many as requested"
     assert new.page == -1 and cache.match([3] * 8, 8) is young
     assert sorted(pool.free_pages() + cache.path_pages(young)) == list(range(16))
     cache.check_invariants([])

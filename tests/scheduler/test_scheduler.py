@@ -1,4 +1,4 @@
-"""Generation through the scheduler: batching, prefix sharing, retraction, ends. Against the fake runner."""
+"""Generation by the scheduler over the fake runner: batching, prefix sharing, retraction, ends of requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_prefill_only() -> None:
     assert message.prompt_logprobs[index].token_ids == prompt(1, 20)[18:]
     h.add("b", prompt(1, 20), 2)
     h.run()
-    assert h.last["b"][0].cached_tokens == [16], "it warmed the prefix"
+    assert h.last["b"][0].cached_tokens == [16], "request `a` filled the cache"
 
 
 def test_nan_ends_the_request_without_the_token_and_leaves_no_pages_behind() -> None:
@@ -104,7 +104,7 @@ def test_prompt_logprobs_over_chunks_and_cached_prefixes(start: int, warm: bool)
     h.add("a", ids, 2, return_logprob=True, logprob_start_len=start, top_logprobs_num=1, token_ids_logprob=[9])
     h.run()
     carriers = [m for m in h.sent if getattr(m, "prompt_logprobs", None)]
-    assert len(carriers) == 1, "sent once"
+    assert len(carriers) == 1, "the log-probabilities are sent once"
     (got,) = carriers[0].prompt_logprobs.values()
     assert got.token_ids == ids[start:]
     assert got.logprobs == [None] + [logprob_of(ids[p], p, 0) for p in range(start + 1, 30)]
@@ -157,7 +157,7 @@ def test_disabled_cache_shares_nothing() -> None:
     h.add("x", prompt(1, 20), 4)
     h.add("y", prompt(1, 20), 4)
     h.run()
-    assert len(h.runner.batches) == 4, "nobody waits for pages that will not be shared"
+    assert len(h.runner.batches) == 4, "no request waits for pages that will not be shared"
     for rid in ("a", "b"):
         h.add(rid, prompt(1, 20), 4)
         h.run()
@@ -231,7 +231,7 @@ def test_max_new_tokens_none_fills_context_or_pool() -> None:
     assert len(h.tokens["context"]) == 44
 
 
-# -- ends that are not the request's own ----------------------------------------------------------------------
+# -- aborts, refusals and failures ----------------------------------------------------------------------------
 
 
 def test_abort_queued_running_and_unknown() -> None:
@@ -247,7 +247,7 @@ def test_abort_queued_running_and_unknown() -> None:
     assert h.tokens["running"] == generate(prompt(1, 6), 3, 0)
     assert h.finished["queued"].message == "Abort in waiting queue" and h.tokens["queued"] == []
     assert not h.scheduler.has_runnable() and "unknown" not in h.finished
-    h.add("running", prompt(1, 6), 4)  # the rid is free again
+    h.add("running", prompt(1, 6), 4)  # the rid can be used again
     h.finished.clear()
     h.tokens.clear()
     h.run()

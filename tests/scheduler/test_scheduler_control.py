@@ -68,7 +68,7 @@ def test_wait_that_lasts_too_long_is_refused_and_the_old_weights_go_on() -> None
     h.steps()
     reply = h.replies[1]
     assert not reply.success and reply.status_code == 504 and "control_timeout" in reply.message
-    assert not h.weights.handled, "it is never carried out afterwards"
+    assert not h.weights.handled, "the refused update is never executed"
     h.run()
     assert h.tokens["late"] == generate(prompt(8, 9), 3, 0)
 
@@ -96,14 +96,14 @@ def test_in_place_pages_serve_nobody_else() -> None:
     h.add("again", prompt(0, 9) + h.tokens["r0"], 4)
     h.run()
     message, index = h.last["again"]
-    assert message.cached_tokens[index] == 8, "the part that `same` computed under the new weights, no more"
+    assert message.cached_tokens[index] == 8, "only the part that `same` computed under the new weights"
     assert h.tokens["again"] == generate(prompt(0, 9) + h.tokens["r0"], 4, 1)
     assert h.scheduler.planner.cache.detached == 0
 
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_in_place_starts_an_unfinished_prefill_again(paused: bool) -> None:
-    h = Harness()  # 16 prompt tokens a step
+    h = Harness()  # 16 prompt tokens in each step
     h.add("long", prompt(0, 60), 6, return_logprob=True, logprob_start_len=0)
     h.steps(2)
     if paused:
@@ -126,7 +126,7 @@ def test_a_flood_of_updates_lets_long_prompts_finish(mode: Any) -> None:
         h.scheduler.handle(update(i, mode))
     while "long" not in h.finished:
         h.steps()
-    assert len(h.replies) < 20, "it had to wait until nobody updated any more"
+    assert len(h.replies) < 20, "the prompt finished before the last updates, which had to wait"
     h.run()
     assert len(h.replies) == 20 and all(reply.success for reply in h.replies.values())
 
@@ -272,7 +272,7 @@ def test_a_later_update_that_aborts_ends_in_its_turn() -> None:
     h.scheduler.handle(update(2, "abort"))
     h.run()
     assert h.replies[1].success and h.replies[2].success
-    assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0), "the first one in the queue waits"
+    assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0), "the first update in the queue still waits for its requests"
 
 
 def test_relabelling_keeps_weights_and_cache() -> None:
@@ -394,7 +394,7 @@ def test_continue_into_sleeping_memory_answers_503() -> None:
     h.control(ReleaseMemoryOccupationReq(id=2))
     h.control(ContinueGenerationReq(id=3))
     assert h.finished["r0"].status_code == 503 and "released" in (h.finished["r0"].message or "")
-    assert len(h.tokens["r0"]) == 3, "with what it had"
+    assert len(h.tokens["r0"]) == 3, "the request ends with the tokens that it had"
 
 
 # -- flush and memory ------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_release_is_refused_while_anything_runs() -> None:
     assert h.control(ReleaseMemoryOccupationReq(id=3)).success is False
     h.control(PauseGenerationReq(id=4, mode="abort"))
     assert h.control(ReleaseMemoryOccupationReq(id=5)).success
-    assert h.scheduler.planner.available_pages() == 64, "no page of released memory is remembered"
+    assert h.scheduler.planner.available_pages() == 64, "the cache holds no page of released memory"
 
 
 def test_internal_state() -> None:

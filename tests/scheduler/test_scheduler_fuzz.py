@@ -1,7 +1,7 @@
 """Hundreds of requests with random aborts, pauses, updates and tiny pools, checked after every step.
 
-Two checks that know nothing of each other: a shadow that says what every context read through the page table
-must be (computed under which weights, by whom), and the streams seen from outside.
+There are two independent checks: a shadow of what each context must contain when it is read through the page table
+(written by which request, under which weights), and the streams as a client sees them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from verl_server.worker.forward_batch import ForwardBatch
 
 
 class Shadow:
-    """What each running request's KV must be, kept beside the page table."""
+    """The expected KV of each running request, recorded without the page table."""
 
     def __init__(self, harness: Harness) -> None:
         self._h = harness
-        self._kv: dict[tuple[str, int], list[int]] = {}  # by life
-        self._lives: dict[int, list[tuple[str, int]]] = {}  # by id of a batch, of its entries
+        self._kv: dict[tuple[str, int], list[int]] = {}  # by key of `_life`
+        self._lives: dict[int, list[tuple[str, int]]] = {}  # id of a batch -> keys of its entries
         harness.runner.on_launch = self.on_launch
         harness.runner.after_entry = self.after_entry
 
@@ -43,7 +43,7 @@ class Shadow:
         reqs = {req.row: req for req in self._h.scheduler.planner.running}
         self._lives[id(batch)] = [_life(reqs[row]) for row in batch.rows]
         for row, cached in zip(batch.rows, batch.cached_lens, strict=True):
-            # What a newcomer finds in the prefix cache was computed under one version, today's.
+            # KV that a new request finds in the prefix cache was computed under one version, the current one.
             if _life(reqs[row]) not in self._kv:
                 self._kv[_life(reqs[row])] = chain(reqs[row].token_ids[:cached], self._h.runner.salt)
 
@@ -57,12 +57,12 @@ class Shadow:
 
 
 def _life(req: Req) -> tuple[str, int]:
-    """A request from one retraction to the next."""
+    """Return a key for the request from one retraction to the next."""
     return req.rid, req.num_retractions
 
 
 class Monkey:
-    """Random messages between steps."""
+    """Sends random messages between steps."""
 
     def __init__(self, seed: int, modes: list[str], pause_modes: list[str], memory: bool, **settings: Any) -> None:
         self.rng = random.Random(seed)
@@ -206,8 +206,10 @@ def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool)
 def test_wait_mode_computes_every_request_under_one_version(
     seed: int, settings: dict[str, Any], overlaps: bool
 ) -> None:
-    """Only updates that wait, and a pause only to freeze while no update is asked for: seen from outside, every
-    stream equals the reference of the one version that it names."""
+    """Every stream equals the reference of the one version that it names.
+
+    Updates only wait and pauses only abort, so that no request continues under other weights.
+    """
     monkey = Monkey(100 + seed, ["wait"], ["abort"], memory=False, overlaps=overlaps, **settings)
     monkey.play(300)
     monkey.check_ends()

@@ -1,4 +1,4 @@
-"""What the loop does with time in which nothing runs."""
+"""The loop while no request runs: it warms up, or sleeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_server.scheduler.rank import SchedulerLoop
 
 
 class ScriptedSockets:
-    """Messages that come at given waits; the script's end stops the loop."""
+    """Sockets that return the next messages of a script after each wait. The end of the script stops the loop."""
 
     def __init__(self, script: list[list[SchedulerInput]]) -> None:
         self.script = script
@@ -53,5 +53,5 @@ def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -
     h.runner.warm_up = warm_up  # type: ignore[method-assign]
     sockets = run(h, [[], [request], *[[] for _ in range(8)]])
     assert h.finished["a"].type == "length"
-    assert done == [0, 1, 1], "once before the request came, twice when it was over"
+    assert done == [0, 1, 1], "once before the request arrived, twice after it ended"
     assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"

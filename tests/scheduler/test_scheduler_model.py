@@ -28,14 +28,14 @@ from verl_server.worker.weight_updater import WeightUpdater
 
 
 class Engine:
-    """A scheduler in this process, and what it sent, per request."""
+    """A scheduler in this process, and the tokens and log-probabilities that it sent for each request."""
 
     def __init__(self, folder: Path, overlaps: bool = False, **settings: Any) -> None:
         defaults = {"page_size": 4, "max_total_tokens": 2048, "context_length": 256, "cpu_threads": 1, "random_seed": 0}
         args = ServerArgs(model_path=str(folder), device="cpu", check_invariants=True, **(defaults | settings))
         tp = TpGroup()
         runner = ModelRunner(args, tp, torch.device("cpu"))
-        runner.overlaps = overlaps  # on the CPU, too: a step is computed at once, and read a turn later
+        runner.overlaps = overlaps  # also on the CPU: a step is computed at once, and read a turn later
         sources = WeightSources(runner, tp, args)
         worker = TpWorker(runner, WeightUpdater(runner, tp, sources, args), FakeStager(), tp)
         self.scheduler = Scheduler(args, worker, self.receive)
@@ -119,13 +119,13 @@ def test_greedy_output_is_that_of_each_request_alone(
 
 
 def test_overlapping_changes_no_draw(tiny_llama: Path) -> None:
-    """Sampled output, and penalties among it: the same with tokens pending as with every token known."""
+    """Sampled tokens, with and without penalties, are the same whether the newest tokens are pending or known."""
     results = []
     for overlaps in (False, True):
         engine = Engine(tiny_llama, overlaps)
         for rid, (ids, _) in CASES.items():
             params = SamplingParams(max_new_tokens=40, top_k=20)
-            if rid == "r3":  # every step waits for the one before until its end
+            if rid == "r3":  # while this request runs, every step waits for the step before
                 params = SamplingParams(max_new_tokens=20, top_k=3, temperature=0.1, frequency_penalty=2.0)
             engine.add_sampled(rid, ids, params)
         engine.run()

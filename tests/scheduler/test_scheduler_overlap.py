@@ -1,6 +1,6 @@
-"""Steps in flight: what is planned without knowing the newest tokens, what is dropped, and what waits to know them.
+"""Steps in flight: steps planned before the newest tokens are known, dropped steps, and steps that must wait.
 
-Against the fake that computes late: without word to the contrary, not before a result is asked for.
+The fake runner computes late. In these tests it computes a step only when the result is requested.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_the_last_step_is_collected_though_nobody_is_left() -> None:
     h.steps(2)
     h.abort("a")
     h.scheduler.emit()
-    assert h.finished["a"].type == "abort" and in_flight(h.runner) == 1, "its end waits for no device"
+    assert h.finished["a"].type == "abort" and in_flight(h.runner) == 1, "the abort does not wait for the device"
     assert not h.scheduler.requests and h.scheduler.has_work()
     h.run()
     assert h.runner.uncollected == 0 and h.tokens["a"] == generate(prompt(1, 6), 1, 0)
@@ -117,7 +117,7 @@ def test_prompts_are_shared_when_their_prefill_is_known_to_be_sound() -> None:
     assert h.scheduler.planner.cache.match(ids, 41).depth == 0
     assert [h.scheduler.requests[f"r{i}"].started for i in range(4)] == [True, False, False, False]
     h.run()
-    assert h.runner.computed_tokens == 41 + 3 * 1 + 4 * 5, "the group waited for its first"
+    assert h.runner.computed_tokens == 41 + 3 * 1 + 4 * 5, "the group waited for its first request"
     assert all(h.tokens[f"r{i}"] == generate(ids, 6, 0) for i in range(4))
 
 
@@ -144,11 +144,12 @@ def test_nobody_is_retracted_in_flight() -> None:
 def test_penalties_know_every_token() -> None:
     h = overlapped()
     h.add("plain", prompt(1, 6), 10)
-    h.add("penalized", prompt(2, 6), 4, frequency_penalty=1.0)  # the fake refuses a step that does not know its tokens
+    # The fake refuses a step in which a token of this request is pending.
+    h.add("penalized", prompt(2, 6), 4, frequency_penalty=1.0)
     h.run()
     assert h.tokens["penalized"] == generate(prompt(2, 6), 4, 0)
     pending = [batch.input_ids.count(-1) for batch in h.runner.batches]
-    assert pending == [0] * 4 + [0] + [1] * 5, "without it, steps overlap again"
+    assert pending == [0] * 4 + [0] + [1] * 5, "after it ended, steps overlap again"
 
 
 def test_a_prefill_ends_when_its_last_chunk_was_collected() -> None:
@@ -220,7 +221,8 @@ def test_an_update_finds_nothing_in_flight_and_tokens_carry_the_version_of_their
     h.add("a", prompt(1, 9), 10)
     h.steps(3)
     assert len(h.tokens["a"]) == 2 and in_flight(h.runner) == 1
-    assert h.control(update(1, mode)).success  # the fake computes under the weights of a launch only
+    # The fake asserts that the weights do not change between launch and computation.
+    assert h.control(update(1, mode)).success
     h.run()
     assert h.versions["a"] == ["0"] * 3 + ["1"] * 7
     assert h.tokens["a"][:3] == generate(prompt(1, 9), 3, 0)
@@ -262,7 +264,7 @@ def test_memory_is_released_and_the_cache_flushed_with_nothing_in_flight() -> No
 
 
 class NoSockets:
-    """Brings no message, and stops its loop after some turns."""
+    """Sockets without messages, which stop their loop after `turns` turns."""
 
     def __init__(self, turns: int) -> None:
         self.turns = turns
@@ -303,7 +305,7 @@ def test_every_request_has_a_seed_its_own_or_one_of_the_engine() -> None:
     assert (own, other) == (7, -3) and first != second
     assert all(0 <= seed < 2**63 for seed in (first, second))
     assert seeds(0) == [first, own, second, other] and seeds(1)[0] != first
-    assert max(first, second) > VOCAB, "not a handful of values"
+    assert max(first, second) > VOCAB, "seeds come from a large range"
 
 
 def test_engines_without_a_seed_share_no_stream_of_seeds() -> None:

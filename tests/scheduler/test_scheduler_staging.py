@@ -1,4 +1,4 @@
-"""docs/scheduler-states.md, "Staging": requests on their way through the stager, between arrival and their turn."""
+"""docs/scheduler-states.md, "Staging": requests that are with the stager, between arrival and their turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_server.io_struct import (
 
 
 def held_stager(**settings: Any) -> Harness:
-    """Two running requests, and a stager that waits to be told."""
+    """Return two running requests and a stager that finishes only when `finish` is called."""
     h = serving(new=40, **settings)
     h.stager.hold = True
     return h
@@ -55,7 +55,7 @@ def test_a_request_that_is_refused_by_the_stager_is_answered_at_once_wherever_it
     h.scheduler.handle(update(3))
     h.stager.finish()
     h.steps()
-    assert h.replies[3].message == "behind", "before the one that drains"
+    assert h.replies[3].message == "behind", "answered before the update that drains"
 
 
 def test_a_pushed_registration_is_not_staged_and_keeps_its_place_behind_what_is() -> None:
@@ -63,7 +63,7 @@ def test_a_pushed_registration_is_not_staged_and_keeps_its_place_behind_what_is(
     h.control(PauseGenerationReq(id=1, mode="in_place"))
     assert h.control(UpdateWeightsFromTensorReq(id=2, registration="r")).success
     h.control(update(3))
-    assert h.control(UpdateWeightsFromTensorReq(id=4, registration="r")) is None, "order of arrival"
+    assert h.control(UpdateWeightsFromTensorReq(id=4, registration="r")) is None, "in the order of arrival"
     h.stager.finish()
     h.steps(2)
     assert h.replies[3].success and h.replies[4].success
@@ -77,11 +77,15 @@ def test_what_is_plainly_wrong_is_answered_before_anything_is_staged() -> None:
     reply = h.control(UpdateWeightsFromTensorReq(id=1, registration="gone", forget=["old"]))
     assert reply.status_code == 404 and not h.stager.waiting
     (forgotten,) = h.weights.handled
-    assert forgotten.registrations == ["old"], "its owner frees that memory, whatever became of the push"
+    assert forgotten.registrations == ["old"], "the owner frees that memory whether or not the push succeeds"
 
 
 def test_every_rank_learns_of_a_refusal_that_its_sender_counts_on_them_for() -> None:
-    """Broadcasts are under way to all of them, pickled handles counted for each; other refusals open nothing."""
+    """A refused broadcast and a refused pickle still reach the stager of every rank, which drops them.
+
+    All ranks must receive a broadcast that is under way, and each rank must return its reference to pickled memory.
+    Other refused requests open nothing.
+    """
     h = held_stager()
     bucket = UpdateWeightsFromDistributedReq(id=1, names=["w"], dtypes=["float32"], shapes=[[1]])
     pickled = UpdateWeightsFromTensorReq(id=2, serialized_named_tensors=["gASV"])
@@ -103,7 +107,7 @@ def test_staging_that_takes_too_long_is_refused_dropped_and_holds_up_no_push_by_
     assert h.replies[1].status_code == 504 and "its staging" in h.replies[1].message and h.stager.dropped == [1]
     assert h.control(update(3)).status_code == 503 and "stuck" in h.replies[3].message
     joined = h.control(join(4))
-    assert joined is None, "another thread"
+    assert joined is None, "joins run in another thread"
     assert h.control(UpdateWeightsFromTensorReq(id=5, registration="r", mode="in_place")).success
     h.clock.now = 6.0
     h.steps()
@@ -114,7 +118,7 @@ def test_staging_that_takes_too_long_is_refused_dropped_and_holds_up_no_push_by_
     h.control(update(6, "in_place"))
     h.stager.finish()
     h.steps(2)
-    assert h.replies[6].success, "it came back, and so did staging"
+    assert h.replies[6].success, "the stager returned, so that staging works again"
     assert h.stager.staged == {}
 
 
@@ -147,8 +151,8 @@ def test_released_weights_withdraw_what_was_staged_for_them() -> None:
         assert h.replies[id].status_code == 400 and "released meanwhile" in h.replies[id].message
     assert h.stager.dropped == [6, 5] and 7 not in h.replies
     replies = [message.id for message in h.sent if isinstance(message, ControlReply)]
-    assert replies.index(6) < replies.index(3), "released is said when nothing is open any more"
-    assert h.control(update(8)) is None, "what was withdrawn is not what hangs"
+    assert replies.index(6) < replies.index(3), "the release is answered after everything was closed"
+    assert h.control(update(8)) is None, "a withdrawn request does not make the stager count as stuck"
     h.stager.finish()
     h.steps()
     assert h.replies[7].success and h.replies[8].success

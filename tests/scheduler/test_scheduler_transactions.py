@@ -1,4 +1,4 @@
-"""docs/scheduler-states.md, "Transactions": who may do what while one is open, what it holds, and how it ends."""
+"""docs/scheduler-states.md, "Transactions": calls that are permitted, what a transaction holds, and how it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_transaction_begins_in_its_mode_holds_generation_and_renews_the_cache_
         h.add(f"n{id}", prompt(id, 9), 3)
         h.steps(3)
     assert not any(f"n{id}" in h.tokens for id in (2, 3, 4)) and not h.finished.get("n2")
-    assert not h.scheduler.has_work(), "an idle loop sleeps meanwhile"
+    assert not h.scheduler.has_work(), "the loop sleeps meanwhile"
     assert h.scheduler.planner.cache.version == 0
     assert h.control(end(5, "s", weight_version="v1")).success
     assert h.scheduler.planner.cache.version == 1
@@ -80,12 +80,12 @@ OURS, NOBODYS, OTHERS = "s", None, "t"
 
 @pytest.mark.parametrize("name", [OURS, NOBODYS])
 def test_who_may_do_what_while_a_transaction_is_open(name: str | None) -> None:
-    """docs/scheduler-states.md, "Transactions", row by row."""
+    """The table of docs/scheduler-states.md, "Transactions", row by row."""
     h = in_transaction(name)
     stranger = NOBODYS if name == OURS else OTHERS
     disk = UpdateWeightsFromDiskReq(id=2, model_path="x", transaction_id=name)
     assert h.control(disk).success
-    assert h.control(update(3, "abort", transaction_id=name)).success and not h.finished, "its mode is ignored"
+    assert h.control(update(3, "abort", transaction_id=name)).success and not h.finished, "the mode is ignored"
     for req in (
         update(10, transaction_id=stranger),
         UpdateWeightsFromTensorReq(id=11, registration="r", transaction_id=OTHERS),
@@ -113,7 +113,7 @@ def test_who_may_do_what_while_a_transaction_is_open(name: str | None) -> None:
     assert not h.finished and len(h.runner.batches) == 3
     assert h.control(end(30, name)).success
     assert h.control(end(31, name)).status_code == (400 if name is None else 409)
-    assert h.control(update(32, transaction_id=OTHERS)).status_code == 409, "of a transaction that is not open"
+    assert h.control(update(32, transaction_id=OTHERS)).status_code == 409, "the named transaction is not open"
     h.run()
     assert h.versions["r0"] == ["0"] * 3 + ["1"] * 7
 
@@ -126,7 +126,7 @@ def test_fenced_calls_are_refused_before_they_are_staged_or_disturb_anybody() ->
     h.scheduler.handle(update(4, "abort", transaction_id="s"))
     h.stager.finish()
     h.steps()
-    assert h.replies[4].status_code == 409, "it came behind the end"
+    assert h.replies[4].status_code == 409, "the call arrived after the end"
     assert h.stager.dropped == [4] and not h.finished
 
 
@@ -166,12 +166,14 @@ def test_the_lease_does_not_run_while_a_call_of_the_transaction_does() -> None:
     assert 2 not in h.replies and h.scheduler.control.transaction.is_open
     h.stager.finish()
     h.steps()
-    assert h.replies[2].success and h.scheduler.control.wait_seconds() == 10.0, "and starts again"
+    assert h.replies[2].success and h.scheduler.control.wait_seconds() == 10.0, "the lease starts again"
     h.clock.now = 55.0
     h.control(update(3, transaction_id="s"))
     h.clock.now = 155.0
     h.steps()
-    assert h.replies[3].status_code == 504 and h.scheduler.control.transaction.is_open, "refused, heard of just now"
+    assert h.replies[3].status_code == 504 and h.scheduler.control.transaction.is_open, (
+        "the refused call renewed the lease"
+    )
 
 
 def test_pause_continue_flush_and_aborts_in_a_transaction() -> None:
@@ -179,7 +181,7 @@ def test_pause_continue_flush_and_aborts_in_a_transaction() -> None:
     h.add("queued", prompt(7, 9), 5)
     assert h.control(ContinueGenerationReq(id=2)).success
     h.steps(3)
-    assert len(h.runner.batches) == 3, "the transaction holds it still"
+    assert len(h.runner.batches) == 3, "the transaction still holds generation"
     assert h.control(FlushCacheReq(id=3)).success is False, "frozen requests hold their KV"
     h.abort("queued")
     h.steps()
@@ -189,7 +191,7 @@ def test_pause_continue_flush_and_aborts_in_a_transaction() -> None:
     h.control(update(6, transaction_id="s"))
     h.control(end(7, "s"))
     h.steps(3)
-    assert len(h.runner.batches) == 3, "paused still"
+    assert len(h.runner.batches) == 3, "still paused"
     h.control(ContinueGenerationReq(id=8))
     h.run()
     assert h.versions["r0"] == ["0"] * 3 + ["1"] * 7 and h.last["r0"][0].num_retractions[0] == 1

@@ -1,4 +1,4 @@
-"""docs/scheduler-states.md, "Callers who give up": what has not begun is never carried out, the rest completes."""
+"""docs/scheduler-states.md, "Callers who give up": requests that have not begun are dropped, all others complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def withdraw(h: Harness, id: int) -> None:
 
 
 def is_withdrawn(h: Harness, id: int) -> bool:
-    """Whether it was answered so, and never reached the weights."""
+    """Return True if the request was answered as withdrawn and never reached the weights."""
     return h.replies[id].status_code == 499 and id not in [req.id for req in h.weights.handled]
 
 
@@ -42,7 +42,7 @@ def test_an_update_that_drains_is_withdrawn_and_generation_goes_on(source: dict[
     assert h.scheduler.control.draining and "late" not in h.tokens
     withdraw(h, 1)
     h.steps()
-    assert is_withdrawn(h, 1) and h.tokens["late"], "who waited for the drain runs at once"
+    assert is_withdrawn(h, 1) and h.tokens["late"], "a request that waited for the drain runs at once"
     h.run()
     assert h.runner.salt == 0 and set(h.versions["late"]) == {"0"}
     assert h.stager.staged == {} and h.stager.dropped == ([1] if "named_tensors" in source else [])
@@ -60,16 +60,16 @@ def test_what_is_staged_or_being_staged_is_dropped_and_the_next_has_its_turn() -
     h.stager.finish()
     h.steps()
     assert h.replies[2].success and h.runner.salt == 1 and h.stager.staged == {}
-    assert h.control(update(5, "in_place")) is None, "staging is not called stuck"
+    assert h.control(update(5, "in_place")) is None, "the stager does not count as stuck"
 
 
 def test_of_two_updates_the_second_may_still_be_withdrawn_when_the_first_was_carried_out() -> None:
-    """A copy takes its time. Who gave up during the first one's must not have the second one's memory read."""
+    """A caller gives up while the first update is copied. The memory of the second update must not be read."""
     h = Harness()
     h.scheduler.handle(update(1))
     h.scheduler.handle(update(2))
     h.steps()
-    assert h.replies[1].success and 2 not in h.replies and h.scheduler.has_work(), "and nobody sleeps meanwhile"
+    assert h.replies[1].success and 2 not in h.replies and h.scheduler.has_work(), "the loop does not sleep meanwhile"
     withdraw(h, 2)
     h.run()
     assert is_withdrawn(h, 2) and h.runner.salt == 1
