@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch, one entry after another: what the kernels must agree with."""
+"""Paged attention in plain PyTorch, one entry after another: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 def paged_attention(
     q: Tensor, kv_layer: Tensor, page_table: Tensor, rows: list[int], cached: list[int], extend: list[int]
 ) -> Tensor:
-    """Causal attention of each entry's new tokens, q [sum(extend), heads, d], over its pages; fp32 [tokens, heads * d].
+    """Return causal attention of each entry's new tokens over the pages of its row, fp32 [tokens, heads * d].
 
-    kv_layer is [pages, page_size, 2, kv_heads, d]; entry i has cached[i] + extend[i] tokens in row rows[i]'s pages.
+    `q` is [sum(extend), heads, d] and `kv_layer` is [pages, page_size, 2, kv_heads, d]. Entry i has cached[i] +
+    extend[i] tokens in the pages of row rows[i].
     """
     outputs = []
     for row, before, length, queries in zip(rows, cached, extend, q.float().split(extend), strict=True):

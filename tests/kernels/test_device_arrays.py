@@ -1,4 +1,4 @@
-"""Many index arrays in one transfer."""
+"""Several index arrays are sent to the device in one transfer."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from verl_server.kernels.draw import BLOCK, choose, gumbel, mix, row_keys
 
 
 def keys_of(seeds: range, positions: range) -> Tensor:
-    """[seeds * positions, 1]"""
+    """Return the keys of all seeds at all positions, [seeds * positions, 1]."""
     mixed = mix(np.array(seeds, dtype=np.int64))
     keys = [row_keys(mixed, np.full(len(mixed), position, dtype=np.int64)) for position in positions]
     return torch.from_numpy(np.concatenate(keys)).unsqueeze(1)
 
 
 def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """What the noise was made of: Gumbel noise through its own distribution function."""
+    """Return the uniform numbers from which the noise was made, by the Gumbel distribution function."""
     return torch.exp(-torch.exp(-gumbel(keys, counters)))
 
 
@@ -31,7 +31,7 @@ def chosen(logits: Tensor, keys: Tensor, greedy: bool = False) -> tuple[Tensor, 
 
 
 def assert_uniform(values: Tensor, cells: int) -> None:
-    """Chi-square of `values` in 0..cells-1, within five standard deviations."""
+    """Assert that `values` are uniform in 0..cells-1: chi-square within five standard deviations."""
     counts = torch.bincount(values, minlength=cells).double()
     expected = counts.sum() / cells
     chi = float(((counts - expected) ** 2 / expected).sum())
@@ -51,7 +51,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_noise_is_uniform_and_neighbours_are_independent(source: str) -> None:
-    """Singles in 256 cells, pairs of neighbours in 32 x 32: along counters, and along rows."""
+    """Single values fill 256 cells evenly, and pairs of neighbours 32 x 32 cells, along counters and along rows."""
     values = uniforms(*SOURCES[source])
     assert_uniform((values * 256).long().flatten(), 256)
     cells = (values * 32).long()
@@ -75,7 +75,7 @@ def test_noise_is_finite_at_both_ends_of_the_uniform(monkeypatch: pytest.MonkeyP
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """The generator's published first outputs of seed 1234567."""
+    """The outputs are the generator's published first outputs for seed 1234567."""
     outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     words = mix(1234567 + np.arange(1, 6, dtype=np.int64) * draw.GOLDEN)
     assert words.view(np.uint64).tolist() == outputs
@@ -88,7 +88,7 @@ def test_numpy_and_torch_make_the_same_bits() -> None:
 
 @pytest.mark.parametrize("vocab", [3, BLOCK, BLOCK + 1, 5 * BLOCK - 7])
 def test_tokens_win_as_often_as_their_probability(vocab: int) -> None:
-    """Over one block, a block of one token, several blocks and a shorter last one."""
+    """The vocabularies have a part of a block, one block, a block and one token, and a shorter last block."""
     logits = 2 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[0, 1] = -torch.inf
     keys = keys_of(range(200), range(200))

@@ -1,4 +1,4 @@
-"""Norms, activation and rotary kernels against `models.layers`: on the GPU, or in Triton's interpreter."""
+"""Norms, activation and rotary kernels agree with `models.layers`, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def values(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tenso
 
 
 def assert_rounded_alike(got: Tensor, expected: Tensor) -> None:
-    """Equal but for single elements whose sums, made in another order, fell on the other side of a rounding.
+    """Assert equality, except for single elements whose sum was rounded differently after another order of addition.
 
-    Triton's interpreter truncates to bfloat16 where a GPU rounds: there it is several units in the last place.
+    Triton's interpreter truncates to bfloat16 where a GPU rounds. There, elements may differ by several units in the
+    last place.
     """
     assert got.shape == expected.shape and got.dtype == expected.dtype
     truncates = got.dtype == torch.bfloat16 and not got.is_cuda
@@ -92,7 +93,7 @@ def test_norm_rotate_store(
     page_size: int,
     head_first: bool,
 ) -> None:
-    """In both orders of the pool's memory; slots that no token was given keep what they held."""
+    """Tokens are stored in both orders of the pool's memory, and slots without a token keep their contents."""
     tokens, pages = 5, 12
     qkv = values(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
     weights = [values(head_dim, dtype=dtype, device=device, seed=s) if normed else None for s in (1, 2)]

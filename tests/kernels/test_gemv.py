@@ -1,4 +1,4 @@
-"""A product with one vector against torch's, in Triton's interpreter and on a GPU."""
+"""The product with one vector agrees with torch's, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 

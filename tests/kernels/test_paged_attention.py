@@ -1,4 +1,4 @@
-"""The attention kernels against plain PyTorch: on a GPU, or in Triton's interpreter where there is none."""
+"""The attention kernels agree with plain PyTorch, on a GPU, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from verl_server.kernels.shared_keys import ITEM, find_runs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies no bf16
+HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter cannot multiply bf16
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Relative error that rounding of inputs and softmax weights to the dtype may leave."""
+"""Bound on the relative error, which comes from rounding inputs and softmax weights to the dtype."""
 SMALL = DecodeConfig(block=16, warps=4, stages=3, programs_per_sm=2)
-"""Short blocks, so that short sequences are cut between programs too."""
+"""Short blocks, so that programs also share the work on short sequences."""
 
 
 class Problem:
-    """Random queries, pool and page table. What no entry may read is NaN: rest of last pages, pages of nobody."""
+    """Random queries, pool and page table.
+
+    Slots that no entry may read are NaN: the rest of last pages, and pages that no entry has.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Problem:
         shared_config: SharedConfig | None = None,
         shared: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
-        """With `shared`, (first entry, entries, pages): these have so many leading pages in common."""
+        """Each (first entry, entries, pages) of `shared` makes these entries share that many leading pages."""
         generator = torch.Generator().manual_seed(0)
         self.cached, self.extend, self.page_size = cached, extend, page_size
         lens = [c + e for c, e in zip(cached, extend, strict=True)]
@@ -60,7 +63,7 @@ class Problem:
             for i, page in enumerate(mine):
                 there = min(page_size, length - i * page_size)
                 pool[page, :there] = torch.randn(there, *shape[2:], generator=generator)
-        if heads_first:  # as the model runner orders memory: a head's keys in a page lie together
+        if heads_first:  # as in the model runner: a head's keys in a page are contiguous
             pool = pool.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
         for first, count, common in shared:
             mine = [self.rows[entry] for entry in range(first, first + count)]
@@ -90,7 +93,7 @@ class Problem:
         return self.attention.decode(self.q, self.pool, self.table, _ints(self.rows), _ints(lens.tolist()), meta)
 
     def shared_keys(self, cached: list[int] | None = None) -> SharedKeys:
-        """All that may be shared, when so much is cached (as given)."""
+        """Return the plan of all keys that may be shared, for the given numbers of cached tokens."""
         table, lens = self.table.long().cpu().numpy(), np.array(cached or self.cached) + 1
         runs = find_runs(table, np.array(self.rows), lens, self.page_size, min_keys=self.page_size)
         assert runs.saved
@@ -119,7 +122,7 @@ def _ints(values: list[int]) -> Tensor:
 def assert_agrees(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and found.shape == expected.shape
     error = torch.linalg.vector_norm(found.float() - expected) / torch.linalg.vector_norm(expected)
-    assert error < LIMITS[dtype], f"relative error {error:.2e}"  # NaN fails
+    assert error < LIMITS[dtype], f"relative error {error:.2e}"  # also fails for NaN
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -187,7 +190,7 @@ def test_workspaces_of_shared_keys_are_ready_for_the_next_layer() -> None:
 
 
 SAME_PATH = {"pairs", "tokens first", "fp16"}
-"""Layouts in which the shared keys' kernel does nothing that it does not in others."""
+"""Layouts for which the kernel of shared keys does nothing that it does not do for another layout."""
 
 
 @pytest.mark.parametrize("name", at_depth([name for name in LAYOUTS if name not in SAME_PATH], quick=4))
@@ -207,7 +210,7 @@ def test_shared_keys_of_more_entries_than_there_is_memory_for() -> None:
 
 
 def test_wide_groups_have_room_for_their_items() -> None:
-    """A tile of two entries, and runs of three on both levels: more than one item for each entry."""
+    """A tile holds two entries, but runs have three, on both levels: there is more than one item for each entry."""
     entries = np.arange(300)
     attention = PagedAttention(
         num_heads=64, kv_heads=2, head_dim=32, page_size=16, dtype=HALF, device=DEVICE, max_shared_entries=len(entries)
@@ -315,7 +318,7 @@ def test_decode_replays_in_a_graph_with_other_lengths() -> None:
 
 @pytest.mark.cuda
 def test_decode_of_shared_keys_replays_in_a_graph_with_others() -> None:
-    """Plans of other runs, items and chunks; none at all at last."""
+    """The graph is replayed with plans of other runs, items and chunks, and at last with an empty plan."""
     cached = [4000, 4100, 3900, 700, 650, 5, 90, 4050]
     shared = ((0, 3, 200), (3, 2, 40), (6, 2, 4))
     problem = Problem(cached, [1] * 8, shared=shared, num_heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)

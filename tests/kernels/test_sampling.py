@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def rows(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Temperatures, greedy flags and keys of n requests, all different."""
+    """Return inverse temperatures, greedy flags and keys of n requests, all different."""
     seeds = draw.mix(np.arange(n, dtype=np.int64) - n // 2)
     keys = torch.from_numpy(draw.row_keys(seeds, 1000 + np.arange(n)))
     scales, greedy = 1 / torch.linspace(0.3, 1.7, n), torch.arange(n) % 5 == 4
@@ -38,7 +38,7 @@ def rows(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "vocab"), [(17, 320), (9, 50), (40, 1000), (6, 64), (3, 5000)])
 def test_kernels_agree_with_the_definition(device: str, dtype: torch.dtype, n: int, vocab: int) -> None:
-    """Rows lie apart, as where the vocabulary is padded."""
+    """The rows have gaps between them, as with a padded vocabulary."""
     padded = (3 * torch.randn(n, vocab + 8, generator=torch.Generator().manual_seed(n))).to(dtype).to(device)
     logits, parameters = padded[:, :vocab], rows(n, device)
     logits[:, 7] = -torch.inf
@@ -51,7 +51,7 @@ def test_kernels_agree_with_the_definition(device: str, dtype: torch.dtype, n: i
 
 @pytest.mark.cuda
 def test_a_large_vocabulary() -> None:
-    """Draws at 256 x 152k, where rounding may decide one in a million; and the same ones on the CPU."""
+    """Draws at 256 x 152k are those of the definition on GPU and CPU. Rounding may change one of them."""
     logits = torch.randn(256, 151_936, device="cuda").bfloat16()
     parameters = rows(256, "cuda")
     ids, logprobs = sampling.choose(logits, *parameters)

@@ -1,4 +1,4 @@
-"""Which runs of keys are found, and that the work on them is dealt out whole."""
+"""Runs of shared keys are found, and the work on them is planned without gaps or repetition."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ PAGE = 4
 
 
 def table(*rows: str) -> np.ndarray:
-    """A page for each letter; what is missing reads as page 0 everywhere, as in rows that are given out anew."""
+    """Return a table with a page for each letter. Missing pages are page 0, as in rows that are used again."""
     columns = max(map(len, rows))
     return np.array([[ord(letter) for letter in row] + [0] * (columns - len(row)) for row in rows], dtype=np.int64)
 
 
 def found(runs: Runs) -> set[tuple[frozenset[int], int, int, int]]:
-    """(entries, first key, end, level) of each run."""
+    """Return (entries, first key, end, level) of each run."""
     parts = zip(runs.first, runs.count, runs.begin, runs.end, runs.level, strict=True)
     return {(frozenset(runs.order[f : f + n].tolist()), int(b), int(e), int(lv)) for f, n, b, e, lv in parts}
 
 
 def runs_of(*rows: str, least: int = PAGE, spare: int = 1) -> Runs:
-    """All pages but the last of each row are full; `spare` tokens are in that."""
+    """Return the runs of `rows`. The last page of each row holds `spare` tokens, all other pages are full."""
     lens = np.array([PAGE * (len(row) - 1) + spare for row in rows])
     return find_runs(table(*rows), np.arange(len(rows)), lens, PAGE, least)
 
 
 def most_saved(pages: np.ndarray, whole: np.ndarray, entries: list[int], agreed: int, begin: int, levels: int) -> int:
-    """Pages that these entries, alike in their first `agreed`, need not read again in at most so many more runs."""
+    """Return how many page reads at most `levels` further runs of these entries can save.
+
+    The entries have their first `agreed` pages in common. The next run starts at page `begin`.
+    """
     if len(entries) < 2 or not levels:
         return 0
     longer = [entry for entry in entries if whole[entry] > agreed]
@@ -77,7 +80,7 @@ def test_a_short_common_prefix_is_read_with_the_groups() -> None:
 
 
 def test_of_more_than_two_levels_those_that_save_most_are_read() -> None:
-    """A short system prompt, a task's that is shorter, and long questions: the task's is read with the questions."""
+    """A task prompt that is shorter than system prompt and questions is read with its questions."""
     task = [f"sst{question * 9}{sample}" for question in "ab" for sample in "123"]
     other = [f"ssu{question * 9}{sample}" for question in "cd" for sample in "123"]
     assert found(runs_of(*task, *other)) == {
@@ -102,7 +105,7 @@ def test_a_chain_is_cut_where_it_saves_most() -> None:
 
 @pytest.mark.parametrize(("spare", "end"), [(1, 8), (PAGE, 8)])
 def test_the_newest_token_is_never_shared(spare: int, end: int) -> None:
-    """Its page is another's of equal number only by a mistake: nobody shares a page that is written."""
+    """Pages that are still written are never shared, even if two rows of the table list the same page."""
     assert found(runs_of("abc", "abc", spare=spare)) == {(frozenset({0, 1}), 0, end, 0)}
 
 
@@ -113,8 +116,7 @@ def test_pages_beyond_a_length_mean_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_found_is_shared(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a plain reading of random trees: every run's entries have its pages in common, runs follow on, and no
-    others would save more."""
+    """In random trees, a run's entries share its pages, runs follow each other, and no others would save more."""
     monkeypatch.setattr(shared_keys, "_MAX_DEPTH", 6)
     rng = np.random.default_rng(seed)
     rows = [list(rng.integers(1, 3, 6)) for _ in range(12)]

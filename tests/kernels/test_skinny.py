@@ -1,4 +1,4 @@
-"""Products of a few rows against torch's, in Triton's interpreter and on a GPU."""
+"""Products of a few rows agree with torch's, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_product(m: int, n: int, k: int, with_bias: bool) -> None:
     torch.manual_seed(m + n)
     product = SkinnyProduct(DEVICE)
-    for _ in range(2):  # the second finds the workspace as the first left it
+    for _ in range(2):  # the second product uses the workspace as the first one left it
         x, weight, b = (torch.randn(size, device=DEVICE).half() for size in ((m, k), (n, k), (n,)))
         exact = F.linear(x.double(), weight.double(), b.double() if with_bias else None)
         out = product(x, weight, b if with_bias else None)
@@ -56,7 +56,7 @@ def test_bf16_is_summed_in_fp32(m: int, n: int, k: int) -> None:
     exact = F.linear(x.double(), weight.double())
     first = product(x, weight)
     assert ((first.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-3).all()
-    for _ in range(20):  # whoever arrives last, the sum is the same
+    for _ in range(20):  # the sum is the same whichever program ends last
         assert torch.equal(product(x, weight), first)
 
 

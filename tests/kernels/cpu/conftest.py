@@ -1,4 +1,4 @@
-"""The compiled kernels in every width of lanes that this processor has."""
+"""The compiled CPU kernels, for each number of lanes that this processor supports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LEVELS = {
     "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
-"""Processors of 4, 8 and 16 lanes as `-march` names them, and the flags in /proc/cpuinfo that each one adds."""
+"""Names for `-march` of processors with 4, 8 and 16 lanes, and the flags in /proc/cpuinfo that each name adds."""
 
 
 def runs_here(level: str) -> bool:
-    """Whether this processor runs code for `level`; False where that cannot be read."""
+    """Return True if this processor runs code for `level`, and False if /proc/cpuinfo cannot be read."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The compiled operators of the CPU against PyTorch in higher precision, at sizes that do not fill their tiles."""
+"""The compiled CPU operators agree with PyTorch in higher precision, at sizes that do not fill their tiles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_linear_of_rows_that_lie_apart(cpu_kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("outputs", [40, 37])
 def test_linear_does_not_depend_on_the_rows_around(cpu_kernels: CpuKernels, outputs: int) -> None:
-    """Bit by bit, for any number of rows, and for outputs that are left at the end of a thread's share."""
+    """The rows have the same bits for any number of rows, also in the last outputs of a thread's share."""
     x, weight = values(300, 600), values(outputs, 600, seed=1)
     whole = cpu_kernels.linear(x, weight, None)
     for rows in (1, 2, 4, 5, 8, 9, 16, 17, 31, 48, 64):
@@ -68,7 +68,7 @@ def test_silu_mul(cpu_kernels: CpuKernels, size: int) -> None:
 
 
 def test_numbers_that_are_none_stay_so(cpu_kernels: CpuKernels) -> None:
-    """A model that diverged is seen, not hidden."""
+    """NaN stays NaN, so that a diverged model is noticed."""
     x = values(4, 32)
     x[1, 3] = torch.nan
     for out in (
@@ -81,7 +81,7 @@ def test_numbers_that_are_none_stay_so(cpu_kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize(("n", "vocab"), [(17, 320), (9, 50), (40, 1000), (6, 64), (1, 5000)])
 def test_choose_is_the_draw(cpu_kernels: CpuKernels, n: int, vocab: int) -> None:
-    """Rows lie apart, as where the vocabulary is padded."""
+    """The rows have gaps between them, as with a padded vocabulary."""
     logits = 3 * values(n, vocab + 8)[:, :vocab]
     logits[:, 7] = -torch.inf
     keys = torch.from_numpy(draw.row_keys(draw.mix(np.arange(n, dtype=np.int64) - n // 2), 1000 + np.arange(n)))
@@ -94,7 +94,7 @@ def test_choose_is_the_draw(cpu_kernels: CpuKernels, n: int, vocab: int) -> None
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-5, 2e-6])
 def test_choose_is_the_draw_at_low_temperatures(cpu_kernels: CpuKernels, temperature: float) -> None:
-    """Where a product is rounded makes the difference; and no probability is above 1."""
+    """At low temperatures the rounding of one product can decide the draw. No probability is above 1."""
     logits = 20 + 2 * values(64, 400)
     logits[:, 100] = logits[:, :64].amax(1).nextafter(torch.tensor(99.0))
     keys = torch.from_numpy(draw.row_keys(draw.mix(np.arange(64, dtype=np.int64)), np.full(64, 9)))

@@ -13,7 +13,7 @@ from verl_server.kernels.cpu.library import KernelsUnavailableError, load_librar
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a compiler for x86-64")
 @pytest.mark.parametrize("level", [level for level in LEVELS if not runs_here(level)])
 def test_it_compiles_for_other_processors(level: str) -> None:
-    """The levels that this processor runs are compiled and run in `test_kernels`."""
+    """`test_kernels` compiles and runs the levels that this processor supports."""
     try:
         library = load_library(level)
     except KernelsUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Compiling the CPU's kernels: once, for what they are made of, and with a reason where it cannot be done."""
+"""Compiling the CPU kernels: once for each compiler and processor, and with a reason where it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_server.kernels.cpu.library import KernelsUnavailableError, load_librar
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that counts its calls, and copies a library that was compiled before."""
+    """A fake compiler that records its calls, and copies a library that was compiled before."""
     try:
         made = load_library().code._name
     except KernelsUnavailableError as error:
@@ -38,7 +38,7 @@ def test_compiled_once_for_a_machine(compiler: Path, tmp_path: Path, monkeypatch
     assert load_library().code.linear is not None
     assert compilations(compiler) == 1
     assert [path.suffix for path in (tmp_path / "cache" / "verl-server").iterdir()] == [".so"]
-    # Another compiler, or processor: its predefined macros say so.
+    # Another compiler or processor has other predefined macros.
     compiler.write_text(compiler.read_text().replace("__VERSION__ 1", "__AVX2__ 1"))
     load_library()
     assert compilations(compiler) == 2
@@ -89,7 +89,7 @@ def test_a_compiler_that_makes_nothing_of_use(compiler: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled anew, and nothing is left behind."""
+    """The kernels are compiled at each start, and nothing is left behind."""
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
