@@ -1,4 +1,4 @@
-"""The sampler's distribution, log-probability definition, seeds, penalties and its behaviour on NaN."""
+"""The sampler: its distribution, log-probabilities, seeds and penalties, and logits that are NaN."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
 
 
 def sample(sampler: Sampler, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
-    """One step, of tokens that follow what the requests hold. The logits are kept."""
+    """Sample one step, in which each token follows the request's prompt and output. The logits are not changed."""
     positions = np.array([len(s.prompt_ids) + len(s.output_ids) for s in specs], dtype=np.int64)
     return sampler.launch(logits.clone(), specs, positions).read()
 
@@ -68,7 +68,7 @@ def draw_counts(sampler: Sampler, logits: Tensor, draws: int = 8000, **params: A
 
 
 def assert_distribution(counts: Tensor, probs: Tensor) -> None:
-    """Chi-square over the classes expected at least five times, within five standard deviations."""
+    """Assert that a chi-square over classes expected at least five times is within five standard deviations."""
     assert not counts[probs == 0].any()
     expected = probs * counts.sum()
     kept = expected >= 5
@@ -80,7 +80,7 @@ def assert_distribution(counts: Tensor, probs: Tensor) -> None:
 def reference_probs(
     logits: Tensor, temperature: float = 1.0, top_k: int = VOCAB, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """The definition, written slowly: each filter cuts the unfiltered distribution, the rest is renormalized."""
+    """Return the distribution by its definition: each filter cuts the unfiltered one, the rest is renormalized."""
     probs = (logits[0].double() / temperature).softmax(-1)
     order = probs.argsort(descending=True).tolist()
     kept = torch.zeros_like(probs)
@@ -142,7 +142,7 @@ def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler
 
 
 def test_each_row_has_its_own_filters() -> None:
-    """Rows of a batch are filtered together, up to the widest top-k."""
+    """The rows of a batch are filtered together, up to the widest top-k."""
     logits = random_logits(6)
     settings: list[dict[str, Any]] = [{"top_k": 2}, {}, {"top_k": 7}, {"min_p": 0.2}, {"top_k": 3, "min_p": 0.9}, {}]
     settings[5] = {"top_k": 1}  # greedy: not filtered
@@ -153,7 +153,7 @@ def test_each_row_has_its_own_filters() -> None:
 
 
 def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
-    """Else the order in which a sort leaves them would decide, and with it the device and the batch."""
+    """Equally likely tokens are all kept or all cut, because their order after a sort depends on device and batch."""
     logits = torch.full((400, VOCAB), -3.0)
     logits[:, [5, 11, 17]], logits[:, 30] = 1.0, 2.0
     for params in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}):
@@ -163,19 +163,19 @@ def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 4.0])
 def test_top_p_of_a_large_vocabulary(scale: float) -> None:
-    """Where a few candidates hold enough, and where all must be sorted."""
+    """Cases in which a few candidates hold enough probability, and cases in which all tokens must be sorted."""
     logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
     filters = Filters([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
     kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite()
     for row, top_p in enumerate((0.3, 0.9, 0.99)):
         probs = logits[row].double().softmax(-1)
         before = (probs > probs.unsqueeze(1)).double() @ probs
-        assert ((before < top_p) == kept[row]).float().mean() > 0.999  # rounding may decide at the edge
+        assert ((before < top_p) == kept[row]).float().mean() > 0.999  # rounding may decide at the boundary
         assert (scale < 1) == (int(kept.sum()) > 1024)
 
 
 def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> None:
-    """Filters that keep every token, zero bias, reported candidates: the same noise decides."""
+    """Filters that keep every token, a zero bias and reported candidates leave the noise as it is."""
     logits = random_logits(300)
     plain = sample(sampler, logits, [spec(seed=s) for s in range(300)]).next_ids
     settings: list[dict[str, Any]] = [
@@ -221,7 +221,7 @@ def test_candidates(sampler: Sampler) -> None:
 
 
 def penalized(logits: Tensor, s: SampleSpec) -> Tensor:
-    """The definition of penalties and bias, token by token."""
+    """Apply penalties and bias by their definition, token by token."""
     logits, p = logits.clone(), s.params
     for token in range(VOCAB):
         count = s.output_ids.count(token)
@@ -236,7 +236,7 @@ def penalized(logits: Tensor, s: SampleSpec) -> Tensor:
 
 
 def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
-    """Counts grow with live `output_ids`, survive a change of the batch, and touch no other row."""
+    """Counts grow with `output_ids` between steps, survive a change of the batch, and touch no other row."""
     a = spec(repetition_penalty=1.3, frequency_penalty=0.4, temperature=0.0)
     b = spec(prompt=(7, 7, 8), output=(9, 9), presence_penalty=-0.7, logit_bias={"4": 3.0, "5": -50.0}, temperature=0.0)
     c = spec(min_new_tokens=4, stop=(0, 2), temperature=0.0)
@@ -253,7 +253,7 @@ def test_penalties_over_steps_and_changing_batches(sampler: Sampler) -> None:
 
 
 def test_penalties_count_each_token_once_after_a_launch_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that fails may have marked tokens as counted that are not: the next one counts all of them anew."""
+    """After a failed launch all tokens are counted again, because the launch may have marked tokens too early."""
     sampler = Sampler(VOCAB, torch.device("cpu"))
     s = spec(output=(3,), frequency_penalty=0.7, repetition_penalty=1.3)
     logits = random_logits()
@@ -274,7 +274,7 @@ def no_memory(*_: object) -> Tensor:
 
 
 def test_masked_stop_ids_have_a_finite_logprob(sampler: Sampler) -> None:
-    """-inf would become null in JSON."""
+    """An infinite log-probability would become null in JSON."""
     output = sample(sampler, random_logits(), [spec(min_new_tokens=1, stop=(2,), ids=[2], top=VOCAB)])
     asked, top = output.token_ids_logprobs[0], output.top_logprobs[0]
     assert asked is not None and top is not None
@@ -304,7 +304,7 @@ def test_all_masked_row_is_flagged(sampler: Sampler) -> None:
 
 
 def test_min_new_tokens_needs_no_output_values(sampler: Sampler) -> None:
-    """The newest tokens may still be on the device: positions alone say how many there are. Each row has its own."""
+    """The newest tokens may still be on the device, so each row's number of tokens follows from its position."""
     logits = torch.full((2, VOCAB), -5.0)
     logits[:, 2] = 5.0
     waiting = spec(min_new_tokens=3, stop=(2,), temperature=0.0)
@@ -327,7 +327,7 @@ def test_logits_of_any_float_type_and_padded_rows(sampler: Sampler, dtype: torch
 
 
 def test_prompt_candidates_over_chunks() -> None:
-    """Raw log-probabilities of each target; lists are in the order of the prompt, whatever the chunks."""
+    """The results for each target are raw log-probabilities in the order of the prompt, for any chunks."""
     logits, targets = random_logits(7), [3, 1, 4, 1, 5, 9, 2]
     prompt = PromptCandidates(targets, top_num=2, requested=[8, 0])
     for chunk in (slice(0, 3), slice(3, 4), slice(4, 7)):
