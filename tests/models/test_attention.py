@@ -1,4 +1,4 @@
-"""Attention over pages in plain PyTorch, against one entry at a time without pages."""
+"""Attention over pages in plain PyTorch agrees with attention of one entry at a time without pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_server.models.attention import attend_groups, plan_attention
 
 PAGE, HEAD_DIM = 4, 8
 CACHED, EXTEND = np.array([9, 0, 6, 3, 0, 4, 8]), np.array([1, 1, 1, 5, 6, 2, 1])
-"""Decodes of several lengths, one of them the first token of all; chunks on top of cached tokens; a fresh prompt."""
+"""Decodes of several lengths, one without cached tokens; chunks on top of cached tokens; a fresh prompt."""
 
 
 def values(*shape: int, seed: int) -> Tensor:
@@ -26,7 +26,7 @@ def values(*shape: int, seed: int) -> Tensor:
 def test_pages_give_what_whole_sequences_give(
     monkeypatch: pytest.MonkeyPatch, gathered_bytes: int, heads: int, kv_heads: int
 ) -> None:
-    """However many entries are gathered at once; what is beyond an entry's length does not count."""
+    """The result depends neither on how many entries are gathered at once, nor on slots beyond an entry's length."""
     monkeypatch.setattr(attention, "_GATHERED_BYTES", gathered_bytes)
     lens, tokens = CACHED + EXTEND, int(EXTEND.sum())
     q, kv = values(tokens, heads, HEAD_DIM, seed=1), values(tokens, 2, kv_heads, HEAD_DIM, seed=2)

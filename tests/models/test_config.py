@@ -1,4 +1,4 @@
-"""What is refused before memory is taken, and with which words."""
+"""Model configs are read as transformers reads them, or refused by name before memory is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_server.models.tiny import make_model_folder
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A llama config of the raw old style; None deletes a key."""
+    """Write a llama config with the keys of old checkpoints. A change to None deletes a key. Return the folder."""
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -36,7 +36,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def test_old_config_keys(tmp_path: Path) -> None:
-    """rope_theta, rope_scaling and torch_dtype as checkpoints of earlier years have them."""
+    """rope_theta, rope_scaling and torch_dtype are read from where old checkpoints store them."""
     scaling = {
         "type": "llama3",
         "factor": 8.0,

@@ -1,4 +1,4 @@
-"""The CPU's attention kernel against the plain PyTorch one, on the same pool."""
+"""The CPU's attention kernel agrees with plain PyTorch on the same pool."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from verl_server.worker.kv_cache import Placement
 
 ROWS, COLUMNS = 9, 12
 DECODES = np.array([9, 0, 6, 40])
-"""Cached tokens of entries that decode: the first token of all, the last of a page, several pages."""
+"""Cached tokens of the entries that decode: none, a few, several pages."""
 CHUNKS = [(3, 5), (0, 6), (4, 1), (0, 1)]
-"""Cached and new tokens of entries behind them; one new token is no decode there."""
+"""(cached, new) tokens of the entries after them. An entry with one new token is no decode there."""
 
 
 def values(*shape: int, seed: int) -> Tensor:
@@ -43,7 +43,7 @@ def norm(size: int, seed: int) -> RMSNorm:
 def test_it_gives_what_pytorch_gives(
     cpu_kernels: CpuKernels, parts: str, head_dim: int, heads: int, kv_heads: int, page: int, normed: bool
 ) -> None:
-    """Outputs, and keys and values in the pool."""
+    """The outputs agree, and so do the keys and values in the pool."""
     decodes = DECODES if parts != "chunks" else DECODES[:0]
     chunks = np.array(CHUNKS if parts != "decodes" else []).reshape(-1, 2).astype(np.int64)
     cached = np.concatenate([decodes, chunks[:, 0]])

@@ -1,4 +1,4 @@
-"""Checkpoints of all layouts, and the same weights whatever the number of ranks."""
+"""Checkpoints of all layouts load, with the same weights for any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def decoder_map(folder: Path, rank: int = 0, size: int = 1) -> WeightMap:
     decoder = Decoder(load_model_config(folder), TpGroup(rank, size), 64, CPU)
     for parameter in decoder.parameters():
-        parameter.data.fill_(torch.nan)  # what nothing writes must show
+        parameter.data.fill_(torch.nan)  # parameters that nothing writes stay NaN
     return decoder.weight_map()
 
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edit(folder: Path, target: Path, change: Any) -> Path:
-    """A copy of `folder` whose tensors went through `change(dict)`."""
+    """Copy `folder` to `target` with its tensors after `change(tensors)`, and return `target`."""
     target.mkdir(exist_ok=True)
     (target / "config.json").write_text((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -54,7 +54,7 @@ def test_every_name_reads_back(folder: Path) -> None:
 def test_sharded_and_consolidated_copies(tmp_path: Path) -> None:
     sharded = make_model_folder(tmp_path / "s", "llama", max_shard_size="50KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    save_file({"other.name": torch.zeros(1)}, sharded / "consolidated.safetensors")  # Mistral's folders have one
+    save_file({"other.name": torch.zeros(1)}, sharded / "consolidated.safetensors")  # as in Mistral's folders
     weight_map = decoder_map(sharded)
     load_checkpoint(weight_map, sharded)
     assert all(weight_map.read(name).isfinite().all() for name in weight_map.slots)
@@ -78,7 +78,7 @@ def test_missing_extra_and_wrong_are_listed_and_nothing_is_written(folder: Path,
         del tensors["model.layers.1.self_attn.q_norm.weight"]
         tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(1)
         tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(2, 3)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)  # old checkpoints have it
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)  # stored by old checkpoints
 
     weight_map = decoder_map(folder)
     with pytest.raises(BadRequestError) as error:
@@ -122,7 +122,7 @@ def test_no_safetensors_and_truncated_file(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_the_whole_model_between_them(folder: Path, size: int) -> None:
-    """Vocabulary 323 needs padding; 2 KV heads on 4 ranks are replicated; the pieces cover each tensor."""
+    """The vocabulary of 323 needs padding, 2 KV heads on 4 ranks are replicated, and the pieces cover each tensor."""
     maps = [decoder_map(folder, rank, size) for rank in range(size)]
     for weight_map in maps:
         load_checkpoint(weight_map, folder)

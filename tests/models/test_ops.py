@@ -1,4 +1,4 @@
-"""The plain operators against higher precision."""
+"""The plain operators agree with higher precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_server.models.ops import TORCH_OPS, linear
 def test_every_way_to_multiply(
     monkeypatch: pytest.MonkeyPatch, intel: bool, bias: bool, rows: int, out: int, inner: int
 ) -> None:
-    """Either library."""
+    """On Intel's processors some products are computed by another library."""
     monkeypatch.setattr(ops, "_INTEL", intel)
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, inner, generator=generator), torch.randn(out, inner, generator=generator)
@@ -32,7 +32,7 @@ def test_every_way_to_multiply(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_rounds_before_the_weight(dtype: torch.dtype) -> None:
-    """Also of rows so small that eps decides."""
+    """The rows include one so small that eps decides."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(4, 64, generator=generator) * torch.tensor([[1.0], [30.0], [1e-4], [0.0]])).to(dtype)
     weight = torch.rand(64, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""When decodes read the keys that they share together: without a GPU, for nothing is launched."""
+"""Plans of decodes that read shared keys together. No kernel is launched, so that no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PAGE, GROUP, PROMPT = 16, 32, 2048
 
 
 def make_backend(*, cascade: bool = True) -> PagedBackend:
-    """Rows of two prompts in turn; every row's own pages follow. A layer's keys and values are 4 KiB a token."""
+    """Return a backend whose rows start with two prompts in turn, and continue with pages of their own.
+
+    A layer's keys and values take 4 KiB for each token.
+    """
     own = 2 * PROMPT // PAGE + np.arange(2 * GROUP * 8).reshape(2 * GROUP, 8)
     prompts = np.arange(2 * PROMPT // PAGE).reshape(2, -1)
     table = np.concatenate([np.tile(prompts, (GROUP, 1)), own], axis=1)
@@ -46,7 +49,7 @@ def test_a_group_reads_its_prompt_together() -> None:
     assert planned.shared.starts.tolist() == [PROMPT] * len(rows)
     alone = make_backend(cascade=False).plan_decodes(rows, lens - PROMPT)
     assert alone.shared is None
-    assert planned.work.tolist() == alone.work.tolist(), "what is left is each entry's own"
+    assert planned.work.tolist() == alone.work.tolist(), "the rest is each entry's own"
     capacities = backend.capacities(len(rows), shared=True)
     assert all(len(array) <= room for array, room in zip(planned.arrays, capacities, strict=True))
 
@@ -68,7 +71,7 @@ def test_little_that_is_shared_is_not_worth_a_kernel(rows: list[int], prompt: in
 
 
 def test_one_long_entry_costs_no_columns() -> None:
-    """Nobody shares what only one has: the table is read up to the second longest entry's end."""
+    """Keys of only one entry are not shared: the table is read up to the end of the second longest entry."""
     backend = make_backend()
     lens = np.full(2 * GROUP, PROMPT + 5)
     lens[7] = PROMPT + 8 * PAGE
@@ -94,14 +97,14 @@ def test_what_is_shared_is_looked_for_when_it_may_have_changed(monkeypatch: pyte
 
     for step in (0, 0, 1, 2):
         assert starts(rows, lens + step) == [PROMPT] * len(rows)
-    assert searches == 1, "what entries append is their own"
+    assert searches == 1, "appended keys are not shared, so that no search is needed"
     assert starts(rows[:-1], lens[:-1]) == [PROMPT] * (len(rows) - 1)
-    assert searches == 2, "another batch"
-    # The rows are the same, but one of them is another request's, with pages of its own.
+    assert searches == 2, "the batch is another"
+    # The rows are the same, but row 3 now belongs to another request, with pages of its own.
     backend._host_table[3] = 10**6 + np.arange(backend._host_table.shape[1])
     assert starts(rows[:-1], lens[:-1])[3] == 0
     assert searches == 3
-    # Or one of another length.
+    # The rows are the same, but row 5 now belongs to a request of another length.
     lens[5] = PROMPT - PAGE
     assert starts(rows[:-1], lens[:-1])[5] < PROMPT
     assert searches == 4
