@@ -1,4 +1,4 @@
-"""A scheduler of a few lines over `ModelRunner`, and the transformers reference it is compared with."""
+"""A minimal scheduler over `ModelRunner`, and the transformers reference with which the results are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0.0}
 
 CPU = torch.device("cpu")
 CPU_KERNELS = "cpp" if any(map(shutil.which, ("c++", "g++", "clang++"))) else "torch"
-"""A `cpu_kernel_choice` that is not measured."""
+"""A `cpu_kernel_choice` that needs no measurement."""
 
 
 def make_runner(folder: Path, tp: TpGroup | None = None, device: torch.device = CPU, **changes: Any) -> ModelRunner:
@@ -40,7 +40,7 @@ def make_runner(folder: Path, tp: TpGroup | None = None, device: torch.device = 
 
 @dataclass
 class Sequence:
-    """One request: its row, pages, and what came out."""
+    """A request: its row, its pages and its outputs."""
 
     row: int
     spec: SampleSpec
@@ -67,7 +67,7 @@ def spec_of(prompt: list[int], seed: int = 0, top: int = 0, **params: Any) -> Sa
 
 
 class Driver:
-    """Gives out rows and pages (never reused pages, so sharing is explicit) and runs steps."""
+    """Assigns rows and pages, and runs steps. No page is reused, so that only `shared` makes requests share pages."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -76,7 +76,7 @@ class Driver:
         self._rows = 0
 
     def add(self, prompt: list[int], shared: Sequence | None = None, **params: Any) -> Sequence:
-        """A new request; with `shared`, its first full pages are those of an earlier request's prompt."""
+        """Return a new request. With `shared`, its first full pages are those of an earlier request."""
         sequence = Sequence(self._rows, spec_of(prompt, **({} | GREEDY | params)))
         self._rows += 1
         if shared is not None:
@@ -87,7 +87,10 @@ class Driver:
         return sequence
 
     def batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
-        """Extend each sequence by so many tokens; it is sampled if that reaches its end."""
+        """Return a batch that extends each sequence by the given number of tokens.
+
+        Sequences that the batch computes to their end are sampled.
+        """
         batch = ForwardBatch(
             rows=[], cached_lens=[], extend_lens=[], input_ids=[], page_updates=[], sample=[], prompt_logprobs=[]
         )
@@ -130,20 +133,21 @@ class Driver:
             self.step(work)
 
     def retract(self, sequence: Sequence) -> None:
-        """Drop its KV; it is computed again from prompt and output tokens."""
+        """Drop the request's KV, so that it is computed again from prompt and output tokens."""
         sequence.pages, sequence.cached = [], 0
 
 
 class Reference:
-    """transformers; fp32 on the CPU unless said."""
+    """A model of transformers, by default in fp32 on the CPU."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> None:
-        from transformers import AutoModelForCausalLM  # seconds that a tensor-parallel rank can do without
+        # Imported here because the import takes seconds, and tensor-parallel ranks do not need it.
+        from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
     def check(self, sequence: Sequence, tolerance: float = 1e-4) -> None:
-        """Greedy ids and log-probabilities of every output token, given those before it."""
+        """Assert the greedy id and the log-probability of every output token, given the tokens before it."""
         logprobs = self.logprobs(sequence.tokens)[len(sequence.spec.prompt_ids) - 1 : -1]
         assert len(logprobs) == len(sequence.spec.output_ids)
         for i, (row, token) in enumerate(zip(logprobs, sequence.spec.output_ids, strict=True)):
@@ -154,7 +158,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        """[len(tokens), vocab] of the token that follows each position."""
+        """Return log-probabilities of the token after each position, [len(tokens), vocab]."""
         logits = self.model(torch.tensor([tokens], device=self.model.device)).logits[0].float().cpu()
         return logits - logits.logsumexp(-1, keepdim=True)
 

@@ -1,10 +1,10 @@
-"""transformers as the judge of outputs whose tokens were computed under several versions of the weights.
+"""Checks outputs against transformers when their tokens were computed under several versions of the weights.
 
-A reply says which version each token was sampled under. Of the KV cache it says nothing, so the judge knows what must
-have become of it: between two versions it was kept (an update `in_place`, or while generation was paused or held by a
-transaction), or computed anew (`retract`), or nobody could live through the update (`wait`, `abort`). A request that
-was retracted for another reason (an unfinished prefill that starts again, a pause) says so by `num_retractions`, but
-not when: then the judge allows for it at every token.
+A reply names the version under which each token was sampled, but not the versions of the KV cache. The judge derives
+these from the updates between two tokens. KV was kept (by an update `in_place`, or while generation was paused or held
+by a transaction), or computed again (`retract`), or no request survives the update (`wait`, `abort`). Requests are also
+retracted for other reasons, such as a pause, or an unfinished prefill that starts again. `num_retractions` counts these
+retractions without naming their tokens, so that the judge allows for them at every token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 Weights = dict[str, torch.Tensor]
 Fate = Literal["kept", "recomputed", "ended"]
-"""Of requests that ran when a version came."""
+"""The effect of a new version on the KV cache of the requests that run."""
 TOLERANCE = 1e-4
 
 
@@ -32,11 +32,11 @@ class Version:
 
 @dataclass
 class _Story:
-    """What the KV cache may hold after some tokens."""
+    """A possible content of the KV cache after some tokens."""
 
     cache: DynamicCache
     retractions: int
-    """That it takes."""
+    """The number of retractions that lead to this content."""
 
 
 class SpanJudge:
@@ -45,13 +45,13 @@ class SpanJudge:
         self._model = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self._loaded = ""
         self.versions: dict[str, Version] = {}
-        """By label, in the order in which they were served. A label comes once."""
+        """Version by label, in the order in which the versions were served. A label occurs once."""
         self.judged = self.mixed = 0
-        """Tokens, and replies whose tokens have several versions."""
+        """The number of checked tokens, and of replies whose tokens have several versions."""
 
     @torch.inference_mode()
     def check(self, prompt: list[int], reply: dict[str, Any]) -> None:
-        """Greedy ids and log-probabilities of every token, and the prompt's if they were asked for."""
+        """Assert greedy ids and log-probabilities of all output tokens, and of the prompt if they were requested."""
         meta, output = reply["meta_info"], reply["output_ids"]
         labels = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
         assert len(labels) == len(output) == len(meta["output_token_logprobs"])
@@ -92,7 +92,8 @@ class SpanJudge:
                 if story.retractions < retractions:
                     most_kept = max(most_kept, kept)
                     spare.append(story.retractions + 1)
-            if anew or spare:  # from the first token of the span on, or from a later one that nobody tells
+            # Computed again from the first token of the span on, or from a later one that the reply does not name.
+            if anew or spare:
                 cache = DynamicCache()
                 rows = self._run(label, tokens[: end - 1], cache)[start - 1 :]
                 trailing = _leading(rows.flip(0), wanted[::-1])
@@ -102,7 +103,7 @@ class SpanJudge:
             stories = told
 
     def _fates(self, before: str, after: str) -> set[Fate]:
-        """Of all versions that came between two tokens."""
+        """Return the fates of the versions after `before`, up to and including `after`."""
         order = list(self.versions)
         first, last = order.index(before), order.index(after)
         assert first <= last, f"version {after} was served before {before}"
@@ -114,7 +115,7 @@ class SpanJudge:
         return self._run(label, tokens, None)
 
     def _run(self, label: str, tokens: list[int], cache: DynamicCache | None) -> torch.Tensor:
-        """[len(tokens), vocab]; appends to the cache."""
+        """Return log-probabilities [len(tokens), vocab], and append the tokens to the cache."""
         if self._loaded != label:
             self._model.load_state_dict(self.versions[label].weights)
             self._loaded = label
@@ -123,7 +124,7 @@ class SpanJudge:
 
 
 def _leading(rows: torch.Tensor, wanted: list[tuple[int, float]]) -> int:
-    """How many tokens from the beginning on are what the model would have said."""
+    """Return the number of leading tokens that agree with the model."""
     agree = [_agrees(row, token, logprob) for row, (token, logprob) in zip(rows, wanted, strict=True)]
     return agree.index(False) if False in agree else len(agree)
 

@@ -1,4 +1,4 @@
-"""The CUDA path: fp32 parity, bf16 error, memory that comes back, is shared, or runs out, weights that are none."""
+"""The CUDA path: fp32 parity, bf16 error, memory that is released, shared or exhausted, and weights with NaN."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def give_memory_back() -> Iterator[None]:
-    """What this process's allocator keeps for itself, the engine of the next test cannot have."""
+    """Free what this process's allocator caches, so that the engine of the next test can use the memory."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def busy_run(driver: Driver) -> list[Sequence]:
-    """Mixed lengths, chunks, a shared prefix and a retraction, all in common steps."""
+    """Run mixed lengths, chunks, a shared prefix and a retraction, all in common steps."""
     sequences = [driver.add(random_prompt(n, seed=n)) for n in (3, 40, 40, 150, 1)]
     driver.finish(sequences, 6, chunk=33)
     sequences.append(driver.add(sequences[1].tokens + random_prompt(9, seed=9), shared=sequences[1]))
@@ -48,7 +48,7 @@ def test_fp32_parity(folder: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_bf16_error_is_that_of_transformers(tiny_qwen3: Path) -> None:
-    """Mean absolute log-probability error against fp32, at most 1.5 times that of transformers in bf16."""
+    """The mean absolute log-probability error against fp32 is at most 1.5 times that of transformers in bf16."""
     exact, rounded = Reference(tiny_qwen3), Reference(tiny_qwen3, torch.bfloat16, CUDA)
     runner = make_runner(tiny_qwen3, device=CUDA, dtype="bfloat16", mem_fraction_static=0.2)
     ours: list[float] = []
@@ -80,7 +80,7 @@ def test_release_frees_device_memory(tiny_llama: Path) -> None:
 
 
 def test_the_kv_cache_is_a_share_of_what_was_free(tiny_llama: Path) -> None:
-    """Another process (here: a tensor) holds 60 % of the GPU; the pool takes half of what is left."""
+    """Another process (here: a tensor) holds 60 % of the GPU, and the pool takes half of the rest."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(CUDA)
     other = torch.empty(int(free - 0.4 * total), dtype=torch.uint8, device=CUDA)
@@ -94,7 +94,7 @@ def test_the_kv_cache_is_a_share_of_what_was_free(tiny_llama: Path) -> None:
 
 
 def test_a_step_that_runs_out_of_memory_is_computed_in_parts(tiny_llama: Path) -> None:
-    """A real allocation fails; then the same requests, in two steps, get the tokens that an unharmed run gets."""
+    """A real allocation fails. The same requests, in two steps, then get the tokens of an undisturbed run."""
     runner = make_runner(tiny_llama, device=CUDA, dtype="float32", mem_fraction_static=0.2, disable_cuda_graph=True)
     apply = runner.sampler._penalties.apply
 
@@ -123,7 +123,7 @@ def test_a_step_that_runs_out_of_memory_is_computed_in_parts(tiny_llama: Path) -
 
 
 def test_an_engine_survives_a_step_out_of_memory(tmp_path: Path) -> None:
-    """Nothing is left on the GPU for log-probabilities of a prompt: this request ends, and others go on."""
+    """A prompt's log-probabilities find no GPU memory: this request ends, and others continue."""
     folder = make_model_folder(tmp_path, "llama", vocab_size=150_000, weights=False)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "max_total_tokens": 4096}
     with Engine(model_path=str(folder), device="cuda", disable_cuda_graph=True, **settings) as engine:
@@ -143,7 +143,10 @@ def test_an_engine_survives_a_step_out_of_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cuda", "cpu"])
 def test_no_token_comes_of_weights_that_hold_nan(place: str, tiny_qwen3: Path) -> None:
-    """Steps overlap, requests run, and the push lets them: one kernel copies, or the driver from host memory."""
+    """Steps overlap and requests run during the push.
+
+    A kernel copies device memory, and the driver copies host memory.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.bfloat16).to(place)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     spoiled = next(name for name in weights if name.endswith("k_proj.weight"))

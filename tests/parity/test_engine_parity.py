@@ -1,7 +1,7 @@
-"""The whole engine against transformers, fp32: every way a request can be computed gives the same answer.
+"""The whole engine agrees with transformers in fp32, however a request is computed.
 
-Greedy ids and log-probabilities of outputs and prompts, for requests computed alone, in mixed batches, in chunks,
-from the prefix cache, after a retraction, by two tensor-parallel ranks, and after a weight update.
+Greedy ids and log-probabilities of outputs and prompts are compared for requests computed alone, in mixed batches, in
+chunks, from the prefix cache, after a retraction, by two tensor-parallel ranks, and after a weight update.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(folder: Path) -> Any:
 
 @torch.inference_mode()
 def check(model: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
-    """Ids and log-probabilities of each result against `model`, given the tokens before."""
+    """Assert ids and log-probabilities of each result against `model`, given the tokens before."""
     for prompt, result in zip(prompts, results, strict=True):
         output, meta = result["output_ids"], result["meta_info"]
         assert len(output) == meta["completion_tokens"] == meta["finish_reason"]["length"]
@@ -111,7 +111,7 @@ def test_the_next_turn_reuses_prompt_and_completion(served: tuple[Engine, Path])
 def test_new_weights_are_served_also_to_cached_prompts(served: tuple[Engine, Path]) -> None:
     engine, folder = served
     old, config = load(folder), AutoConfig.from_pretrained(folder)
-    generate(engine, PROMPTS[2:])  # now in the prefix cache, under the old weights
+    generate(engine, PROMPTS[2:])  # fills the prefix cache under the old weights
     new = random_model(config, seed=77)
     try:
         engine.update_weights_from_tensor(list(new.state_dict().items()), partial=False)

@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=["kernels", "torch"])
 def driver(request: pytest.FixtureRequest, model: Model) -> Driver:
-    """With the CPU's compiled kernels, where there is a compiler, and in plain PyTorch."""
+    """A driver with the CPU's compiled kernels, if there is a compiler, and a driver in plain PyTorch."""
     plain = {"attention_backend": "torch", "fused_kernels": False} if request.param == "torch" else {}
     return Driver(make_runner(model.folder, **plain))
 
@@ -57,7 +57,7 @@ def test_alone(model: Model, driver: Driver) -> None:
 
 
 def test_mixed_batch(model: Model, driver: Driver) -> None:
-    """Different lengths; later requests join while the earlier decode."""
+    """Requests have different lengths, and later requests join while the earlier ones decode."""
     sequences = [driver.add(random_prompt(length, seed=length)) for length in (3, 40, 40, 90, 150, 1)]
     driver.finish(sequences, 5)
     sequences += [driver.add(random_prompt(length, seed=1000 + length)) for length in (60, 7, 200)]
@@ -75,7 +75,7 @@ def test_chunked_prefill(model: Model, driver: Driver, chunk: int) -> None:
 
 
 def test_cached_prefix(model: Model, driver: Driver) -> None:
-    """A second turn: the history's pages are shared, also by two requests in one step."""
+    """Second turns share the pages of the history, also two requests in one step."""
     first = driver.add(random_prompt(50, seed=1))
     driver.finish([first], 14)
     turns = [driver.add(first.tokens + random_prompt(n, seed=n), shared=first) for n in (9, 30)]
@@ -96,7 +96,7 @@ def test_retract(model: Model, driver: Driver) -> None:
 
 
 def test_after_in_place_update(model: Model, driver: Driver, tmp_path: Path) -> None:
-    """New weights through the weight map give the new model, and no parameter has moved."""
+    """New weights through the weight map give the new model's outputs, and no parameter moves."""
     new = Reference(model.folder)
     generator = torch.Generator().manual_seed(5)
     weight_map = driver.runner.weight_map
@@ -114,7 +114,7 @@ def test_after_in_place_update(model: Model, driver: Driver, tmp_path: Path) -> 
 
 
 def test_prompt_and_top_logprobs(model: Model, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt log-probabilities over chunks, from `first` on, with top-k and requested ids; bounded memory."""
+    """Prompt log-probabilities with top-k and requested ids agree from `first` on, over chunks, in bounded memory."""
     monkeypatch.setattr(StepMemory, "prompt_positions", lambda *_: 7)
     prompt = random_prompt(60, seed=4)
     sequence = driver.add(prompt, top=3)

@@ -1,4 +1,4 @@
-"""Two and four ranks over Gloo give what one gives, and what transformers gives."""
+"""Two and four ranks over Gloo agree with transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_ranks(folder: Path, size: int, meet: Path) -> list[dict[str, Any]]:
     ("arch", "size", "shape"),
     [
         ("qwen3", 2, {"vocab_size": 321}),  # vocabulary padding
-        # Two KV heads over four ranks; biases of row-sharded layers are added once; the head is the embedding.
+        # Two KV heads on four ranks, biases of row-sharded layers that are added once, and a tied head.
         ("llama", 4, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ],
 )

@@ -1,12 +1,11 @@
-"""Pushes of every kind between generations, pauses, flushes, sleeps and faults, at random; transformers judges all.
+"""Pushes of every kind between generations, pauses, flushes, sleeps and faults, at random.
 
-A real engine with its prefix cache on, greedy requests that share prefixes, come in groups, go on where others ended
-or are aborted. Every token of every reply is computed again under the versions that the reply names (see
-`span_judge`). The suite plays a few seeds;
+A real engine with a prefix cache serves greedy requests, which share prefixes, come in groups, continue earlier
+replies, or are aborted. Every token of every reply is computed again with transformers, under the versions that the
+reply names (see `span_judge`). The test suite plays a few seeds. This command plays many, one after the other, and
+prints a line for each:
 
     python -m tests.parity.test_weight_interleaving --seeds 50 [--first 0] [--turns 60]
-
-plays many, one after the other, and prints a line for each.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 }
 MODES: dict[str, Fate] = {"wait": "ended", "in_place": "kept", "retract": "recomputed", "abort": "ended"}
 BOUND = 30.0
-"""Seconds within which every call is answered."""
+"""Seconds within which every call must be answered."""
 
 
 @dataclass
@@ -48,23 +47,23 @@ class _Asked:
     prompts: list[list[int]]
     answer: Future[Any]
     refusals: int
-    """How often generation had been refused when it was asked."""
+    """The number of times that generation had been refused before this request."""
 
 
 class Player:
-    """One seed: a trainer and its clients. Its control calls come one after the other, generations beside them."""
+    """A trainer and clients, driven by one seed. Control calls follow each other, generations run beside them."""
 
     def __init__(self, engine: Engine, judge: SpanJudge, base: Weights, seed: int) -> None:
         self.engine, self.judge, self.rng = engine, judge, random.Random(seed)
         self._noise = torch.Generator().manual_seed(seed)
         self.master = {name: tensor.clone() for name, tensor in base.items()}
-        """The trainer's own, registered."""
+        """The trainer's own tensors, which are registered."""
         self._base, self.served = base, dict(base)
         self._threads = ThreadPoolExecutor(32)
         self._asked: list[_Asked] = []
         self._turns = 0
         self._ended: list[list[int]] = []
-        """Prompt and output of replies: where others go on."""
+        """The tokens of replies with their prompts, which later requests continue."""
         self.paused = False
         self.refusals = 0
         self.refusing = False
@@ -78,14 +77,17 @@ class Player:
         return str(len(self.judge.versions) + 1)
 
     def _note(self, label: str, brings: Weights, mode: str, held: bool = False) -> None:
-        """The weights are what they were and what was pushed."""
+        """Record a version whose weights are the served ones with the pushed tensors replaced."""
         self.served = self.served | {name: tensor.clone() for name, tensor in brings.items()}
         fate: Fate = "kept" if self.paused or held else MODES[mode]
         self.judge.versions[label] = Version(self.served, fate)
         self.counts["pushes"] += 1
 
     def _new(self, names: list[str] | None = None) -> Weights:
-        """The checkpoint with new noise. (Noise that adds up makes logits that float32 does not resolve to 1e-4.)"""
+        """Return the checkpoint's tensors with new noise.
+
+        Noise is not accumulated, because float32 would not resolve the logits to 1e-4.
+        """
         names = names or list(self._base)
         noise = {name: torch.randn(self._base[name].shape, generator=self._noise) for name in names}
         return {name: self._base[name] + 0.2 * noise[name] for name in names}
@@ -119,7 +121,7 @@ class Player:
             self._judge_answered()
 
     def ask(self) -> None:
-        """A request, or a group of them: new, with a shared beginning, or going on where another ended."""
+        """Send a request or a group of requests: new, with a shared beginning, or continuing an earlier reply."""
         rng = self.rng
         self._turns += 1
         beginning = random_prompt(rng.choice([8, 24, 40]), rng.randrange(4))
@@ -140,7 +142,7 @@ class Player:
         self._asked.append(_Asked([prompt] * group, answer, self.refusals))
 
     def tick(self) -> None:
-        """Let a few steps pass: as long as a short request takes."""
+        """Let a few steps pass, as many as a short request takes."""
         if not self.paused:
             self.ask_now(self.rng.randint(1, 5))
 
@@ -197,7 +199,7 @@ class Player:
         self._note(label, brings, mode)
 
     def fail(self) -> None:
-        """Refused, whatever it brings, and nobody notices."""
+        """Push something that is refused, which must change nothing."""
         first = next(iter(self.served))
         wrong: list[dict[str, Any]] = [
             {"named_tensors": [("no.such.weight", torch.ones(4))]},
@@ -212,7 +214,7 @@ class Player:
         self.counts["refused pushes"] += 1
 
     def pause(self) -> None:
-        """For some turns."""
+        """Pause generation for some turns."""
         self.engine.pause_generation(self.rng.choice(["abort", "retract", "in_place"]))
         self.paused = True
         inside = [
@@ -236,7 +238,10 @@ class Player:
         self.engine.flush_cache()
 
     def sleep(self) -> None:
-        """Release and resume; refused while requests run, survived by those that wait in a pause."""
+        """Release and resume memory.
+
+        The release is refused while requests run. Requests that wait during a pause survive it.
+        """
         tags = self.rng.choice([None, ["weights"], ["kv_cache"]])
         if survive := self.rng.random() < 0.5:
             self.engine.pause_generation(self.rng.choice(["abort", "retract"]))
@@ -267,7 +272,7 @@ class Player:
         self._heal()
 
     def spoil(self) -> None:
-        """One number that is none: the push is refused after it was written, and no token comes of it."""
+        """Push one NaN or infinity. The push is refused after the copy, and no token is computed from it."""
         new = self._new(self._some())
         name = self.rng.choice(list(new))
         values = new[name].view(-1)
@@ -277,7 +282,7 @@ class Player:
         self._heal()
 
     def _heal(self) -> None:
-        """The weights are torn: nobody generates until all of them came."""
+        """Assert that torn weights refuse generation, and push all weights."""
         self.refusals += 1
         self.refusing = True
         if not self.paused:
@@ -290,7 +295,7 @@ class Player:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def _answer_refused(self) -> None:
-        """Those asked while generation is refused have their answers before it goes on."""
+        """Wait for the answers to requests that were sent while generation is refused."""
         if self.paused:
             return
         for asked in self._asked:
@@ -299,7 +304,7 @@ class Player:
         self._judge_answered()
 
     def settle(self) -> None:
-        """Every request has its one answer."""
+        """Wait until every request has its one answer."""
         for asked in self._asked:
             asked.answer.exception(BOUND)
         self._judge_answered()
@@ -331,7 +336,7 @@ class Player:
 
 
 def play(engine: Engine, folder: Path, seed: int, turns: int) -> dict[str, int]:
-    """One seed from start to end. Returns what came up; raises AssertionError at the first wrong token."""
+    """Play one seed to its end and return counts of what happened. Raise AssertionError at the first wrong token."""
     judge = SpanJudge(folder)
     base = {name: tensor.detach().clone() for name, tensor in judge._model.state_dict().items()}
     player = Player(engine, judge, base, seed)
@@ -355,7 +360,7 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
 def test_every_token_is_what_its_version_computes(engine: Engine, tiny_llama: Path, seed: int) -> None:
     counts = play(engine, tiny_llama, seed, 60)
     assert counts["replies"] > 10 and counts["pushes"] > 10 and counts["tokens"] > 100, counts
-    assert counts["cached"], "the prefix cache was of no use"
+    assert counts["cached"], "the prefix cache was not used"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """One tensor-parallel rank of `test_tensor_parallel`: `python -m tests.parity.tp_rank RANK SIZE FOLDER MEET`.
 
-Rank 0 drives (and prints what came out as JSON); the others replay its batches, as a scheduler's followers do.
+Rank 0 drives, and prints the results as JSON. The others replay its batches, as a scheduler's followers do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from verl_server.worker.model_runner import ModelRunner
 
 
 class LeadingDriver(Driver):
-    """Broadcasts each batch before running it. What a row sampled last is left to the ranks, as where steps overlap."""
+    """Broadcasts each batch before running it.
+
+    A token that was sampled in the step before is not in the batch but taken by the ranks themselves, as when steps
+    overlap.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
         self.sampled: set[int] = set()
-        """Rows whose newest token came from the step before."""
+        """Rows whose newest token was sampled in the step before."""
 
     def step(self, work: list[tuple[Sequence, int]]) -> ForwardOutput:
         work = sorted(work, key=lambda item: item[1] > 1)  # decodes first
@@ -69,14 +73,15 @@ def main(rank: int, size: int, folder: str, meet: str) -> None:
     tp = TpGroup.create(rank, size, meet, torch.device("cpu"), sync_timeout=30, startup_timeout=60)
     runner = make_runner(Path(folder), tp)
     runner.overlaps = True
-    for name, tensor in iter_checkpoint(folder):  # the rank's part of each tensor, as get_weights_by_name shows it
+    # A rank has at most the whole of each tensor, as get_weights_by_name reads it.
+    for name, tensor in iter_checkpoint(folder):
         assert runner.weight_map.read(name).numel() <= tensor.numel()
     if rank == 0:
         print(json.dumps(lead(runner)))
     else:
         follow(runner)
     tp.gather(b"done")
-    torch.distributed.destroy_process_group()  # else its threads may abort the exit
+    torch.distributed.destroy_process_group()  # otherwise its threads may abort the exit
 
 
 if __name__ == "__main__":
