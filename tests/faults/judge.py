@@ -1,4 +1,4 @@
-"""What a server must serve: checksums of every parameter on every rank, and what transformers generates."""
+"""Checks a server: the checksums of every parameter on every rank, and tokens against those of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 def weights_of(model: Path, seed: int) -> Weights:
-    """The checkpoint after the training step `seed`; 0 is the checkpoint itself."""
+    """Return the checkpoint after training step `seed`. Step 0 is the checkpoint itself."""
     weights: Weights = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     noise = 0.2 if seed else 0.0
@@ -32,23 +32,23 @@ class Judge:
         self._reference = Reference(model)
 
     def checksums(self, weights: Weights) -> list[dict[str, str]]:
-        """By name, for each rank."""
+        """Return the checksums by name, for each rank."""
         return expected_checksums(self._served, weights.items(), torch.float32)
 
     def expect_served(self, engine: EngineBase, weights: Weights, version: str | None = None) -> None:
-        """Exactly these weights, and the server answers with them."""
+        """Assert that the server holds exactly these weights and generates with them."""
         assert httpx.get(f"{engine.url}/health", timeout=10).status_code == 200
         served = [rank["checksums"] for rank in engine.weights_checker()["ranks"]]
         for rank, sums in enumerate(self.checksums(weights)):
             wrong = [name for name, checksum in sums.items() if served[rank][name] != checksum]
-            assert not wrong, f"rank {rank} serves something else: {wrong[:4]} ({len(wrong)} in all)"
+            assert not wrong, f"rank {rank} serves other weights: {wrong[:4]} ({len(wrong)} in all)"
         result = engine.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True, timeout=20)
         if version is not None:
             assert result["meta_info"]["weight_version"] == version
         self._expect_parity(result, weights)
 
     def expect_refused(self, engine: EngineBase, why: str) -> None:
-        """The process lives, but does not generate."""
+        """Assert that the server lives, but refuses to generate and names the reason `why`."""
         assert httpx.get(f"{engine.url}/health", timeout=10).status_code == 200
         answer = httpx.post(f"{engine.url}/generate", json={"input_ids": PROMPT, "sampling_params": GREEDY}, timeout=20)
         assert answer.status_code == 503, answer.text

@@ -1,7 +1,7 @@
-"""Points at which a test holds a scheduler process: no sleeps, nothing to poll.
+"""Points at which a test holds a scheduler process, without sleeps or polling.
 
-A test sets a `trap`, which listens on a socket in a folder. A process of the server that comes to that point (see
-`scheduler`) connects and waits for a word; where no trap is set it goes on. The end of the test lets it go on, too.
+A test sets a `trap`, which listens on a socket in a folder. A server process that reaches that point (see `scheduler`)
+connects and waits for a word. Without a trap it continues at once. The end of the test also lets it continue.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 FOLDER = "VERL_TEST_PAUSES"
 """Environment variable that names the folder."""
 POINTS = ("staging", "turn", "copying")
-"""Before a request is staged; staged, when its turn has come; when half of its bytes are written."""
+"""Before a request is staged; when a staged request has its turn; when half of its bytes are written."""
 _HOLD_SECONDS = 60.0
 
 
 class Trap:
-    """One process, held at one point."""
+    """A trap for one process at one point."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._held: socket.socket | None = None
 
     def wait(self, seconds: float = 20.0) -> None:
-        """Until the process has come. The next one may pass."""
+        """Wait until a process has reached the point. The next process may pass."""
         self._listener.settimeout(seconds)
         self._held, _ = self._listener.accept()
         self._listener.close()
 
     def go(self, word: str = "go") -> None:
-        """Let it go on. "fail": with an error."""
-        assert self._held is not None, "it was not waited for"
+        """Let the process continue. With "fail", the process raises an error."""
+        assert self._held is not None, "call `wait` first"
         self._held.sendall(word.encode())
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Trap:
 
 @contextlib.contextmanager
 def trap(folder: Path, point: str, tp_rank: int) -> Iterator[Trap]:
-    """Hold the next call of that rank which comes to `point`."""
+    """Hold the next call on rank `tp_rank` that reaches `point`."""
     assert point in POINTS
     path = _path(folder, point, tp_rank)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -60,7 +60,7 @@ def trap(folder: Path, point: str, tp_rank: int) -> Iterator[Trap]:
 
 
 def hold(point: str, tp_rank: int) -> None:
-    """In the process: wait here if a trap is set."""
+    """Wait here, in the process of the server, if a trap is set."""
     with socket.socket(socket.AF_UNIX) as end:
         try:
             end.connect(str(_path(Path(os.environ[FOLDER]), point, tp_rank)))
@@ -76,7 +76,10 @@ def _path(folder: Path, point: str, tp_rank: int) -> Path:
 
 
 def eventually(holds: object, seconds: float = 10.0) -> bool:
-    """Whether `holds()` comes true in time. For what other processes do without telling anybody."""
+    """Return True if `holds()` becomes true in time.
+
+    For events in other processes that send no message.
+    """
     assert callable(holds)
     deadline = time.monotonic() + seconds
     while not holds():

@@ -1,6 +1,6 @@
 """A scheduler process that tests can hold: `verl_server.scheduler.process` with the points of `pauses`.
 
-Started in its place by `server`.
+`server` starts it in place of the real one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A real server over HTTP whose schedulers tests can hold, see `pauses`.
+"""A real server over HTTP, with schedulers that tests can hold (see `pauses`).
 
-`launched` starts it as `HttpServerEngineAdapter` does; run as a module this is the server process.
+`launched` starts the server as `HttpServerEngineAdapter` does. Run as a module, this file is the server process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def holdable(pauses: Path) -> Iterator[None]:
-    """Servers that adapters of this process launch meanwhile can be held."""
+    """Let tests hold the servers that adapters of this process launch inside the context."""
 
     def child(name: str, module: str, argument: dict[str, Any]) -> ChildProcess:
         assert (name, module) == ("server", "verl_server.server.launch")
@@ -45,7 +45,7 @@ def holdable(pauses: Path) -> Iterator[None]:
 
 
 def launched(pauses: Path, model: Path, **settings: Any) -> HttpServerEngineAdapter:
-    with holdable(pauses), fork_server.real_processes():  # tests look for the schedulers among its children
+    with holdable(pauses), fork_server.real_processes():  # tests look for the schedulers among its child processes
         return HttpServerEngineAdapter(model_path=str(model), **(SETTINGS | settings))
 
 

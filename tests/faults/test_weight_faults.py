@@ -1,8 +1,9 @@
 """Faults during weight updates, end to end: real trainer ranks, real servers over HTTP with one and two ranks.
 
-Whatever is killed, stopped, cut off or misused: every trainer rank gets a clear error within ten seconds (or success),
-and the server then serves exactly the old weights, exactly the new ones (checksums of every parameter on every rank,
-and tokens and log-probabilities of transformers), refuses with 503 until a full push, or has ended with the cause.
+Processes are killed or stopped, memory is cut off, and calls are misused. Every trainer rank must get a clear error, or
+success, within ten seconds. Afterwards the server serves exactly the old weights or exactly the new ones (checksums of
+every parameter on every rank, and tokens and log-probabilities of transformers), refuses with 503 until a full push, or
+has ended with the cause.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from verl_server.weight_sync.handles import WeightsDescription
 
 
 class Served:
-    """A server that is started again when a fault ended it."""
+    """A server that is started again after a fault ended it."""
 
     def __init__(self, model: Path, folder: Path, tp_size: int) -> None:
         self.model, self.folder, self.tp_size = model, folder, tp_size
@@ -60,7 +61,7 @@ class Served:
         return weights_of(self.model, seed)
 
     def heal(self, seed: int = 0) -> None:
-        """A full push by somebody who is well."""
+        """Push all weights from a trainer without faults."""
         self.engine.update_weights_from_tensor(self.weights(seed).items(), partial=False, mode="abort")
         self.expect(seed)
 
@@ -68,13 +69,13 @@ class Served:
         self.judge.expect_served(self.engine, self.weights(seed), version)
 
     def schedulers(self) -> list[int]:
-        """Process ids, by tensor-parallel rank."""
+        """Return the process ids by tensor-parallel rank."""
         children = Path(f"/proc/{self.engine.pid}/task/{self.engine.pid}/children").read_text().split()
         names = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in children}
         return [names[f"verl-sched-tp{rank}"] for rank in range(self.tp_size)]
 
     def expect_ended(self, *causes: str) -> None:
-        """The server exits, and says why to whoever asks its owner."""
+        """Assert that the server exits, and that the next call of its owner raises the causes."""
         assert eventually(lambda: self.engine._child is not None and self.engine._child.poll() is not None)
         with pytest.raises(ServerDiedError) as caught:
             self.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, timeout=10)
@@ -91,7 +92,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Served]]:
-    """By tensor-parallel size; each is started by the first test that needs it."""
+    """Servers by tensor-parallel size. Each is started by the first test that needs it."""
     both = {size: Served(tiny_llama, tmp_path_factory.mktemp("faults"), size) for size in (1, 2)}
     yield both
     for served in both.values():
@@ -100,7 +101,7 @@ def servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def served(servers: dict[int, Served], request: pytest.FixtureRequest) -> Iterator[Served]:
-    """In the state of a new server."""
+    """A server in the state of a new one."""
     served = servers[request.param]
     try:
         served.heal()
@@ -113,7 +114,7 @@ def served(servers: dict[int, Served], request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture
 def trainer(served: Served) -> Iterator[Ranks]:
-    """Two ranks, which have pushed step 1 by registration."""
+    """Two trainer ranks, which have pushed step 1 by registration."""
     with ranks(served.model, served.folder, served.url) as started:
         started.done("register")
         started.done("push", seed=1)
@@ -121,9 +122,9 @@ def trainer(served: Served) -> Iterator[Ranks]:
 
 
 def on_tp(*sizes: int) -> pytest.MarkDecorator:
-    """Which servers a test needs. Two ranks where they could come to different ends, or see different things.
+    """Run a test on servers of these sizes: two ranks where they could end differently, or see different things.
 
-    `make test` runs the largest; the others are for `make test-all`.
+    `make test` runs the largest size. `make test-all` runs the others, too.
     """
     sizes = tuple(sorted(sizes, reverse=True))
     return pytest.mark.parametrize("served", at_depth(sizes), indirect=True, ids=[f"tp{size}" for size in sizes])
@@ -258,12 +259,12 @@ def test_a_rank_that_only_owns_memory_is_stopped_during_the_copy(served: Served,
         first = trainer.answer(0)
     served.expect(2)
     trainer.send_signal(1, signal.SIGCONT)
-    # Whether the outcome could be told depends on whether rank 1 had begun to wait for it when it was stopped.
-    assert bool(first.error) == bool(trainer.answer(1).error), "one was told another outcome than the other"
+    # Rank 1 learns the outcome only if it had begun to wait for it before it was stopped.
+    assert bool(first.error) == bool(trainer.answer(1).error), "the ranks report different outcomes"
     served.heal(3)
 
 
-# -- a push that cannot be right ------------------------------------------------------------------------------------
+# -- pushes that are refused ----------------------------------------------------------------------------------------
 
 
 @on_tp(1)
@@ -353,7 +354,7 @@ def test_a_transaction_that_is_never_ended(served: Served, trainer: Ranks, wrote
     if wrote:
         trainer.done("update", seed=2, without="model.norm.weight")
     answer = httpx.post(f"{served.url}/generate", json={"input_ids": PROMPT, "sampling_params": GREEDY}, timeout=BOUND)
-    assert answer.status_code == (503 if wrote else 200), "held until the lease is over, then answered"
+    assert answer.status_code == (503 if wrote else 200), "the request waits until the lease ends, and is then answered"
     if wrote:
         served.judge.expect_refused(served.engine, "torn")
     else:
@@ -370,7 +371,7 @@ def test_a_transaction_that_is_never_ended(served: Served, trainer: Ranks, wrote
 
 
 class Unsealed:
-    """A trainer in this process whose memory can be cut off: not one of ours, which are sealed."""
+    """A trainer in this process whose memory can be cut off, unlike that of real trainers, which is sealed."""
 
     def __init__(self, served: Served, seed: int) -> None:
         weights = served.weights(seed)

@@ -1,6 +1,6 @@
-"""Trainer ranks that tests kill, stop and misuse: a `VerlEngine` in each, FSDP-like shards of all parameters.
+"""Trainer ranks that tests kill, stop and misuse, each with a `VerlEngine` and FSDP-like shards of all parameters.
 
-`Ranks` starts them as processes of their own and talks to them through pipes; `_Rank` is what runs in one.
+`Ranks` starts the ranks as processes and sends them calls through pipes. `_Rank` runs in each process.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.engine import placement
 
 BOUND = 10.0
-"""Seconds within which every rank must know."""
+"""Seconds within which every rank must know the outcome."""
 MEET_TIMEOUT = 3.0
-"""Seconds that ranks wait for each other, in place of half an hour."""
+"""Seconds that ranks wait for each other, instead of half an hour."""
 SILENCE_TIMEOUT = 4.0
-"""Seconds without a sign of life from the rank that acts: two of its beats."""
+"""Seconds without a sign of life from the rank that acts, which are two of its heartbeats."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])  # torch is imported once, not in each rank
 
 
 class Answer:
-    """What a call gave on one rank."""
+    """The result of a call on one rank."""
 
     def __init__(self, value: Any, error: str, text: str) -> None:
         self.value, self.error, self.text = value, error, text
-        """`error`: the type's name, "" for none."""
+        """The name of the exception's type in `error`, or "" after success."""
 
     def __repr__(self) -> str:
         return f"{self.error}({self.text})" if self.error else repr(self.value)
 
 
 class Ranks:
-    """Some trainer ranks, which make the same calls, each in its own process."""
+    """Trainer ranks, each in its own process. All of them make the same calls."""
 
     def __init__(self, model: Path, folder: Path, url: str | None, size: int = 2, **settings: Any) -> None:
-        """With `url` they push to that server, else the first rank launches one with `settings`."""
+        """Push to the server at `url`, or let the first rank launch a server with `settings` if `url` is None."""
         self._pipes: list[Connection] = []
         self.processes = []
         meeting = folder / f"ranks-{time.monotonic_ns()}"
@@ -68,12 +68,12 @@ class Ranks:
         self.url = self.answers(60)[0].value
 
     def call(self, method: str, **arguments: Any) -> None:
-        """Begin a call of `_Rank`, or else of its `VerlEngine`, on every rank that lives."""
+        """Start a call of `_Rank`, or else of its `VerlEngine`, on every rank that is alive."""
         for rank in self.alive:
             self._pipes[rank].send((method, arguments))
 
     def answer(self, rank: int, seconds: float = BOUND) -> Answer:
-        """What one rank got."""
+        """Return the answer of one rank. Raise AssertionError if there is none within `seconds`."""
         if not self._pipes[rank].poll(seconds):
             raise AssertionError(f"rank {rank} had no answer within {seconds:g} s")
         answer: Answer = self._pipes[rank].recv()
@@ -83,7 +83,7 @@ class Ranks:
         return [self.answer(rank, seconds) for rank in self.alive]
 
     def done(self, method: str, **arguments: Any) -> None:
-        """A call that must succeed everywhere."""
+        """Make a call that must succeed on every rank."""
         self.call(method, **arguments)
         failed = [answer for answer in self.answers(30) if answer.error]
         assert not failed, failed
@@ -112,7 +112,7 @@ def ranks(model: Path, folder: Path, url: str | None, size: int = 2, **settings:
         started.end()
 
 
-# -- in the process -------------------------------------------------------------------------------------------------
+# -- in the process of a rank ---------------------------------------------------------------------------------------
 
 
 class _Rank:
@@ -138,7 +138,7 @@ class _Rank:
             return VerlEngine(self._mesh, launch_server=True, model_path=str(self._model), **settings)
 
     def write(self, seed: int) -> None:
-        """A step of the optimizer, in place."""
+        """Write the weights of training step `seed` in place."""
         for name, full in weights_of(self._model, seed).items():
             mine = distribute_tensor(full, self._mesh, [Shard(0)], src_data_rank=None)
             self._shards[name].to_local().copy_(mine.to_local())
@@ -147,12 +147,12 @@ class _Rank:
         self.engine.register_weights(lambda: self._shards.items())
 
     def push(self, seed: int, **options: Any) -> Any:
-        """A step and a push of what was registered."""
+        """Write a training step, and push the registered tensors."""
         self.write(seed)
         return self.engine.push_weights(**options)
 
     def update(self, seed: int, without: str = "", dtype: str = "float32", **options: Any) -> Any:
-        """A step and a push of tensors that were not registered: copies, which travel as a description."""
+        """Write a training step, and push copies of the shards, which are not registered and sent as a description."""
         self.write(seed)
         kind = getattr(torch, dtype)
         copies = [(name, _converted(shard, kind)) for name, shard in self._shards.items() if name != without]
