@@ -35,14 +35,17 @@ _FOREIGN_SITES = ("cross-site", "same-site")
 
 
 class AccessRules:
-    """The rules of one server, from its keys and its address. A method returns the refusing response, or None."""
+    """The rules of one server, from its keys and its address.
+
+    Each method returns the response that refuses a request, or None to permit the request.
+    """
 
     def __init__(self, server_args: ServerArgs) -> None:
         self._api_key, self._admin_api_key = server_args.api_key, server_args.admin_api_key
         self._host, self._is_loopback = server_args.host, server_args.is_loopback
 
     def refusal(self, scope: Scope) -> Response | None:
-        """Check a request to a route that affects its own request only: any key is sufficient."""
+        """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
         headers = Headers(scope=scope)
         keys = [key for key in (self._api_key, self._admin_api_key) if key is not None]
         return None if self._api_key is None or _bearer_is_one_of(headers, keys) else _unauthorized()

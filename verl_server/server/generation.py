@@ -12,7 +12,7 @@ from verl_server.server.slices import Slices
 
 
 class Generation:
-    """The samples of one `/generate` call, in order. Call `close` when nobody waits for the result any more.
+    """The samples of one `/generate` call, in order. Call `close` when no caller waits for the result any more.
 
     Each sample calls `_on_news`. A task that awaits the generation is woken once at the end. With `stream`, the task
     is woken once for all the progress since it last ran.
@@ -77,7 +77,7 @@ class Generation:
             self._wake.clear()
             updated, self._updated = self._updated, {}
             for i, state in updated.items():
-                if i not in pending:  # the sample ended before it was yielded the last time, as done
+                if i not in pending:  # the sample was already yielded as done
                     continue
                 await state.write_candidates()
                 if state.done:  # the sample may have ended during the await

@@ -20,8 +20,8 @@ from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 _KEEP_ALIVE = 600
-"""Seconds that an idle connection stays open. Clients close idle connections earlier (ours: after 60 s), so no client
-sends a request on a connection that the server is closing."""
+"""Seconds that an idle connection stays open. Clients close idle connections earlier (`HttpServerEngineAdapter` after
+60 s), so no client sends a request on a connection that the server is closing."""
 _GRACEFUL = 5
 """Seconds that responses in progress get to finish at shutdown."""
 _MAIN_THREAD_POLL = 0.5

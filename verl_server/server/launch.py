@@ -62,13 +62,13 @@ class EngineProcesses:
         """The given settings, with a drawn seed if they have none."""
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
-        self._model_text = ModelText(server_args)  # a wrong path must raise before any process is started
+        self._model_text = ModelText(server_args)  # before any process is started, because it raises for a wrong path
         if server_args.node_rank == 0:
             logger.info("random_seed=%d seeds the requests without a sampling_seed.", server_args.random_seed)
         self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): for the ranks' rendezvous file
         try:
             messages, schedulers_end = MessageSocket.pair()
-            with schedulers_end:  # only the child may keep this end open, so that its end closes the connection
+            with schedulers_end:  # only the child keeps this end open, so the connection closes when the child ends
                 self._start_children(schedulers_end)
             if server_args.node_rank == 0:
                 from verl_server.server.tokenizer_manager import TokenizerManager

@@ -195,15 +195,15 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     The body must have been read before.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnected = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnectedError
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -52,7 +52,7 @@ class ControlCalls:
         self.weight_version = server_args.weight_version
         self.weights_confirmed = False
         """True once an update has written every parameter, or the owner has accepted the weights that the server loaded
-        at its start (`accept_restart`). Clients that know an earlier run of this server wait for it."""
+        at its start (`accept_restart`). Clients that know an earlier run of this server wait until this is True."""
         self.num_parameters = 0
         """Number of named parameters of the model; 0 until the scheduler is ready."""
         self.model_path = server_args.model_path

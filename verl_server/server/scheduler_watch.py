@@ -1,6 +1,6 @@
 """`SchedulerWatch` notices that a scheduler process died or hangs, so that no call waits for it forever.
 
-The TokenizerManager runs it on its event loop. It notices a process that ended within a tenth of a second. A process
+The TokenizerManager runs it on its event loop. It notices the end of a process within a tenth of a second. A process
 that is stopped, or stuck in a device call, sends no messages. While calls wait, `SchedulerWatch` sends a silent
 scheduler a request, and kills the scheduler if no answer arrives within `control_timeout`. The scheduler must be
 killed, because it could continue later and carry out an update that the trainer believes to have failed, from memory
@@ -92,16 +92,16 @@ class SchedulerWatch:
         """Return when the scheduler has not answered a request in time."""
         while True:
             await asyncio.sleep(_SILENCE / 4)
-            asked = time.monotonic()
-            if not self._is_waiting() or asked - self._last_message() < _SILENCE:
+            sent_at = time.monotonic()
+            if not self._is_waiting() or sent_at - self._last_message() < _SILENCE:
                 continue
             try:
                 await self._ask(self._bound)
             except ControlTimeoutError:
                 await asyncio.sleep(_LATE)
-                if self._last_message() < asked:
+                if self._last_message() < sent_at:
                     return
-            except VerlServerError:  # shutting down
+            except VerlServerError:  # the server is shutting down
                 pass
 
     async def _end_hung(self) -> ServerDiedError:

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 _SLICE_SECONDS = 0.002
-"""Duration after which a slice ends."""
+"""Duration of a slice."""
 
 
 class Slices:

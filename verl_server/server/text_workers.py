@@ -1,10 +1,10 @@
 """`TextWorkers`: processes that render templates and tokenize text, and that are killed if a job takes too long.
 
 `TextService` owns it and uses it on the TokenizerManager's event loop only. Each process runs one job at a time. A
-worker is started when a job waits and no worker is idle. One bound limits the time that a job waits, and another one
-the time that it runs. A template or a tokenizer cannot be interrupted, so a worker that exceeds the bound is killed,
-and the next job starts another worker. When a job's caller gives up, the job is dropped if it still waits. Otherwise it
-runs until its end or its bound.
+worker is started when a job waits and no worker is idle. A job may wait for a bounded time, and run for the same
+bounded time. A template or a tokenizer cannot be interrupted, so a worker that exceeds the bound is killed, and the
+next job starts another worker. When the caller of a job gives up, a waiting job is dropped, and a running job continues
+until it ends or exceeds the bound.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class FastTokens:
 
     def __init__(self, backend: Any) -> None:
         """`backend` is a `tokenizers.Tokenizer`."""
-        # A tokenizer's file may enable both. transformers disables both.
+        # A tokenizer's file may enable truncation and padding, which transformers disables.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -157,7 +157,7 @@ def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Return True if the folder has a file that may belong to a tokenizer. Fast, and so done before any start."""
+    """Return True if the folder has a file that may belong to a tokenizer. The check reads no file."""
     return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 

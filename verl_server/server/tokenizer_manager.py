@@ -194,7 +194,7 @@ class TokenizerManager:
         return generation
 
     def _check(self, samples: Samples, prompt_tokens: int) -> None:
-        """Check the samples of one prompt against the model. Set a missing `max_new_tokens` to the largest value."""
+        """Check the samples of one prompt against the model. Set a missing `max_new_tokens` as high as possible."""
         assert self.model_text is not None
         check_samples(samples, prompt_tokens, self.text.bounds, has_tokenizer=self.model_text.tokenizer is not None)
         if samples.sampling.max_new_tokens is None:
@@ -250,7 +250,7 @@ class TokenizerManager:
         return int(self.scheduler_info["context_length"])
 
     def abandon(self, state: ReqState) -> None:
-        """Remove a request whose caller waits no more, and make the scheduler stop it."""
+        """Remove a request whose caller no longer waits, and make the scheduler stop it."""
         if self._forget(state) and not state.done:
             self._send(self._encode(AbortReq(rid=state.req.rid)))
             self.metrics.request_aborted()

@@ -78,7 +78,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     n: int = 1
     """Number of choices for each prompt."""
     stream: bool = False
-    """Send server-sent events. Each event has only what is new."""
+    """Send server-sent events. Each event contains only what is new."""
     stream_options: StreamOptions | None = None
     """Options of the stream."""
     stop: str | list[str] | None = None

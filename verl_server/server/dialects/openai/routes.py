@@ -182,7 +182,7 @@ class OpenAIApi:
         return await self._text_reply(request, TOKENIZE)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return {"text"}: a text, or a list of texts if `tokens` is a list of lists."""
+        """Return {"text"}. For a list of lists of token ids, "text" is a list."""
         return await self._text_reply(request, DETOKENIZE)
 
     async def _text_reply(self, request: Request, job: Job[TextReply]) -> Response:

@@ -159,7 +159,7 @@ class ControlApi:
         return change_weights
 
     async def post_process_weights(self, request: Request) -> Response:
-        """Do nothing. SGLang's older clients call this route after updates; it would process quantized weights."""
+        """Do nothing, because weights are not quantized here. Older clients call this route after their updates."""
         await read_json(request, self._args.max_request_bytes)
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})

@@ -49,7 +49,7 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _LIVE_SECONDS = 5.0
-"""A scheduler that sent a message in the last seconds is alive. Any other scheduler is sent a request."""
+"""A scheduler that sent a message within this time is alive. Otherwise, it is sent a request."""
 _HEALTH_TIMEOUT = 20.0
 """Longest time to wait for a token, or for the scheduler's answer, in a health check."""
 _STATE_TIMEOUT = 2.0
@@ -57,7 +57,7 @@ _STATE_TIMEOUT = 2.0
 
 
 class NativeApi:
-    """SGLang's own routes that do not change the server."""
+    """Handlers of SGLang's routes that do not change the server."""
 
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
         self._manager = manager
@@ -87,7 +87,7 @@ class NativeApi:
 
     async def on_disconnect(self, request: Request, error: Exception) -> Response:
         self._manager.metrics.client_disconnected()
-        return Response(status_code=499)  # nobody receives this response
+        return Response(status_code=499)  # the client does not receive this response
 
     # -- generate -------------------------------------------------------------------------------------------
 
