@@ -140,7 +140,7 @@ def openai_error_type(error: VerlServerError) -> str:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the whole body. Raise BodyTooLargeError if it has more than `limit` bytes, which are never held.
+    """Return the whole body. Raise BodyTooLargeError if it has more than `limit` bytes, without holding more in memory.
 
     Raise ClientDisconnectedError if the client disconnects before the end of the body.
     """

@@ -22,7 +22,7 @@ _DEATH_POLL = 0.1
 _SILENCE = 10.0
 """Seconds without a message after which the scheduler is sent a request."""
 _LATE = 1.0
-"""Seconds to read messages that arrived while this process itself was stopped, and its clocks continued."""
+"""Seconds to read messages that arrived while this process itself was stopped. Bounds expire meanwhile."""
 
 
 class Child(Protocol):

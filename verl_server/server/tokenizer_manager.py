@@ -129,7 +129,7 @@ class TokenizerManager:
     # -- generation -----------------------------------------------------------------------------------------
 
     async def generate_request(self, obj: GenerateReqInput) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
-        """Yield one result or, with `stream`, cumulative frames. With several samples, a frame has their `index`."""
+        """Yield one result or, with `stream`, cumulative frames. With several samples, frames have an `index`."""
         generation = await self.submit(obj)
         try:
             if not obj.stream:

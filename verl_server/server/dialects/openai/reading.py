@@ -52,7 +52,7 @@ class TextReply(msgspec.Struct, kw_only=True):
     json: memoryview
     """The encoded body of the reply."""
     unused_options: list[str] = []
-    """See `ReadChat`."""
+    """See `ReadChat.unused_options`."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
