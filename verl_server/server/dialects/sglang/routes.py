@@ -195,7 +195,7 @@ class NativeApi:
         try:
             await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
         except ControlTimeoutError as error:
-            raise ServerUnavailableError(f"The scheduler is not alive: {error}") from None
+            raise ServerUnavailableError(f"The health check failed: {error}") from None
 
     # -- info -----------------------------------------------------------------------------------------------
 
