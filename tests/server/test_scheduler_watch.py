@@ -40,7 +40,7 @@ def test_a_silent_scheduler_is_killed_and_every_caller_told(make_stack: MakeStac
     stack.scheduler.control = lambda message: None
     began = time.monotonic()
     for error in asyncio.run(both(stack)):
-        assert isinstance(error, ServerDiedError) and "no sign of life for 0.3 s" in str(error)
+        assert isinstance(error, ServerDiedError) and "did not answer for 0.3 s" in str(error)
         assert "Boom: the reason" in str(error)
     assert time.monotonic() - began < 5
     assert stack.child.code == -9 and len(stack.deaths) == 1

@@ -1,8 +1,8 @@
-"""`Acceptor`: takes connections from a listening socket while file descriptors are left for them.
+"""`Acceptor` accepts connections from a listening socket while file descriptors are free.
 
-Made by `http_process` for its uvicorn server, on the TokenizerManager's loop. When descriptors run out, uvloop's own
-servers accept waiting connections and close them at once, which clients see as a reset. Here they wait in the kernel's
-backlog until others end.
+`http_process` creates one for its uvicorn server, on the TokenizerManager's event loop. When no descriptor is free,
+uvloop's own servers accept waiting connections and close them at once, which clients see as a reset. With an
+`Acceptor`, the connections wait in the kernel's backlog until other connections end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _BATCH = 64
-"""Connections that are accepted before other work of the loop has its turn."""
+"""Largest number of connections that are accepted before the event loop runs other work."""
 _RETRY_SECONDS = 0.05
-"""Pause between looks when all places are taken, or the system has no descriptor left."""
+"""Seconds until the next attempt, after the limit was reached or the system had no free descriptor."""
 
 
 class Acceptor:
-    """Use it on `loop` only."""
+    """Accepts connections from one listening socket. Use it on the thread of its event loop only."""
 
     def __init__(
         self,
@@ -33,7 +33,11 @@ class Acceptor:
         connections: Collection[Any],
         limit: int,
     ) -> None:
-        """`connections` are uvicorn's open ones, kept by it; `limit` is the most of them at a time."""
+        """Start to accept connections from `sock`.
+
+        `connections` is uvicorn's collection of open connections, which uvicorn itself updates. `limit` is the largest
+        number of connections that may be open at the same time.
+        """
         self._loop, self._sock, self._make_protocol = loop, sock, make_protocol
         self._connections, self._limit = connections, limit
         self._opening: set[asyncio.Task[None]] = set()
@@ -43,7 +47,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more. The socket stays open. Idempotent."""
+        """Stop accepting connections. The socket stays open. Idempotent."""
         self._loop.remove_reader(self._sock)
         if self._retry is not None:
             self._retry.cancel()
@@ -55,15 +59,15 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(_BATCH):
             if len(self._connections) + len(self._opening) >= self._limit:
-                self._make_room()
-                self._pause(f"all {self._limit} connections that the limit of open files allows are in use")
+                self._disable_keep_alive()
+                self._pause(f"all {self._limit} connections that the limit of open files permits are in use")
                 return
             try:
                 connection, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 self._was_full = False
                 return
-            except ConnectionError:  # the client left while it waited
+            except ConnectionError:  # the client closed the connection while it waited in the backlog
                 continue
             except OSError as error:  # no descriptors or no memory, in this process or in the system
                 self._pause(str(error))
@@ -77,19 +81,19 @@ class Acceptor:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # it broke already
+        except OSError:  # the client has closed the connection already
             connection.close()
 
-    def _make_room(self) -> None:
-        """Have the connections that are answered next close after their answer, rather than be kept for the client."""
+    def _disable_keep_alive(self) -> None:
+        """Make uvicorn close each busy connection after its current response, and so free a place for another one."""
         for connection in self._connections:
             if connection.cycle is not None and not connection.cycle.response_complete:
                 connection.cycle.keep_alive = False
 
     def _pause(self, reason: str) -> None:
         if not self._was_full:
-            logger.warning("New connections wait to be accepted: %s. Raise the hard limit (ulimit -Hn).", reason)
+            logger.warning("New connections wait, because %s. Raise the hard limit of open files (ulimit -Hn).", reason)
         self._was_full = True
         self._loop.remove_reader(self._sock)
-        with contextlib.suppress(RuntimeError):  # the loop ends
+        with contextlib.suppress(RuntimeError):  # the event loop is already closed
             self._retry = self._loop.call_later(_RETRY_SECONDS, self._listen)

@@ -1,6 +1,7 @@
-"""The HTTP application over one TokenizerManager: the routes of every dialect, behind `AuthMiddleware`.
+"""The HTTP application of one TokenizerManager: the routes of all dialects, behind `AuthMiddleware`.
 
-`http_process` serves it on the TokenizerManager's own loop. Errors that a route does not shape itself are shaped here.
+`http_process` serves the application on the TokenizerManager's event loop. If a route does not convert an error into a
+response, this module does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
+    """Return the ASGI application with all routes and middlewares."""
     rules = AccessRules(server_args)
     native, control = NativeApi(manager, server_args), ControlApi(manager, server_args, rules)
     routes = [*native.routes(), *control.routes(), *OpenAIApi(manager, server_args).routes()]
@@ -43,7 +45,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The answer to an error that its route does not shape itself."""
+    """Return the response to an error that the route did not convert itself."""
     assert isinstance(error, VerlServerError)
     return bad_request(error) if error.status_code < 500 else status_error(error)
 

@@ -1,14 +1,15 @@
-"""Who may call what: SGLang's rules for `api_key` and `admin_api_key`, and a guard against web pages.
+"""Access control: SGLang's rules for `api_key` and `admin_api_key`, and protection against requests from web pages.
 
-Keys travel as `Authorization: Bearer KEY`. Control routes (weights, memory, pause, flush) need the admin key where one
-is set; the plain key does not open them then. The admin key opens every route.
+A client sends a key as `Authorization: Bearer KEY`. If an admin key is set, control routes (weights, memory, pause,
+flush) require it and refuse the plain key. Every route accepts the admin key.
 
-A browser on the server's host reaches a server that is bound to loopback, and any web page can send requests through
-that browser: to a name that the page's owner points at 127.0.0.1 (DNS rebinding), or as a form, an image or a link. So
-control routes refuse what only a page of another origin sends. Programs send none of that.
+A browser on the server's host can reach a server that is bound to loopback, and any web page can make the browser send
+requests: to a host name that the page's owner resolves to 127.0.0.1 (DNS rebinding), or through a form, an image or a
+link. Control routes therefore refuse requests that only a page of another origin sends. Other programs send no such
+requests.
 
-`app.create_app` puts `AuthMiddleware` around all routes; `/abort_request`, where the body decides, asks
-`AccessRules.control_refusal` itself.
+`app.create_app` wraps all routes in `AuthMiddleware`. The handler of `/abort_request` calls
+`AccessRules.control_refusal` itself, because the body decides whether the request is a control call.
 """
 
 from __future__ import annotations
@@ -26,27 +27,31 @@ from verl_server.server.responses import error_object, json_response
 from verl_server.server_args import ServerArgs
 
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping")
+"""Paths that start with one of these prefixes need no key."""
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-"""Content types that a page of another origin can send without asking first."""
+"""Content types that a page of another origin can send without a CORS preflight request."""
 _FOREIGN_SITES = ("cross-site", "same-site")
-"""Values of Sec-Fetch-Site for requests of other pages. (Two ports of one host are one site.)"""
+"""Values of the header Sec-Fetch-Site in requests from pages of another origin. Two ports of one host are one site."""
 
 
 class AccessRules:
-    """The keys of a server, and where it listens. A refusal is the response to send instead; None permits."""
+    """The rules of one server, from its keys and its address.
+
+    Each method returns the response that refuses a request, or None to permit the request.
+    """
 
     def __init__(self, server_args: ServerArgs) -> None:
         self._api_key, self._admin_api_key = server_args.api_key, server_args.admin_api_key
         self._host, self._is_loopback = server_args.host, server_args.is_loopback
 
     def refusal(self, scope: Scope) -> Response | None:
-        """For routes that change nothing but their own requests."""
+        """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
         headers = Headers(scope=scope)
         keys = [key for key in (self._api_key, self._admin_api_key) if key is not None]
         return None if self._api_key is None or _bearer_is_one_of(headers, keys) else _unauthorized()
 
     def control_refusal(self, scope: Scope) -> Response | None:
-        """For routes that act on the whole server."""
+        """Check a request to a route that affects the whole server."""
         headers = Headers(scope=scope)
         key = self._api_key if self._admin_api_key is None else self._admin_api_key
         if key is not None and not _bearer_is_one_of(headers, [key]):
@@ -54,27 +59,28 @@ class AccessRules:
         return self._page_refusal(headers, scope["path"])
 
     def _page_refusal(self, headers: Headers, path: str) -> Response | None:
+        """Refuse a request that a web page of another origin may have sent."""
         site = headers.get("sec-fetch-site", "").lower()
         if site in _FOREIGN_SITES:
-            return _forbidden(f"{path} does not take requests of other web pages (Sec-Fetch-Site: {site}).")
+            return _forbidden(f"{path} refuses requests from web pages of another origin (Sec-Fetch-Site: {site}).")
         if not self._is_loopback:
             return None
         host, origin = headers.get("host", ""), headers.get("origin")
         if host and not self._is_own_name(host):
             return _forbidden(
                 f"{path} refuses the Host {host!r}: this server listens on {self._host}, and a web page may have sent "
-                "this. Use localhost or 127.0.0.1 in the URL (behind a proxy: have it send that as Host)."
+                "the request. Use localhost or 127.0.0.1 in the URL. A proxy must send one of these names as Host."
             )
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            return _forbidden(f"{path} does not take requests of web pages from {origin!r}.")
+            return _forbidden(f"{path} refuses requests from web pages of the origin {origin!r}.")
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type in _FORM_TYPES:
-            message = f"{path} does not take {media_type}, which web forms send. Set Content-Type: application/json."
+            message = f"{path} refuses {media_type}, which web forms send. Set Content-Type: application/json."
             return json_response(error_object(message, 415, "UnsupportedMediaType"), 415)
         return None
 
     def _is_own_name(self, host: str) -> bool:
-        """Whether a Host header names the loopback interface."""
+        """Return True if a Host header names the loopback interface."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
@@ -88,7 +94,7 @@ class AccessRules:
 
 
 class AuthMiddleware:
-    """Applies `AccessRules` by path: `control_paths` are the control routes."""
+    """Applies `AccessRules` to each HTTP request. `control_paths` are the paths of the control routes."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str]) -> None:
         self._app, self._rules, self._control_paths = app, rules, control_paths
@@ -108,7 +114,7 @@ class AuthMiddleware:
 
 def _bearer_is_one_of(headers: Headers, keys: list[str]) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    # Headers are latin-1 text; compare bytes, as compare_digest takes no other text than ASCII.
+    # Compare bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
     sent = given.strip().encode("latin-1")
     return scheme.lower() == "bearer" and any(hmac.compare_digest(sent, key.encode()) for key in keys)
 

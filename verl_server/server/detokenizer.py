@@ -1,7 +1,7 @@
-"""Tokens to text, one at a time: `IncrementalDetokenizer` and, with stop strings, `OutputText`.
+"""Detokenization of one token at a time: `IncrementalDetokenizer`, and `OutputText`, which also looks for stop strings.
 
-Owned by one request's state in the TokenizerManager. Everything here is a function of the token sequence
-alone: how the scheduler grouped tokens into messages changes no result.
+A request's state in the TokenizerManager owns an `OutputText`. Results depend on the token sequence only: the grouping
+of tokens into the scheduler's messages changes no result.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from verl_server.server.text_tools import Decoder
 
 _REPLACEMENT = "�"
 _MAX_HELD_TOKENS = 256
-"""Text that stays undecodable for so many tokens is noise: it is released to bound the work per token."""
+"""Text that is still undecodable after this many tokens is emitted as it is, to bound the work for each token."""
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, without decoding the past again.
+    """Decodes a growing token sequence without decoding all earlier tokens again.
 
-    A token's text depends on its left neighbours (spaces, bytes of one character), so each step decodes a
-    window that starts one already-emitted piece earlier and emits the difference. Trailing replacement
-    characters may be an unfinished character and are held back.
+    The text of a token depends on the tokens before it (spaces, bytes of one character). Each step therefore decodes a
+    window that starts one emitted piece earlier, and emits the new part. Replacement characters at the end may be an
+    unfinished character, and are held back.
     """
 
     def __init__(self, decode: Decoder) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._read = 0  # window[:read] has been emitted in full
-        self._emitted = 0  # characters of the window's text that are out
+        self._read = 0  # window[:read] has been emitted completely
+        self._emitted = 0  # number of characters of the window's text that have been emitted
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token, possibly ""."""
+        """Add a token. Return the new text that later tokens cannot change, possibly ""."""
         self._window.append(token)
         text = self._decode(self._window)
         held = len(self._window) - self._read
@@ -44,14 +44,14 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text held back, now that no token follows."""
+        """Return the text that was held back. Call it after the last token."""
         piece = self._decode(self._window)[self._emitted :]
         self._emitted += len(piece)
         return piece
 
 
 class OutputText:
-    """The text of one completion, watched for stop strings."""
+    """The text of one completion, which ends at the first stop string."""
 
     def __init__(self, decode: Decoder, stop: list[str], no_stop_trim: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(decode)
@@ -62,11 +62,11 @@ class OutputText:
         self.matched: str | None = None
 
     def push(self, token: int) -> str | None:
-        """Add a token; returns the stop string it completed, after which no token may follow."""
+        """Add a token. Return the stop string that the token completed, or None. Add no token after a stop string."""
         return self._add(self._detokenizer.push(token))
 
     def finish(self) -> str | None:
-        """Release held-back text at the end; it may complete a stop string too."""
+        """Add the text that was held back. Return the stop string that ends the output, or None."""
         return self._add(self._detokenizer.flush()) if self.matched is None else self.matched
 
     def _add(self, piece: str) -> str | None:
@@ -86,14 +86,14 @@ class OutputText:
 
     @property
     def safe_text(self) -> str:
-        """Without a tail that may turn out to be the start of a stop string: what a stream may show now."""
+        """The text that a stream may send now: `text` without an end that may be the beginning of a stop string."""
         if self.matched is not None or self._no_stop_trim or not self._stop:
             return self._text
         held = max(self._held(stop) for stop in self._stop)
         return self._text[: len(self._text) - held]
 
     def _held(self, stop: str) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
+        """Return the length of the longest end of the text that is the beginning of `stop`."""
         text = self._text
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while start >= 0 and not stop.startswith(text[start:]):

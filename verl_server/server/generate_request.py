@@ -1,8 +1,8 @@
-"""`GenerateReqInput`: what a caller of `/generate` or `Engine.generate` asks for, and how it becomes samples.
+"""`GenerateReqInput`: a request to `/generate` or `Engine.generate`, and its conversion into samples.
 
-`parse` decodes strictly (a boolean is no integer, null is the default, a field of SGLang's that we do not
-implement is refused when set); `read_generate` does that with the body of a request and tokenizes its prompts, on the
-event loop or in a text worker; `expand` returns the `Samples` of each prompt. Called by the TokenizerManager.
+`parse` decodes strictly: a boolean is not an integer, null means the default, and a field of SGLang that is not
+implemented is refused if it is set. `read_generate` parses a body and tokenizes the prompts, on the event loop or in a
+text worker. `expand` returns the `Samples` of each prompt to the TokenizerManager.
 """
 
 from __future__ import annotations
@@ -57,45 +57,48 @@ UNSUPPORTED_FIELDS = {
     "bootstrap_port": "prefill and decode are not disaggregated",
     "bootstrap_room": "prefill and decode are not disaggregated",
 }
-"""SGLang's request fields that we refuse when set, with what to do instead."""
+"""SGLang's request fields that are refused if they are set, each with the reason or the alternative."""
 
 ACCEPTED_HINTS = ("session_id", "routing_key", "no_logs", "log_metrics", "custom_labels", "background")
-"""SGLang's request fields that change no result; accepted and without effect here."""
+"""SGLang's request fields that are accepted and have no effect. They change no result in SGLang either."""
 
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """Body of `POST /generate`, with SGLang's names and defaults. Lists are per prompt."""
+    """Body of `POST /generate`, with SGLang's names and defaults.
+
+    Where a field is one value or a list of such values, the list has one entry for each prompt.
+    """
 
     text: str | list[str] | None = None
-    """The prompt. Exactly one of `text` and `input_ids` must be set."""
+    """The prompt as text. Set exactly one of `text` and `input_ids`."""
     input_ids: list[int | list[int]] | None = None
     """The prompt as token ids."""
     sampling_params: Any = None
     """The fields of `SamplingParams`, or a list of such objects."""
     rid: str | list[str] | None = None
-    """Name of the request for `/abort_request`; default: a random one."""
+    """Name of the request for `/abort_request`. Default: a random name."""
     stream: bool = False
-    """Answer with server-sent events, each of which repeats everything before it."""
+    """Send server-sent events. Each event contains the whole result so far."""
     return_logprob: bool | list[bool] = False
     """Return the log-probability of every output token."""
     logprob_start_len: int | list[int] = -1
-    """First prompt position whose log-probability is returned; -1: none is."""
+    """First prompt position whose log-probability is returned. -1: none of the prompt is returned."""
     top_logprobs_num: int | list[int] = 0
-    """Number of most likely candidates returned for each position."""
+    """Number of most likely candidates that are returned for each position."""
     token_ids_logprob: list[int | list[int] | None] | None = None
     """Token ids whose log-probabilities are returned for each position."""
     return_text_in_logprobs: bool = False
-    """Fill the third entry of each [log-probability, token id, text]."""
+    """Return the text of the token as the third entry of each [log-probability, token id, text]."""
     return_prompt_token_ids: bool = False
-    """Return `prompt_token_ids`."""
+    """Return the token ids of the prompt as `prompt_token_ids`."""
     columnar: bool = False
-    """Token ids and log-probabilities as arrays (`verl_server.columns`). Ours, not SGLang's, which ignores it."""
+    """Return token ids and log-probabilities as arrays (`verl_server.columns`). SGLang ignores this field."""
 
     @classmethod
     def parse(cls, body: Any) -> GenerateReqInput:
-        """Decode a JSON-like object; unknown keys are left to the caller (`unknown_fields`)."""
+        """Decode a JSON-like object. Raise BadRequestError. Unknown keys are ignored; `unknown_fields` lists them."""
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         given = {key: value for key, value in body.items() if value is not None}
@@ -109,15 +112,16 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
     @property
     def is_single(self) -> bool:
-        """One prompt, not a list of them."""
+        """True if the request has one prompt, and not a list of prompts."""
         if self.text is not None:
             return isinstance(self.text, str)
         return not (self.input_ids and isinstance(self.input_ids[0], list))
 
     def expand(self, count: int, is_single: bool, limits: Limits) -> Iterator[Samples]:
-        """The samples of each of `count` prompts, one prompt at a time: its caller may do something else in between.
+        """Return an iterator over the samples of each of `count` prompts.
 
-        What concerns all prompts is checked at once. Raises BadRequestError, later ones while iterating.
+        The caller may do other work between two prompts. Fields that concern all prompts are checked before this
+        function returns, the other fields during the iteration. Both raise BadRequestError.
         """
         params = self._sampling_params(count)
         n = params[0].n
@@ -144,6 +148,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         )
 
     def prompts(self) -> list[str | list[int]]:
+        """Return the prompts: either texts or lists of token ids. Raise BadRequestError if there is none."""
         if (self.text is None) == (self.input_ids is None):
             given = "Both were given" if self.text is not None else "Neither was given"
             raise BadRequestError(f"Either text, input_ids or input_embeds should be provided. {given}.")
@@ -155,19 +160,19 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         ids = self.input_ids
         if not ids or ids == [[]]:
             raise BadRequestError("input_ids cannot be empty.")
-        kinds = set(map(type, ids))  # no Python code per token
+        kinds = set(map(type, ids))  # a loop in C, because a prompt may be long
         if kinds == {int}:
             return [ids]  # type: ignore[list-item]
         if kinds != {list}:
-            raise BadRequestError("input_ids mixes token ids and lists: give one list of ids, or a list of such lists.")
+            raise BadRequestError("input_ids mixes token ids and lists: send one list of ids, or a list of such lists.")
         nested: list[list[int]] = ids  # type: ignore[assignment]
         for i, prompt in enumerate(nested):
             if not prompt:
-                raise BadRequestError(f"input_ids cannot be empty (prompt {i} of the batch is).")
+                raise BadRequestError(f"input_ids cannot be empty, but prompt {i} of the batch is.")
         return list(nested)
 
     def _sampling_params(self, count: int) -> list[Any]:
-        """Of each prompt; those after the first may not be parsed yet."""
+        """Return the sampling parameters of each prompt. Only the first entry is certain to be parsed."""
         raw = self.sampling_params
         if not isinstance(raw, list):
             return [SamplingParams.parse(raw)] * count
@@ -186,7 +191,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         return _per_prompt("token_ids_logprob", raw, count, n)  # type: ignore[arg-type]
 
     def _rids(self, count: int, n: int, is_single: bool, limits: Limits) -> list[str]:
-        """Of all samples; [] if the caller chose none."""
+        """Return the request ids of all samples, or [] if the caller chose none."""
         rid = self.rid
         if rid is None or rid == "":
             return []
@@ -206,7 +211,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Samples:
-    """The completions of one prompt: `rids` names them, the rest is the same for all but the seed."""
+    """The completions of one prompt, named by `rids`. They share all other settings, except for the seed."""
 
     rids: list[str]
     sampling: SamplingParams
@@ -216,14 +221,17 @@ class Samples:
     token_ids_logprob: list[int] | None
 
     def sampling_of(self, k: int) -> SamplingParams:
-        """A copy for sample k of n: its seed is `sampling_seed + k`, so n seeded samples differ and repeat."""
+        """Return the settings of sample `k`.
+
+        The seed of sample `k` is `sampling_seed + k`, so that n seeded samples differ and can be repeated.
+        """
         copy = msgspec.structs.replace(self.sampling, n=1)
         if copy.sampling_seed is not None and k:
             copy.sampling_seed = (copy.sampling_seed + k + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
         return copy
 
     def candidates(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Log-probabilities of candidates in the reply, over all samples."""
+        """Return the number of candidates' log-probabilities in the reply, over all samples."""
         if not self.return_logprob:
             return 0
         start = self.logprob_start_len
@@ -232,17 +240,19 @@ class Samples:
 
 
 class ReadRequest(msgspec.Struct, kw_only=True):
-    """A request whose prompts are token ids, checked against the model."""
+    """A request whose prompts are tokenized and checked against the model."""
 
     request: GenerateReqInput
-    """Without `text` and `input_ids`."""
+    """The request without `text` and `input_ids`."""
     prompts: list[Ids]
     is_single: bool
+    """True if the request has one prompt, and not a list of prompts."""
     unknown_fields: int = 0
+    """Number of unknown keys in the body."""
 
 
 def read_generate(tools: TextTools, body: bytes) -> ReadRequest:
-    """The body of a `/generate` request. Raises BadRequestError, and NeedsWorkerError as `tools` does."""
+    """Parse the body of a `/generate` request and tokenize the prompts. Raise BadRequestError or NeedsWorkerError."""
     raw = parse_json(body)
     request = GenerateReqInput.parse(raw)
     read = read_prompts(tools, request)
@@ -251,9 +261,9 @@ def read_generate(tools: TextTools, body: bytes) -> ReadRequest:
 
 
 def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
-    """`request` with its prompts taken out and tokenized."""
+    """Tokenize the prompts of `request`. Raise BadRequestError or NeedsWorkerError."""
     given = request.prompts()
-    if tools.in_worker:  # a refused request is not sent back, however long it is
+    if tools.in_worker:  # refuse a wrong request here, instead of sending it back to the parent
         for _ in request.expand(len(given), request.is_single, tools.limits):
             pass
     tools.limits.check_samples(len(given), 1)
@@ -268,13 +278,16 @@ GENERATE = Job("generate", read_generate, ReadRequest)
 
 
 def unknown_fields(body: dict[str, Any]) -> list[str]:
-    """Keys of a `/generate` body that mean nothing to us: ignored as SGLang does, but counted."""
+    """Return the unknown keys of a `/generate` body. They are ignored as in SGLang, but the caller counts them."""
     known = GenerateReqInput.__struct_fields__
     return [k for k in body if k not in known and k not in UNSUPPORTED_FIELDS and k not in ACCEPTED_HINTS]
 
 
 def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has_tokenizer: bool) -> None:
-    """Options of one prompt's samples against the served model; SGLang's messages where it has them."""
+    """Check the options of one prompt's samples against the served model. Raise BadRequestError.
+
+    The messages are SGLang's where SGLang has the same check.
+    """
     count, context = prompt_tokens, bounds.context_length
     new = samples.sampling.max_new_tokens
     if new is not None and count + new > context:
@@ -311,7 +324,7 @@ def _per_prompt(name: str, value: Any, count: int, n: int) -> list[Any]:
 
 
 def _checked_samples(limits: Limits, n: int, sampling: Any, **fields: Any) -> Samples:
-    """`sampling` may be unparsed."""
+    """Return `Samples` that are within the limits. `sampling` is a `SamplingParams`, or its unparsed form."""
     params = sampling if isinstance(sampling, SamplingParams) else SamplingParams.parse(sampling)
     if params.n != n:
         raise BadRequestError("sampling_params.n must be the same for all prompts of a batch.")

@@ -1,4 +1,4 @@
-"""`Generation`: the handle of one `/generate` call, from which its samples' results or frames are awaited."""
+"""`Generation`: the handle of one `/generate` call, with which a route awaits its results or its stream frames."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl_server.server.slices import Slices
 
 
 class Generation:
-    """The samples of one `/generate` call, in order. Close it when the caller goes away.
+    """The samples of one `/generate` call, in order. Call `close` when no caller waits for the result any more.
 
-    Its samples call `_on_news`; whoever awaits it is woken once at the end, or with `stream` once for all the news
-    that came meanwhile.
+    Each sample calls `_on_news`. A task that awaits the generation is woken once at the end. With `stream`, the task
+    is woken once for all the progress since it last ran.
     """
 
     def __init__(self, states: list[ReqState], is_single: bool, abandon: Callable[[ReqState], None]) -> None:
@@ -24,7 +24,7 @@ class Generation:
         self._is_single = is_single and len(states) == 1
         self._index = {state.req.rid: i for i, state in enumerate(states)}
         self._running = len(states)
-        self._news: dict[int, ReqState] = {}  # of a stream; in the order in which it came
+        self._updated: dict[int, ReqState] = {}  # streamed samples with new tokens, in the order of arrival
         self._results: dict[int, Any] = {}
         self._collects = False
         self._wake = asyncio.Event()
@@ -36,24 +36,24 @@ class Generation:
         if state.done:
             self._running -= 1
             if self._collects and state.error is None and not state.has_candidates:
-                # Now, while the others are still computed, rather than for all of a batch at its end.
+                # Build the result while the other samples still run, instead of all results at the end of the batch.
                 self._results[i] = state.written_result()
         if state.stream:
-            self._news[i] = state
+            self._updated[i] = state
         if state.stream or not self._running or failure(state) is not None:
             self._wake.set()
 
     async def wait(self) -> None:
-        """Until all samples are done. One that failed raises at once, and ends the others."""
+        """Wait until all samples are done. Raise the error of a failed sample without waiting for the others."""
         await self._wake.wait()
         for state in self.states:
             if (error := failure(state)) is not None:
                 raise error
 
     async def result(self) -> Any:
-        """The finished object, or a list for a batch or n > 1. Raises as `wait`. Not for streams.
+        """Return the result object, or a list of result objects for a batch or `n` above 1. Not for streams.
 
-        With a `Write`, each object is encoded already.
+        If the states have a `Write`, each object is encoded. Raise the error of a failed sample, as `wait` does.
         """
         self._collects = True
         await self.wait()
@@ -67,30 +67,36 @@ class Generation:
         return results[0] if self._is_single else results
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
-        """(index, state) whenever a sample has news; its last time with `state.done`. Needs stream=True."""
+        """Yield (index, state) whenever a sample has new tokens, and at last with `state.done`. Needs `stream`.
+
+        Raise the error of a failed sample.
+        """
         pending = set(range(len(self.states)))
         while pending:
             await self._wake.wait()
             self._wake.clear()
-            news, self._news = self._news, {}
-            for i, state in news.items():
-                if i not in pending:  # it ended between its news and its turn, and was yielded as done
+            updated, self._updated = self._updated, {}
+            for i, state in updated.items():
+                if i not in pending:  # the sample was already yielded as done
                     continue
                 await state.write_candidates()
-                if state.done:  # it may have ended only now
+                if state.done:  # the sample may have ended during the await
                     pending.discard(i)
                     if (error := failure(state)) is not None:
                         raise error
                 yield i, state
 
     def close(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort the samples that still run. Idempotent."""
         for state in self.states:
             self._abandon(state)
 
 
 def failure(state: ReqState) -> Exception | None:
-    """Why the sample got no answer: the scheduler died, or it was refused (abort with an HTTP status)."""
+    """Return the error of a sample that has no result, or None.
+
+    There is no result if the scheduler died, or if it refused the sample (an abort with an HTTP status).
+    """
     if state.error is not None:
         return state.error
     reason = state.finish_reason

@@ -1,4 +1,4 @@
-"""uvicorn on the TokenizerManager's loop, over a socket that was bound before anything expensive began."""
+"""`HttpServer` runs uvicorn on the TokenizerManager's event loop, over a socket that the launcher has already bound."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 _KEEP_ALIVE = 600
-"""Longer than any client keeps an idle connection (ours: 60 s), so that no request meets a closing one."""
+"""Seconds that an idle connection stays open. Clients close idle connections earlier (`HttpServerEngineAdapter` after
+60 s), so no client sends a request on a connection that the server is closing."""
 _GRACEFUL = 5
+"""Seconds that responses in progress get to finish at shutdown."""
 _MAIN_THREAD_POLL = 0.5
 _UNBOUNDED_QUEUE = 4096
-"""Waiting requests to have descriptors for when `max_queued_requests` sets no bound."""
+"""Number of waiting requests that get descriptors if `max_queued_requests` sets no bound."""
 
 
 class HttpServer:
-    """One uvicorn server on a manager's loop. `start`, `join` from other threads; `stop` on the loop."""
+    """One uvicorn server on a manager's event loop. Call `stop` on the loop, and the other methods in other threads."""
 
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs, sock: socket.socket) -> None:
         self._manager = manager
@@ -51,7 +53,7 @@ class HttpServer:
         self._uvicorn = _UvicornServer(config, _connection_limit(server_args))
 
     def start(self) -> None:
-        """Begin to serve; returns when connections are answered."""
+        """Begin to serve. Return when the server accepts connections."""
         self._manager.run_sync(self._start(), timeout=30)
 
     async def _start(self) -> None:
@@ -71,29 +73,30 @@ class HttpServer:
             self._done.set()
 
     async def stop(self) -> None:
-        """Stop accepting, let answers in progress finish for a few seconds, close."""
+        """Stop accepting connections, wait a few seconds for responses in progress, and close all connections."""
         self._uvicorn.should_exit = True
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(self._task, _GRACEFUL + 3)
 
     def join(self) -> None:
-        """Block until the server has ended. Ends it when the program's main thread does: a thread that waits here
+        """Block until the server has ended.
 
-        would otherwise keep the interpreter from exiting.
+        When the program's main thread ends, end the server too: otherwise a thread that waits in this method would keep
+        the interpreter from exiting.
         """
         while not self._done.wait(_MAIN_THREAD_POLL):
             if not threading.main_thread().is_alive():
                 self._uvicorn.should_exit = True
 
     def end(self) -> None:
-        """Stop from any thread but the loop's, and wait, bounded."""
+        """Stop the server, and wait a bounded time for its end. Call it in any thread except the loop's."""
         self._uvicorn.should_exit = True
         self._done.wait(_GRACEFUL + 5)
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn, with connections that come from an `Acceptor`."""
+    """A uvicorn server whose connections an `Acceptor` accepts."""
 
     def __init__(self, config: uvicorn.Config, connection_limit: int) -> None:
         super().__init__(config)
@@ -101,7 +104,7 @@ class _UvicornServer(uvicorn.Server):
         self._acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # without a socket it prepares everything and accepts nothing
+        await super().startup(sockets=[])  # without sockets, uvicorn prepares everything and accepts no connection
         loop, connections = asyncio.get_running_loop(), self.server_state.connections
         for sock in sockets or []:
             self._acceptors.append(Acceptor(loop, sock, self._make_protocol, connections, self._connection_limit))
@@ -120,11 +123,11 @@ class _UvicornServer(uvicorn.Server):
 
 
 def _connection_limit(server_args: ServerArgs) -> int:
-    """Raise the limit of open files; the number of connections that it allows. Every request holds one."""
+    """Raise the limit of open files. Return the number of connections that it permits. Each request holds one."""
     queued = server_args.max_queued_requests
     limit = raise_descriptor_limit(
         server_args.max_running_requests + (_UNBOUNDED_QUEUE if queued is None else queued),
         f"max_running_requests={server_args.max_running_requests} and "
-        + (f"{_UNBOUNDED_QUEUE} that wait" if queued is None else f"max_queued_requests={queued}"),
+        + (f"{_UNBOUNDED_QUEUE} waiting requests" if queued is None else f"max_queued_requests={queued}"),
     )
     return max(limit - DESCRIPTOR_SLACK, limit // 2)

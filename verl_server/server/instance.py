@@ -1,10 +1,10 @@
-"""Which run of a server answers: the `X-Verl-Instance` header of every response, and requests that expect one.
+"""`InstanceMiddleware` names the run of the server in every response, and refuses requests that expect another run.
 
-A server that is started again serves the weights that it loads, not those that were pushed to the run before. So each
-run has a random id, and a client sends the id that it knows with each request. `InstanceMiddleware` compares the two
-before anything else is done, in the very process that would do it: there is no moment between the check and the work at
-which another run could take over, whatever happens to connections, proxies or streams. A request without the header is
-served by any run.
+A server that is started again serves the weights that it loads, not the weights that were pushed to the run before.
+Each run therefore has a random id. The header `X-Verl-Instance` returns the id to clients, and a client sends the id
+that it knows with each request. The middleware compares the two ids before any other work, in the process that does the
+work. So no other run can take over between the check and the work, whatever happens to connections, proxies or streams.
+Any run serves a request without the header.
 """
 
 from __future__ import annotations

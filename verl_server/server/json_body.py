@@ -1,4 +1,4 @@
-"""`parse_json`: bytes of a request to JSON-like objects. Used by the routes and by the text workers."""
+"""`parse_json` decodes the body of a request. The routes and the text workers call it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from verl_server.errors import BadRequestError
 
 
 class MalformedBodyError(BadRequestError):
-    """The body is no JSON."""
+    """The body is not JSON."""
 
 
 def parse_json(body: bytes) -> Any:
-    """The decoded body, {} if there is none. NaN, Infinity and malformed JSON are MalformedBodyError."""
+    """Return the decoded body, or {} for an empty body. Raise MalformedBodyError for malformed JSON, NaN, Infinity."""
     if not body or body.isspace():
         return {}
     try:

@@ -1,11 +1,12 @@
-"""Starting and stopping a server: scheduler children, TokenizerManager, HTTP, and one end for all of them.
+"""Starts and stops a server: scheduler processes, TokenizerManager and HTTP, which all end together.
 
-`launch_server` is a whole server process (`python -m verl_server.server.launch` is its child form, used by
-`HttpServerEngineAdapter`). `EngineProcesses` is the part that `Engine` shares. `launch_server_from_verl_engine`
-serves HTTP on a live engine's own loop. One process dies, all die, and the error carries its traceback.
+`launch_server` runs a whole server in this process. `HttpServerEngineAdapter` starts a server as a child process, with
+`python -m verl_server.server.launch`. `EngineProcesses` is the part that `Engine` uses too.
+`launch_server_from_verl_engine` serves HTTP on the event loop of a running engine. If one process dies, all processes
+end, and the error contains the traceback of the process that died.
 
-What this process needs for HTTP and text is imported in functions, after its scheduler processes were started: their
-imports take seconds, and so everything else happens meanwhile.
+Functions import the modules for HTTP and text after they have started the scheduler processes. The imports of the
+scheduler processes take seconds, and this process does its own imports during that time.
 """
 
 from __future__ import annotations
@@ -43,30 +44,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE = 10.0
-"""Seconds that children and open connections get to end by themselves."""
+"""Seconds that child processes get to end by themselves before they are killed."""
 
 _SEED_BITS = 53
-"""Every JSON reader keeps such an integer exactly."""
+"""Size of a drawn seed in bits. Every JSON reader represents an integer of this size exactly."""
 
 Check = Callable[[], None]
+"""Called again and again during a wait. Raises an exception to end the wait."""
 
 
 class EngineProcesses:
-    """The scheduler processes of this node and, on node 0, the TokenizerManager in front of them."""
+    """The scheduler processes of this node and, on node 0, the TokenizerManager."""
 
     def __init__(self, server_args: ServerArgs, on_death: Callable[[Exception], None] | None = None) -> None:
-        """Start everything without waiting; `wait_ready` follows."""
+        """Start all processes without waiting for them. Call `wait_ready` next."""
         self.server_args = server_args = with_random_seed(server_args)
-        """The given settings, with the seed that was drawn where none was given."""
+        """The given settings, with a drawn seed if they have none."""
         self.manager: TokenizerManager | None = None
         self.children: list[ChildProcess] = []
-        self._model_text = ModelText(server_args)  # first: a wrong path is known before anything is started
+        self._model_text = ModelText(server_args)  # before any process is started, because it raises for a wrong path
         if server_args.node_rank == 0:
-            logger.info("Requests without a sampling_seed draw theirs from random_seed=%d.", server_args.random_seed)
-        self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): where the ranks meet
+            logger.info("random_seed=%d seeds the requests without a sampling_seed.", server_args.random_seed)
+        self._folder = tempfile.mkdtemp(prefix="verl-server-")  # private (mode 0700): for the ranks' rendezvous file
         try:
             messages, schedulers_end = MessageSocket.pair()
-            with schedulers_end:  # closed here when the child has it: then its end shows
+            with schedulers_end:  # only the child keeps this end open, so the connection closes when the child ends
                 self._start_children(schedulers_end)
             if server_args.node_rank == 0:
                 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -97,7 +99,10 @@ class EngineProcesses:
             self.children.append(ChildProcess(f"scheduler-tp{tp_rank}", module, argument, pass_fds=fds))
 
     def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
-        """Load the tokenizer meanwhile, wait for all children; returns the first one's scheduler_info."""
+        """Load the tokenizer, then wait until all child processes are ready. Return the first child's scheduler_info.
+
+        Raise ServerLaunchError if a child ends or is not ready within `startup_timeout`, and whatever `check` raises.
+        """
         deadline = time.monotonic() + self.server_args.startup_timeout
         if self.manager is not None:
             self._model_text.load_tokenizer()
@@ -110,7 +115,7 @@ class EngineProcesses:
         return infos[0]
 
     def _check(self, waiting_for: ChildProcess, check: Check | None) -> None:
-        """While one child is waited for, another may die: then the wait would be for nothing."""
+        """Raise if `check` raises, or if another child has died while this process waits for `waiting_for`."""
         if check is not None:
             check()
         for child in self.children:
@@ -121,11 +126,11 @@ class EngineProcesses:
                 )
 
     def shutdown(self) -> None:
-        """End requests, HTTP, children; bounded, idempotent."""
+        """End requests, HTTP and child processes within a bounded time. Idempotent."""
         if self.manager is not None:
             self.manager.shutdown()
         threads = [threading.Thread(target=child.terminate, args=(_STOP_GRACE,)) for child in self.children]
-        for thread in threads:  # all at once: ranks wait for each other
+        for thread in threads:  # end all children at the same time, because ranks wait for each other
             thread.start()
         for thread in threads:
             thread.join()
@@ -133,10 +138,10 @@ class EngineProcesses:
 
 
 def with_random_seed(server_args: ServerArgs) -> ServerArgs:
-    """`server_args` with a `random_seed`: the given one, else one from the operating system.
+    """Return `server_args` with a `random_seed`: the given seed, or else one from the operating system.
 
-    Trainer ranks seed Python's and torch's generators alike, so a seed from there would be the same for all replicas.
-    It is drawn on the first node, where the scheduler's rank 0 is the only one that uses it.
+    Trainer ranks seed the generators of Python and torch alike, so a seed from these generators would be the same for
+    all replicas. Only the first node draws a seed, because only the scheduler's rank 0 uses it.
     """
     if server_args.random_seed is not None or server_args.node_rank > 0:
         return server_args
@@ -148,10 +153,10 @@ def launch_server(
     pipe_finish_writer: Connection | None = None,
     launch_callback: Callable[[], None] | None = None,
 ) -> None:
-    """Run a server; blocks until it is told to stop (SIGTERM, SIGINT) or dies (raises ServerDiedError).
+    """Run a server in this process until SIGTERM or SIGINT. Raise ServerDiedError if one of its child processes dies.
 
-    After the warm-up request was answered, "ready" is sent on the pipe and the callback is called. If the start
-    fails, the pipe gets the text of the error, and the error is raised.
+    After the warm-up request was answered, "ready" is sent on `pipe_finish_writer`, and `launch_callback` is called. If
+    the start fails, the text of the error is sent on the pipe, and the error is raised.
     """
 
     def on_ready(_: ServerArgs) -> None:
@@ -165,7 +170,7 @@ def launch_server(
 
 
 def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) -> None:
-    """`launch_server` with a callback that learns the resolved settings (the port)."""
+    """Run a server as `launch_server` does. `on_ready` is called with the resolved settings, which include the port."""
     if server_args.node_rank > 0:
         _run_followers(server_args, on_ready)
         return
@@ -180,7 +185,7 @@ def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) 
         from verl_server.server.http_process import HttpServer
 
         server = HttpServer(processes.manager, server_args, sock)
-        server.start()  # answers 503 from now on: a starting server is not a missing one
+        server.start()  # answer 503 from now on, so that clients can tell a starting server from a missing one
         try:
             processes.wait_ready(stop.check)
             _warm_up(server_args, stop.check)
@@ -193,7 +198,7 @@ def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) 
 
 
 def _run_followers(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) -> None:
-    """A node other than the first: only scheduler ranks, which end when the first node's do."""
+    """Run a node that is not the first: only scheduler ranks, which end when the first node's ranks end."""
     with _StopRequest() as stop, contextlib.ExitStack() as cleanup:
         processes = EngineProcesses(server_args)
         cleanup.callback(processes.shutdown)
@@ -206,7 +211,7 @@ def _run_followers(server_args: ServerArgs, on_ready: Callable[[ServerArgs], Non
 
 
 def wait_for_followers(processes: EngineProcesses, check: Check | None = None) -> None:
-    """Block until a child ends; raises ServerDiedError unless it ended well."""
+    """Block until a child process ends. Raise ServerDiedError if its exit status is not 0."""
     while True:
         if check is not None:
             check()
@@ -225,13 +230,15 @@ def launch_server_from_verl_engine(
     pipe_finish_writer: Connection | None = None,
     launch_callback: Callable[[], None] | None = None,
 ) -> None:
-    """Serve HTTP over a live in-process engine, on its TokenizerManager's own loop. Call it in a thread.
+    """Serve HTTP for a running in-process engine, on the event loop of its TokenizerManager. Call it in a thread.
 
-    Blocks until the engine shuts down or `tokenizer_manager.stop_http()` is called. The engine stays usable from
-    other threads all the while: they submit to the same loop. (The original ran a second loop here, and the second
-    weight update hung.)
+    Block until the engine shuts down or `tokenizer_manager.stop_http()` is called. Other threads can use the engine at
+    the same time, because their calls run on the same loop. (With a second loop, as in an earlier design, the second
+    weight update never returned: docs/design-history.md.)
+
+    `pipe_finish_writer` and `launch_callback` are used as in `launch_server`; `scheduler_info` is not used.
     """
-    del scheduler_info  # the manager has it; the argument is the original's
+    del scheduler_info  # part of the earlier design's signature; the manager has the same information
     from verl_server.server.http_process import HttpServer
 
     try:
@@ -258,7 +265,7 @@ def launch_server_from_verl_engine(
 
 
 def _warm_up(server_args: ServerArgs, check: Check) -> None:
-    """One request through the whole chain, HTTP included; raises ServerLaunchError if it is not answered."""
+    """Send one request through all processes, including HTTP. Raise ServerLaunchError if the answer is not 200."""
     headers = {"Content-Type": "application/json"}
     if server_args.api_key:
         headers["Authorization"] = f"Bearer {server_args.api_key}"
@@ -292,7 +299,10 @@ def _warm_up(server_args: ServerArgs, check: Check) -> None:
 
 
 def _warm_up_live(manager: TokenizerManager, server_args: ServerArgs) -> None:
-    """As `_warm_up`, on an engine that its owner may have paused or put to sleep: then nothing can be asked."""
+    """Send the warm-up request to a running engine.
+
+    The owner may have paused the engine or put it to sleep. So nothing is sent during a pause, and a failure is logged.
+    """
     if manager.controls.is_paused:
         return
     try:
@@ -309,7 +319,7 @@ def _announce(pipe: Connection | None, callback: Callable[[], None] | None) -> N
 
 def _send(pipe: Connection | None, text: str) -> None:
     if pipe is not None:
-        with contextlib.suppress(BrokenPipeError, OSError):  # the launcher stopped listening
+        with contextlib.suppress(BrokenPipeError, OSError):  # the reader has closed the pipe
             pipe.send(text)
 
 
@@ -317,11 +327,11 @@ def _send(pipe: Connection | None, text: str) -> None:
 
 
 class _StopRequestedError(Exception):
-    """SIGTERM or SIGINT came."""
+    """The process received SIGTERM or SIGINT."""
 
 
 class _StopRequest:
-    """Turns signals (in the main thread) and the death of a child into the end of the main wait."""
+    """Ends the wait of a serving process when it receives a signal (in the main thread) or when a child dies."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -346,14 +356,14 @@ class _StopRequest:
         self._event.set()
 
     def check(self) -> None:
-        """Raise what ended the server, if anything did."""
+        """Raise the reason if the server must end: the error of `die`, or _StopRequestedError after a signal."""
         if self._death is not None:
             raise self._death
         if self._event.is_set():
             raise _StopRequestedError
 
     def wait(self) -> None:
-        """Block until a stop, a death, or the end of the program whose thread this is."""
+        """Block until a signal, a call of `die`, or the end of the main thread. Then raise as `check` does."""
         while not self._event.wait(0.5):
             if not threading.main_thread().is_alive():
                 self._event.set()
@@ -364,11 +374,11 @@ class _StopRequest:
 
 
 def configure_logging(server_args: ServerArgs) -> None:
-    """For processes that are ours alone; an in-process engine leaves logging to its program."""
+    """Configure logging in a process of the server. An in-process engine leaves logging to the caller's program."""
     logging.basicConfig(
         level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    for name in ("httpx", "httpx2", "httpcore"):  # ours and the hub client's
+    for name in ("httpx", "httpx2", "httpcore"):  # HTTP clients of this package and of the Hugging Face hub
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -377,7 +387,7 @@ def _serve_child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], Non
     configure_logging(server_args)
 
     def on_ready(resolved: ServerArgs) -> None:
-        gc.freeze()  # imports and tokenizer live as long as the process: keep them out of every collection
+        gc.freeze()  # modules and tokenizer live as long as the process: exclude them from garbage collections
         ready({"url": resolved.url, "port": resolved.port, "pid": os.getpid()})
 
     run_server(server_args, on_ready)

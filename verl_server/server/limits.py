@@ -1,6 +1,6 @@
-"""`Limits`: the most that one request may ask for, from the settings of the server. Every refusal names its setting.
+"""`Limits`: the limits of one request, from the server's settings. Every refusal names the setting.
 
-The TokenizerManager and the text workers check requests with it before anything that grows with the request is done.
+The TokenizerManager and the text workers check a request before they do any work that grows with the request.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
 
 _LEAST_TEXT_LENGTH = 4 * 2**20
+"""Smallest default of `max_text_length`, in characters."""
 _CHARACTERS_PER_TOKEN = 8
-"""More than texts have on average, so that whatever fits the context is accepted."""
+"""More characters than a token has on average, so that the default accepts every text that fits the context."""
 _MAX_RID_LENGTH = 1024
-"""A request id is repeated in every frame of a stream."""
+"""Largest length of a request id in characters. Every frame of a stream repeats the id."""
 
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields are settings of `ServerArgs`, where their meaning is written."""
+    """Limits of one request. The fields are settings of `ServerArgs`, which describes them.
+
+    Each `check_` method raises BadRequestError if a limit is exceeded.
+    """
 
     max_text_length: int
     max_samples_per_request: int
@@ -34,6 +38,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     @classmethod
     def of(cls, server_args: ServerArgs, context_length: int) -> Limits:
+        """Return the limits of a server. The default of `max_text_length` grows with `context_length` (tokens)."""
         given = {name: getattr(server_args, name) for name in cls.__struct_fields__}
         if given["max_text_length"] is None:
             given["max_text_length"] = max(_LEAST_TEXT_LENGTH, _CHARACTERS_PER_TOKEN * context_length)
@@ -51,7 +56,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     def check_rid(self, rid: str) -> None:
         if len(rid) > _MAX_RID_LENGTH:
-            raise BadRequestError(f"rid has {len(rid)} characters; this server takes {_MAX_RID_LENGTH}.")
+            raise BadRequestError(f"rid has {len(rid)} characters; this server accepts at most {_MAX_RID_LENGTH}.")
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
@@ -63,14 +68,14 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         self._check("max_logit_bias", "sampling_params.logit_bias has {} entries", len(sampling.logit_bias or ()))
 
     def check_candidates(self, top_logprobs: int, token_ids: list[int] | None) -> None:
-        """Log-probabilities beside those of the sampled tokens, at one position."""
+        """Check the number of candidates at one position, which are returned beside the sampled token."""
         self._check("max_top_logprobs", "top_logprobs_num is {}", top_logprobs)
         self._check("max_token_ids_logprob", "token_ids_logprob has {} entries", len(token_ids or ()))
 
     def check_reply(self, candidates: int) -> None:
-        what = "The reply may hold {} log-probabilities of candidates (their number at each position, times positions)"
+        what = "The reply may have {} log-probabilities of candidates (candidates for each position, times positions)"
         self._check("max_logprobs_per_request", what, candidates)
 
     def _check(self, setting: str, what: str, count: int) -> None:
         if count > (most := getattr(self, setting)):
-            raise BadRequestError(f"{what.format(count)}; this server takes at most {most} (its setting {setting}).")
+            raise BadRequestError(f"{what.format(count)}; this server accepts at most {most} (setting {setting}).")

@@ -1,6 +1,6 @@
-"""`LoopThread`: an event loop in a thread of its own, for life, and the ways into it from other threads.
+"""`LoopThread`: an event loop that runs in its own thread, and the calls with which other threads use the loop.
 
-The TokenizerManager owns one. Sockets, events and locks created on it belong to that thread alone.
+The TokenizerManager owns one. Sockets, events and locks that are created on the loop belong to its thread alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ class LoopThread:
         return self._thread.is_alive() and not self.loop.is_closed()
 
     def run_sync(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop from another thread and wait. Refuses the loop's own thread: it would wait for itself."""
+        """Run `coro` on the loop, and block until it returns. Call it in any thread except the loop's.
+
+        Raise UnansweredError after `timeout` seconds, ServerUnavailableError after `stop`, and RuntimeError in the
+        loop's own thread, which would wait for itself.
+        """
         if threading.current_thread() is self._thread:
             coro.close()
             raise RuntimeError(
@@ -39,7 +43,7 @@ class LoopThread:
         try:
             return future.result(timeout)
         except FutureTimeoutError:
-            if future.done():  # the coroutine's own TimeoutError
+            if future.done():  # the coroutine itself raised TimeoutError
                 raise
             future.cancel()
             raise UnansweredError(f"No answer from the engine's event loop within {timeout} s.") from None
@@ -48,14 +52,14 @@ class LoopThread:
             raise
 
     async def run_async(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop, awaited from any loop; cancelling the caller cancels it there."""
+        """Run `coro` on the loop, and await it on any loop. If the caller is cancelled, `coro` is cancelled too."""
         if threading.current_thread() is self._thread:
             return await coro
         self._check_alive(coro)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self.loop))
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the loop and its thread."""
+        """End the loop, and wait at most `timeout` seconds for its thread to end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout)
         if not self._thread.is_alive():
@@ -70,7 +74,7 @@ class LoopThread:
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # no wheel for this platform
+    except ImportError:  # uvloop has no wheel for this platform
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop

@@ -1,7 +1,7 @@
-"""Prometheus metrics under SGLang's names, so that its dashboards work.
+"""Prometheus metrics under SGLang's names, so that SGLang's dashboards work.
 
-One `Metrics` belongs to each TokenizerManager; counters and latencies are kept as requests pass, gauges are
-read from the scheduler when `/metrics` is scraped.
+Each TokenizerManager owns one `Metrics`. Counters and latencies are recorded for each request. Gauges are read from the
+scheduler when `/metrics` is requested.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 _GAUGES = {
     "num_running_reqs": "Requests in the running batch",
     "num_queue_reqs": "Requests waiting",
-    "num_used_tokens": "Tokens whose KV is held",
+    "num_used_tokens": "Tokens that occupy the KV cache",
     "token_usage": "Share of the KV cache in use",
     "gen_throughput": "Output tokens per second",
     "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
     "max_total_num_tokens": "Capacity of the KV cache in tokens",
 }
 _STATE_NAMES = {"num_queue_reqs": "num_waiting_reqs"}
-"""Gauges whose figure has another name in the scheduler's internal state."""
+"""Gauge -> its key in the scheduler's internal state, for the gauges that have another name there."""
 
 
 class Metrics:
@@ -48,14 +48,15 @@ class Metrics:
         self._cached = counter("sglang:cached_tokens", "Prompt tokens from the prefix cache").labels(**self._labels)
         self._output = counter("sglang:generation_tokens", "Output tokens").labels(**self._labels)
         self._ignored = counter("verl_server:ignored_request_fields", "Unknown body fields ignored", ("route",))
-        disconnects = counter("verl_server:client_disconnects", "Calls whose client left before the answer")
+        disconnects = counter("verl_server:client_disconnects", "Calls whose client disconnected before the answer")
         self._disconnects = disconnects.labels(**self._labels)
         self._first = histogram("sglang:time_to_first_token_seconds", "Time to the first token", _LATENCY)
         self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
-        self._each = histogram("sglang:time_per_output_token_seconds", "Mean time of later tokens", _PER_TOKEN)
+        later = "Mean time of each output token after the first"
+        self._each = histogram("sglang:time_per_output_token_seconds", later, _PER_TOKEN)
         paused = Gauge(
             "verl_server:paused_seconds",
-            "Time since generation was paused; 0 if it is not",
+            "Seconds since generation was paused; 0 if it is not paused",
             names,
             registry=self.registry,
         )
@@ -87,16 +88,19 @@ class Metrics:
                 self._each.observe((state.finished - state.first_token) / (tokens - 1))
 
     def fields_ignored(self, route: str, count: int) -> None:
-        """Count body keys that meant nothing to us. The route is the label: keys are the caller's choice."""
+        """Count unknown keys in a body. The label is the route, because the caller may choose any number of keys."""
         if count:
             self._ignored.labels(**self._labels, route=route).inc(count)
 
     def client_disconnected(self) -> None:
-        """Count a call that nobody waits for. (A stream that is left half way counts as aborted.)"""
+        """Count a call whose client disconnected before the answer. (A stream that began counts as aborted instead.)"""
         self._disconnects.inc()
 
     def render(self, internal_state: Mapping[str, Any], paused_seconds: float) -> bytes:
-        """Text exposition; `internal_state` is the scheduler's payload, {} if it did not answer in time."""
+        """Return all metrics in Prometheus's text format.
+
+        `internal_state` is the scheduler's payload, or {} if the scheduler did not answer in time.
+        """
         self._paused.set(paused_seconds)
         for name, gauge in self._gauges.items():
             value = internal_state.get(name, internal_state.get(_STATE_NAMES.get(name, name)))

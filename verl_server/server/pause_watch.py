@@ -1,8 +1,9 @@
-"""`PauseWatch`: sees to it that nobody waits in a paused server unseen, nor longer than the settings permit.
+"""`PauseWatch` warns of requests that wait while generation is paused, and refuses those that wait too long.
 
-Owned by the TokenizerManager and run on its loop. `/generate` waits while generation is paused, as in SGLang, and the
-server is healthy all the while: a pause that nobody ends looks like a hang. So the log says when a pause begins and
-ends and, again and again, how many requests wait; `/server_info` and `/metrics` say since when.
+The TokenizerManager owns it and runs it on its event loop. As in SGLang, requests to `/generate` wait while generation
+is paused, and the server counts as healthy. A pause that nobody ends therefore looks like a hang. So the log reports
+when a pause begins and ends and, every 30 seconds, how many requests wait. `/server_info` and `/metrics` report how
+long the pause has lasted.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from verl_server.server.request_state import ReqState
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""Time between looks at the requests that wait."""
+"""Time between checks of the waiting requests."""
 _WARN_SECONDS = 30.0
-"""Time between warnings; the first one comes so long after the pause began."""
+"""Time between warnings, and from the beginning of a pause to the first warning."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A pause of generation that has begun and not ended."""
+    """A pause of generation that has not ended."""
 
     mode: str
     since: float = field(default_factory=time.time)
-    """Unix time."""
+    """Beginning of the pause as Unix time."""
     began: float = field(default_factory=time.monotonic)
+    """Beginning of the pause on the monotonic clock."""
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """Seconds since the pause began."""
         return time.monotonic() - self.began
 
     def __str__(self) -> str:
@@ -52,19 +54,22 @@ class PauseWatch:
         waiting: Callable[[], Collection[ReqState]],
         refuse: Callable[[ReqState, ServerUnavailableError], None],
     ) -> None:
-        """`bound` is the most seconds that a request waits in a pause; `waiting` returns requests without an answer;
-        `refuse` ends one of them with an error."""
+        """`bound` is the longest time in seconds that a request may wait in a pause (None: any time).
+
+        `pause` returns the current pause, `waiting` the requests without an answer. `refuse` ends a request with an
+        error.
+        """
         self._bound, self._pause, self._waiting, self._refuse = bound, pause, waiting, refuse
         self._warned = 0.0
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Call `look` every second, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Refuse what has waited too long at `now` (monotonic seconds), and warn if it is time."""
+        """Refuse requests that have waited too long at `now` (monotonic seconds), and log a warning if one is due."""
         pause = self._pause()
         if pause is None:
             return
@@ -75,7 +80,7 @@ class PauseWatch:
                     state,
                     ServerUnavailableError(
                         f"Generation is {pause}: the request waited {waited:.0f} s (paused_request_timeout). Call "
-                        "continue_generation, then send it again."
+                        "continue_generation, then send the request again."
                     ),
                 )
         if (count := len(self._waiting())) and now - max(pause.began, self._warned) >= _WARN_SECONDS:

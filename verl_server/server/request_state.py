@@ -1,8 +1,8 @@
-"""`ReqState`: one sample in flight in the TokenizerManager, and the result object it becomes.
+"""`ReqState`: one sample in progress in the TokenizerManager, and its conversion into a result object.
 
-`extend` takes the scheduler's tokens, decides on stop strings, and keeps everything that `meta_info` reports. It
-runs once for each token of every request, so it only appends; what a caller reads is put together when he reads it.
-Touched by the TokenizerManager's loop only.
+`extend` takes the scheduler's tokens, looks for stop strings, and records what `meta_info` reports. `extend` runs once
+for each token of each request, so it only appends; the result object is built when a caller reads it. A `ReqState` is
+used on the TokenizerManager's event loop only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from verl_server.server.slices import Slices
 from verl_server.server.text_tools import Decoder
 
 Triple = list[Any]
-"""[log-probability | None, token id, text | None]"""
+"""[log-probability or None, token id, text or None]"""
 Write = Callable[[Any], Any]
-"""Encodes a part of a reply in the reply's format, as an object that the format's encoder copies as it is."""
+"""Encodes a part of a reply. The encoder of the whole reply copies the returned object without a change."""
 
 
 class ReqState:
-    """Progress of one sample. `req.rid` is the name on the wire, `rid` the caller's."""
+    """Progress of one sample. `rid` is the caller's name of the request, `req.rid` the name in scheduler messages."""
 
     def __init__(
         self,
@@ -52,20 +52,22 @@ class ReqState:
         self.finished: float | None = None
         self.output_ids: list[int] = []
         self.output_logprobs: list[float] = []
-        """One for each of `output_ids`, if they were asked for."""
+        """Log-probability of each of `output_ids`, if requested."""
         self.output_top: list[TokenLogprobs] = []
+        """Most likely candidates at the position of each of `output_ids`, if requested."""
         self.output_requested: list[TokenLogprobs] = []
+        """Candidates of `token_ids_logprob` at the position of each of `output_ids`, if requested."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.weight_version = ""
-        self._versions: list[tuple[str, int]] = []  # (version, first token that was sampled under it)
+        self._versions: list[tuple[str, int]] = []  # (version, index of the first token that was sampled under it)
         self.cached_tokens = 0
         self.num_retractions = 0
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.on_news: Callable[[ReqState], None] = _nobody
-        """Called at the end, and with `stream` every `stream_interval` tokens. Must not raise."""
-        self._triples: list[Triple] = []  # of the first of `output_ids`; grows when a caller looks
-        self._framed = 0
+        self.on_news: Callable[[ReqState], None] = _ignore
+        """Called at the end and, with `stream`, every `stream_interval` tokens. Must not raise."""
+        self._triples: list[Triple] = []  # triples of the first `output_ids`; `output_triples` adds the missing ones
+        self._framed = 0  # number of output tokens in the last frame
         self._interval = req.sampling.stream_interval or 1
         sampling = req.sampling
         watch = decode is not None and (stream or bool(sampling.stop))
@@ -75,7 +77,7 @@ class ReqState:
     # -- what the scheduler sends ---------------------------------------------------------------------------
 
     def extend(self, out: BatchTokenIDOut, i: int) -> None:
-        """Take entry i of a message; afterwards `finish_reason` or `error` is set if the sample is done."""
+        """Add entry `i` of a message. Afterwards, `finish_reason` or `error` is set if the sample is done."""
         tokens, reason = out.output_ids[i], out.finish_reasons[i]
         version = out.weight_version
         self.weight_version = version
@@ -120,7 +122,7 @@ class ReqState:
 
     @staticmethod
     def _until_stop(text: OutputText, tokens: list[int], last: bool) -> tuple[int, str | None]:
-        """How many of the new tokens belong to the output, and the stop string that the last one completed."""
+        """Return (number of new tokens that belong to the output, stop string that ends the output or None)."""
         for count, token in enumerate(tokens, start=1):
             if (matched := text.push(token)) is not None:
                 return count, matched
@@ -136,7 +138,7 @@ class ReqState:
     # -- what the caller gets -------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Cumulative text; final once `done`. Needs a tokenizer."""
+        """Return the text of all output tokens so far. It is final once `done`. Needs a tokenizer."""
         assert self.decode is not None
         if self._text is not None and self._text.matched is not None:
             return self._text.text
@@ -146,14 +148,15 @@ class ReqState:
 
     @property
     def weight_versions(self) -> list[dict[str, Any]]:
-        """Spans of the output tokens, [start, end), each sampled under one version."""
+        """Spans [start, end) of the output tokens. All tokens of a span were sampled under one weight version."""
         starts = [start for _, start in self._versions] + [len(self.output_ids)]
         return [{"version": v, "start": a, "end": b} for (v, a), b in zip(self._versions, starts[1:], strict=True)]
 
     def result(self) -> dict[str, Any]:
-        """The `/generate` object: cumulative for a stream, complete once `done`. Shares no live list.
+        """Return the result object of `/generate`: cumulative for a stream, complete once `done`.
 
-        With `columnar`, token ids and log-probabilities are bytes, as `columns` lays them out.
+        The object shares no list that may still grow. With `columnar`, token ids and log-probabilities are bytes in the
+        layout of `columns`.
         """
         result: dict[str, Any] = {}
         if self.decode is not None:
@@ -165,11 +168,12 @@ class ReqState:
         return result
 
     def written_result(self) -> Any:
-        """`result`, encoded if the state has a `Write`."""
+        """Return `result()`, encoded if the state has a `Write`."""
         return self.result() if self._write is None else self._write(self.result())
 
     @property
     def has_candidates(self) -> bool:
+        """True if the result has candidates at each position."""
         return self.req.top_logprobs_num > 0 or self.req.token_ids_logprob is not None
 
     def meta_info(self) -> dict[str, Any]:
@@ -205,7 +209,7 @@ class ReqState:
         return lists
 
     def _candidates(self) -> dict[str, list[TokenLogprobs | None]]:
-        """Those that were asked for, by their names in the result."""
+        """Return the requested candidates at each position, by their keys in the result."""
         prompt = self.prompt_logprobs
         found: dict[str, Any] = {}
         if self.req.top_logprobs_num > 0:
@@ -216,9 +220,10 @@ class ReqState:
         return found
 
     async def write_candidates(self) -> None:
-        """Encode the candidates that are new, before `result`: there may be hundreds of them at each position.
+        """Encode the new candidates, in slices, for the next call of `result`.
 
-        They are kept encoded, since objects by the hundred thousand would make every garbage collection long.
+        There may be hundreds of candidates at each position. They are kept in encoded form, because hundreds of
+        thousands of objects would make every garbage collection long.
         """
         if self._write is None or self.columnar:
             return
@@ -230,7 +235,7 @@ class ReqState:
                 await slices.end()
 
     def _logprob_columns(self) -> dict[str, Any]:
-        """`_logprob_lists`, laid out by `columns`."""
+        """Return the same fields as `_logprob_lists`, as arrays in the layout of `columns`."""
         prompt = self.prompt_logprobs
         prompt_pairs = (prompt.logprobs, prompt.token_ids) if prompt is not None else ([], [])
         arrays: dict[str, Any] = {
@@ -241,9 +246,10 @@ class ReqState:
         return arrays | {name: columns.candidates(positions) for name, positions in self._candidates().items()}
 
     def output_triples(self, start: int = 0) -> list[Triple]:
-        """[log-probability, id, text] of the output from token `start` on; [] if they were not asked for."""
+        """Return the triples of the output tokens from `start` on, or [] if log-probabilities were not requested."""
         known = len(self._triples)
-        new = zip(self.output_logprobs[known:], self.output_ids[known:], strict=False)  # no logprobs: no triples
+        # `output_logprobs` is empty if log-probabilities were not requested.
+        new = zip(self.output_logprobs[known:], self.output_ids[known:], strict=False)
         if self._logprob_decode is None:
             self._triples += [[logprob, token, None] for logprob, token in new]
         else:
@@ -251,13 +257,14 @@ class ReqState:
         return self._triples[start:]
 
     def prompt_triples(self) -> list[Triple]:
-        """The same of the prompt from `logprob_start_len` on."""
+        """Return the triples of the prompt tokens from `logprob_start_len` on."""
         if self.prompt_logprobs is None:
             return []
         pairs = zip(self.prompt_logprobs.logprobs, self.prompt_logprobs.token_ids, strict=True)
         return [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
 
     def _shown_ids(self) -> list[int]:
+        """Return the output ids that belong to the text: all but a stop token, which `no_stop_trim` keeps."""
         reason = self.finish_reason
         by_token = reason is not None and reason.type == "stop" and isinstance(reason.matched, int)
         if by_token and not self.req.sampling.no_stop_trim:
@@ -265,7 +272,7 @@ class ReqState:
         return self.output_ids
 
     def triples(self, candidates: TokenLogprobs | None) -> list[Triple] | None:
-        """The same of the candidates at one position."""
+        """Return the triples of the candidates at one position, or None if the position has no candidates."""
         if candidates is None:
             return None
         pairs = zip(candidates.logprobs, candidates.token_ids, strict=True)
@@ -275,12 +282,12 @@ class ReqState:
         return self._logprob_decode([token]) if self._logprob_decode is not None else None
 
 
-def _nobody(state: ReqState) -> None:
-    """Listens to a sample that was not given to a `Generation` yet."""
+def _ignore(state: ReqState) -> None:
+    """Do nothing: the default of `on_news`, before a `Generation` owns the sample."""
 
 
 def finish_reason_dict(reason: FinishReason | None) -> dict[str, Any] | None:
-    """SGLang's JSON of a finish reason: exactly the keys of its type."""
+    """Return a finish reason as SGLang's JSON object, which has different keys for each type."""
     if reason is None:
         return None
     if reason.type == "stop":

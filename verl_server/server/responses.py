@@ -1,8 +1,8 @@
-"""HTTP plumbing of all routes: bounded body, strict JSON, error bodies, event streams, disconnects.
+"""HTTP functions of all routes: bounded bodies, strict JSON, error bodies, event streams, disconnects.
 
-Error shapes (SGLang's): `message_error` {"error": {"message"}}, `error_object` {"object": "error", ...}, and
-{"success": false, "message"} for weight routes. Every error that has one of our exceptions behind it names
-its class in the `X-Verl-Error` header, from which `HttpServerEngineAdapter` raises the same class.
+Error bodies have one of SGLang's shapes: {"error": {"message"}} (`message_error`), {"object": "error", ...}
+(`error_object`), or {"success": false, "message"} (weight routes). The header `X-Verl-Error` names the exception class
+of the error, and `HttpServerEngineAdapter` raises the same class.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ T = TypeVar("T")
 
 ERROR_HEADER = "X-Verl-Error"
 _PIECE = 256 * 1024
-"""Bytes of a reply that are handed to the connection at once."""
+"""Bytes of a long body that are sent at once."""
 _DISCARD_SECONDS = 1.0
-"""How long a body that is too large is read and thrown away, so that its sender can read our answer."""
+"""Longest time to read and discard a body that is too large, so that the client can read the response."""
 
 
 class BodyTooLargeError(BadRequestError):
+    """The body has more than `max_request_bytes` bytes."""
+
     status_code = 413
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is left to answer."""
+    """The client closed the connection before the response."""
 
 
 def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -52,7 +54,7 @@ def json_response(content: Any, status_code: int = 200, headers: dict[str, str] 
 def encoded_response(
     body: bytes | memoryview, media_type: str, status_code: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A long body is sent in pieces, between which the loop does what else there is to do."""
+    """Return a response with an encoded body. A long body is sent in pieces, so that the loop can do other work."""
     if len(body) <= _PIECE:
         return Response(bytes(body), status_code, headers, media_type)
     length = {"Content-Length": str(len(body))}
@@ -67,21 +69,21 @@ async def _pieces(body: bytes | memoryview) -> AsyncIterator[bytes]:
 
 
 def result_response(request: Request, content: Any) -> Response:
-    """What `/generate` returns: msgpack to a client whose Accept header names it, else JSON."""
+    """Return the response of `/generate`: msgpack if the client's Accept header names it, otherwise JSON."""
     if MSGPACK not in request.headers.get("accept", ""):
         return json_response(content)
     return encoded_response(msgspec.msgpack.encode(content), MSGPACK)
 
 
 def result_writer(request: Request, stream: bool) -> Write:
-    """Encodes parts of what `result_response`, or `sse` of a stream, will send."""
+    """Return the function that encodes parts of a result for `result_response` or, with `stream`, for `sse`."""
     if stream or MSGPACK not in request.headers.get("accept", ""):
         return write_json
     return lambda content: msgspec.Raw(msgspec.msgpack.encode(content))
 
 
 def write_json(content: Any) -> orjson.Fragment:
-    """A part of a JSON reply, encoded."""
+    """Encode a part of a JSON reply."""
     return orjson.Fragment(_json(content))
 
 
@@ -90,21 +92,21 @@ def _json(content: Any) -> bytes:
 
 
 def _base64(value: Any) -> str:
-    """JSON has no bytes: a column of a columnar result becomes base64 text."""
+    """Encode the bytes of a column as base64 text, because JSON has no bytes."""
     if not isinstance(value, bytes):
-        raise TypeError(f"a {type(value).__name__} has no JSON form")
+        raise TypeError(f"A {type(value).__name__} cannot be encoded as JSON.")
     return base64.b64encode(value).decode("ascii")
 
 
 def error_headers(error: Exception) -> dict[str, str]:
     headers = {ERROR_HEADER: type(error).__name__} if isinstance(error, VerlServerError) else {}
     if isinstance(error, BodyTooLargeError):
-        headers["Connection"] = "close"  # the rest of the body is still on its way
+        headers["Connection"] = "close"  # the client may still be sending the rest of the body
     return headers
 
 
 def message_error(error: VerlServerError) -> Response:
-    """{"error": {"message"}}, or {"error": "..."} for an unknown sampling parameter."""
+    """Return {"error": {"message"}}, or SGLang's {"error": "..."} for an unknown sampling parameter."""
     message = str(error)
     if message.startswith("sampling_params: unknown field"):
         content: dict[str, Any] = {"error": message.removeprefix("sampling_params: ")}
@@ -114,7 +116,7 @@ def message_error(error: VerlServerError) -> Response:
 
 
 def error_object(message: str, status_code: int, kind: str) -> dict[str, Any]:
-    """{"object": "error", ...}; `kind` is the status code as text, "Bad Request" or an OpenAI error type."""
+    """Return {"object": "error", ...}. `kind` is the status code as text, "Bad Request" or an OpenAI error type."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status_code}
 
 
@@ -138,15 +140,17 @@ def openai_error_type(error: VerlServerError) -> str:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or BodyTooLargeError without ever holding more than `limit` bytes.
+    """Return the whole body. Raise BodyTooLargeError if it has more than `limit` bytes, without holding more in memory.
 
-    Raises ClientDisconnectedError if the client leaves before it has sent all.
+    Raise ClientDisconnectedError if the client disconnects before the end of the body.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         if "100-continue" not in request.headers.get("expect", "").lower():
             await _discard(request)
-        raise BodyTooLargeError(f"The body has {declared} bytes; this server takes {limit} (max_request_bytes).")
+        raise BodyTooLargeError(
+            f"The body has {declared} bytes; this server accepts at most {limit} (max_request_bytes)."
+        )
     chunks: list[bytes] = []
     size = 0
     try:
@@ -155,7 +159,9 @@ async def read_body(request: Request, limit: int) -> bytes:
             if size > limit:
                 chunks.clear()
                 await _discard(request)
-                raise BodyTooLargeError(f"The body has more than {limit} bytes (max_request_bytes).")
+                raise BodyTooLargeError(
+                    f"The body has more than {limit} bytes, which is this server's limit (max_request_bytes)."
+                )
             chunks.append(chunk)
     except ClientDisconnect:
         raise ClientDisconnectedError from None
@@ -173,28 +179,31 @@ async def _discard(request: Request) -> None:
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """`parse_json` of the whole body. For bodies whose sender may hold the loop: those of control routes."""
+    """Return the whole body, parsed on the loop. Only for control routes, whose callers may block the loop."""
     return parse_json(await read_body(request, limit))
 
 
 async def run_job(request: Request, text: TextService, job: Job[R], body: bytes) -> R:
-    """The result of `job` on the body of `request`, abandoned as soon as the client closes the connection."""
+    """Return the result of `job` on `body`. Raise ClientDisconnectedError when the client disconnects before that."""
     done = text.on_loop(job, body)
     return done if done is not None else await unless_disconnected(request, text.in_worker(job, body))
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, cancelled as soon as the client closes the connection. The body must have been read."""
+    """Await `work`. Cancel it and raise ClientDisconnectedError when the client disconnects.
+
+    The body must have been read before.
+    """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnected = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnectedError
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -203,7 +212,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """`text/event-stream` of ready frames. `on_close` runs whatever happens, also if nothing was ever sent."""
+    """A `text/event-stream` response of encoded frames. `on_close` is called at the end, even if nothing was sent."""
 
     media_type = "text/event-stream"
 
@@ -219,7 +228,7 @@ class EventStream(StreamingResponse):
 
 
 def sse(content: Any) -> bytes:
-    """One frame of an event stream."""
+    """Return one encoded frame of an event stream."""
     return b"data: " + _json(content) + b"\n\n"
 
 

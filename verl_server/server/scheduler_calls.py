@@ -1,7 +1,7 @@
-"""`ControlCalls`: sends control requests to the scheduler, returns its replies, and notes their news.
+"""`ControlCalls` sends control requests to the scheduler, returns the replies, and records the state that they report.
 
-Owned by the TokenizerManager and used on its loop only. A caller may give up; then the scheduler is told to withdraw
-the request, and until its reply comes the call counts as being in flight.
+The TokenizerManager owns it and uses it on its event loop only. When a caller gives up, `ControlCalls` asks the
+scheduler to withdraw the request. The call then counts as in flight until its reply arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _CONTROL_GRACE = 15.0
-"""Extra seconds over the scheduler's own bound, so that its error, which knows more, arrives first."""
+"""Seconds added to the scheduler's own bound, so that the scheduler's error, which says more, arrives first."""
 
 
 class ControlCalls:
@@ -46,41 +46,42 @@ class ControlCalls:
         encode: Callable[[SchedulerInput], bytes],
         send: Callable[[bytes], None],
     ) -> None:
-        """`serial` yields the ids of calls; `encode` raises BadRequestError for a request that cannot be sent."""
+        """`serial` yields the ids of calls. `encode` raises BadRequestError for a request that cannot be encoded."""
         self.pause: Pause | None = None
-        """The pause that holds generation now."""
+        """The current pause of generation."""
         self.weight_version = server_args.weight_version
         self.weights_confirmed = False
-        """An update brought every parameter since the start, or the owner accepted what was loaded (`accept_restart`).
-        Clients that knew an earlier run of this server wait for it."""
+        """True once an update has written every parameter, or the owner has accepted the weights that the server loaded
+        at its start (`accept_restart`). Clients that know an earlier run of this server wait until this is True."""
         self.num_parameters = 0
-        """Of the model; known when the scheduler is ready."""
+        """Number of named parameters of the model; 0 until the scheduler is ready."""
         self.model_path = server_args.model_path
         """Folder of the weights that were loaded last."""
         self._control_timeout = server_args.control_timeout
         self._serial, self._encode, self._send = serial, encode, send
         self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
         self._transaction_end = 0.0
-        """Until then an open weight-update transaction may hold generation (its lease, renewed by its calls)."""
+        """End of the open transaction's lease on the monotonic clock. A transaction may hold generation until then."""
         self._calls: dict[int, tuple[ControlReq, asyncio.Future[ControlReply]]] = {}
-        """Calls without a reply. The caller of a future that is done gave up."""
+        """Calls without a reply, by id. If a future is done, its caller has given up."""
 
     async def call(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """Send a control request and wait for the reply with its id. Raises UnansweredError, ServerDiedError.
+        """Send a control request, and return the reply with the same id.
 
-        When the caller gives up (a bound, a cancellation) the scheduler is told to withdraw it.
+        Raise UnansweredError after `timeout` seconds, ServerDiedError if the scheduler dies, and BadRequestError for a
+        field of a wrong type. After a timeout or a cancellation, ask the scheduler to withdraw the request.
         """
         name = _name(req)
         req.id = next(self._serial)
         message = self._encode(req)
         try:
             self._decoder.decode(message)
-        except msgspec.ValidationError as error:  # Python callers' arguments have any type; the scheduler would drop it
+        except msgspec.ValidationError as error:  # the scheduler would drop wrong types, which Python callers may send
             raise BadRequestError(f"{name}: {error}") from None
         if timeout is None:
-            waits = req.timeout if isinstance(req, FlushCacheReq) else 0.0
-            # As long to wait for its turn, and as long to be carried out. (`SchedulerWatch` ends what takes longer.)
-            timeout = 2 * self._control_timeout + waits + _CONTROL_GRACE
+            idle_timeout = req.timeout if isinstance(req, FlushCacheReq) else 0.0
+            # One `control_timeout` in the scheduler's queue, and one to be carried out.
+            timeout = 2 * self._control_timeout + idle_timeout + _CONTROL_GRACE
         future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
         self._calls[req.id] = req, future
         self._send(message)
@@ -95,9 +96,9 @@ class ControlCalls:
             raise
 
     def on_reply(self, reply: ControlReply) -> None:
-        """Hand a reply to its caller."""
+        """Record what a reply reports, and return the reply to the caller."""
         if reply.id not in self._calls:
-            logger.error("A reply came to control call %d, which is none.", reply.id)
+            logger.error("The scheduler replied to control call %d, which is not waiting for a reply.", reply.id)
             return
         req, future = self._calls.pop(reply.id)
         if reply.success:
@@ -105,10 +106,10 @@ class ControlCalls:
         if not future.done():
             future.set_result(reply)
         elif reply.success:
-            self._carried_out_for_nobody(req)
+            self._on_unwanted_success(req)
 
     def fail(self, error: Callable[[], VerlServerError]) -> None:
-        """No reply will come any more: every caller gets an error of its own."""
+        """Raise `error()` in every waiting call, because no reply will arrive any more."""
         calls, self._calls = self._calls, {}
         for _, future in calls.values():
             if not future.done():
@@ -120,12 +121,12 @@ class ControlCalls:
 
     @property
     def are_waiting(self) -> bool:
-        """True if any call waits for the scheduler."""
+        """True if any call waits for a reply."""
         return bool(self._calls)
 
     @property
     def in_flight(self) -> list[str]:
-        """Calls that wait for the scheduler, but for looks at its figures, which change nothing."""
+        """Names of the calls that wait for a reply, except GetInternalState, which changes nothing."""
         return [_name(req) for req, _ in self._calls.values() if not isinstance(req, GetInternalStateReq)]
 
     @property
@@ -140,7 +141,7 @@ class ControlCalls:
         if req.id in self._calls:
             self._send(self._encode(WithdrawReq(id=req.id)))
         elif not future.cancelled() and future.exception() is None and future.result().success:
-            self._carried_out_for_nobody(req)  # the reply came in this very moment
+            self._on_unwanted_success(req)  # the reply arrived just before the caller gave up
 
     def _note_success(self, req: ControlReq, reply: ControlReply) -> None:
         if isinstance(req, PauseGenerationReq):
@@ -170,15 +171,18 @@ class ControlCalls:
             logger.info("Generation continues after a pause of %.1f s.", self.pause.seconds)
         self.pause = None
 
-    def _carried_out_for_nobody(self, req: ControlReq) -> None:
-        """The caller gave up when `req` had begun. A transaction that nobody knows of would hold generation."""
+    def _on_unwanted_success(self, req: ControlReq) -> None:
+        """Log the success of a call whose caller has given up. End a transaction that the call opened.
+
+        Such a transaction would hold generation, and no caller knows of it.
+        """
         if not isinstance(req, (GetInternalStateReq, FlushCacheReq, *ENDING_REQS)):
-            logger.warning("%s was carried out, though its caller had given up: it had begun already.", _name(req))
+            logger.warning("%s had already begun when its caller gave up, and was carried out.", _name(req))
         if isinstance(req, BeginWeightUpdateReq):
             end = EndWeightUpdateReq(id=next(self._serial), transaction_id=req.transaction_id, discard=True)
-            nobody: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-            nobody.cancel()
-            self._calls[end.id] = end, nobody
+            unawaited: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+            unawaited.cancel()
+            self._calls[end.id] = end, unawaited
             self._send(self._encode(end))
 
 

@@ -1,9 +1,10 @@
-"""`SchedulerWatch`: notices that the scheduler died, or hangs, so that nobody waits for it for ever.
+"""`SchedulerWatch` notices that a scheduler process died or hangs, so that no call waits for it forever.
 
-Run by the TokenizerManager on its loop. A process that ended is seen within a tenth of a second. One that is
-stopped, or stuck in a device call, is silent: while calls wait it is asked for a sign of life, and killed when
-none comes within `control_timeout`. Killed, because it could wake up later and carry out an update whose
-caller was told that it failed, from memory that is being trained on.
+The TokenizerManager runs it on its event loop. It notices the end of a process within a tenth of a second. A process
+that is stopped, or stuck in a device call, sends no messages. While calls wait, `SchedulerWatch` sends a silent
+scheduler a request, and kills the scheduler if no answer arrives within `control_timeout`. The scheduler must be
+killed, because it could continue later and carry out an update that the trainer believes to have failed, from memory
+that the trainer is writing again.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from verl_server.errors import ControlTimeoutError, ServerDiedError, VerlServerE
 from verl_server.ipc.child_process import describe_exit
 
 _DEATH_POLL = 0.1
-"""Seconds between looks at the processes."""
+"""Seconds between checks of the processes."""
 _SILENCE = 10.0
-"""Seconds without a message after which the scheduler is asked."""
+"""Seconds without a message after which the scheduler is sent a request."""
 _LATE = 1.0
-"""Seconds for messages that came while this very process was stopped and its clocks ran on."""
+"""Seconds to read messages that arrived while this process itself was stopped. Bounds expire meanwhile."""
 
 
 class Child(Protocol):
-    """What is needed of a `ChildProcess`."""
+    """The part of `ChildProcess` that `SchedulerWatch` uses."""
 
     name: str
 
@@ -43,8 +44,12 @@ class SchedulerWatch:
         is_waiting: Callable[[], bool],
         last_message: Callable[[], float],
     ) -> None:
-        """`ask(bound)` sends something that a live scheduler answers at its next step, and raises
-        ControlTimeoutError if it did not; `last_message` is the time of the newest message of any kind."""
+        """`bound` is the longest time in seconds without an answer.
+
+        `ask(bound)` sends a request that a running scheduler answers at its next step, and raises ControlTimeoutError
+        after `bound` seconds without an answer. `is_waiting` returns True while calls wait for the scheduler.
+        `last_message` returns the monotonic time of the newest message of any kind.
+        """
         self._children = children
         self._bound = bound
         self._ask = ask
@@ -52,7 +57,7 @@ class SchedulerWatch:
         self._last_message = last_message
 
     async def until_death(self) -> ServerDiedError:
-        """Returns why the scheduler is gone, as soon as it is."""
+        """Wait until a scheduler process has died or hangs. Return the error that says why."""
         silence = asyncio.ensure_future(self._until_silent())
         try:
             while True:
@@ -65,10 +70,13 @@ class SchedulerWatch:
             silence.cancel()
 
     async def _explain_end(self) -> ServerDiedError:
-        """Ranks end with the one that they lost: name that one. (Only a signal tells it from those that followed.)"""
+        """Return an error that names the rank that died first, because of which the other ranks end.
+
+        If a signal killed a rank, that rank was the first. Otherwise the error names all ranks that have ended.
+        """
         killed = self._ended(killed=True)
         if not killed:
-            await asyncio.sleep(_DEATH_POLL)  # the kernel may still be at the end of one whose loss others noticed
+            await asyncio.sleep(_DEATH_POLL)  # other ranks may end before the kernel reports the end of a killed one
             killed = self._ended(killed=True)
         causes = killed or self._ended()
         ends = ", ".join(f"{child.name} ended with {describe_exit(child.poll())}" for child in causes)
@@ -76,31 +84,34 @@ class SchedulerWatch:
         return ServerDiedError(f"{ends}.{''.join(tails)}")
 
     def _ended(self, killed: bool = False) -> list[Child]:
+        """Return the child processes that have ended; with `killed`, only those that a signal ended."""
         codes = [(child, child.poll()) for child in self._children]
         return [child for child, code in codes if code is not None and (code < 0 or not killed)]
 
     async def _until_silent(self) -> None:
+        """Return when the scheduler has not answered a request in time."""
         while True:
             await asyncio.sleep(_SILENCE / 4)
-            asked = time.monotonic()
-            if not self._is_waiting() or asked - self._last_message() < _SILENCE:
+            sent_at = time.monotonic()
+            if not self._is_waiting() or sent_at - self._last_message() < _SILENCE:
                 continue
             try:
                 await self._ask(self._bound)
             except ControlTimeoutError:
                 await asyncio.sleep(_LATE)
-                if self._last_message() < asked:
+                if self._last_message() < sent_at:
                     return
-            except VerlServerError:  # shutting down
+            except VerlServerError:  # the server is shutting down
                 pass
 
     async def _end_hung(self) -> ServerDiedError:
+        """Kill all scheduler processes. Return the error that says why."""
         names, tail = ", ".join(child.name for child in self._children), ""
         for child in self._children:
             await asyncio.to_thread(child.terminate, 0.0)
             tail += await asyncio.to_thread(child.log_tail)
         return ServerDiedError(
-            f"The scheduler ({names}) gave no sign of life for {self._bound:g} s (control_timeout) while calls waited "
-            "for it, and was killed. Was it stopped, or stuck on its device or in another rank? If a single step or "
-            f"update may take longer, raise control_timeout.{tail}"
+            f"The scheduler ({names}) did not answer for {self._bound:g} s (control_timeout) while calls waited for "
+            "it, and was killed. It may have been stopped, or have been stuck on its device or in another rank. If a "
+            f"single step or update may take longer, raise control_timeout.{tail}"
         )

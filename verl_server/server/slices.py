@@ -1,4 +1,4 @@
-"""`Slices`: long work on the event loop, in slices between which the loop does what else there is to do."""
+"""`Slices` divides long work on the event loop into slices, between which the loop does other work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import time
 
 _SLICE_SECONDS = 0.002
+"""Duration of a slice."""
 
 
 class Slices:
-    """Call `end` between small pieces of the work: it gives others their turn when a slice has lasted long enough."""
+    """Call `end` between small pieces of the work. When a slice has lasted long enough, `end` lets other tasks run."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -1,7 +1,7 @@
-"""`TextService`: reads and tokenizes requests, on the event loop where that is quick, else in text workers.
+"""`TextService` parses and tokenizes requests: short ones on the event loop, longer ones in text workers.
 
-Owned by the TokenizerManager, on whose loop it runs. Requests with much text have workers of their own, of lower
-priority: so a short chat waits for no long one, and neither takes the processor from the model.
+The TokenizerManager owns it and uses it on its event loop. Requests with much text have separate workers of lower
+priority. So a short chat does not wait for a long one, and long texts do not take CPU time from the model.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _MOST_BODY_ON_LOOP = 128 * 1024
-"""Bytes of JSON that are decoded and checked in at most 5 ms."""
+"""Bytes of the largest JSON body that is parsed on the loop, which takes at most 5 ms."""
 _MOST_TEXT_ON_LOOP = 8 * 1024
-"""Characters that are tokenized in at most 5 ms."""
+"""Characters of the longest text that is tokenized on the loop, which takes at most 5 ms."""
 _LONG_BODY = 128 * 1024
-"""Bytes beyond which a request goes to the workers for long ones."""
+"""Bytes of the largest body that the workers for short requests process."""
 _NICENESS_OF_LONG = 10
 
 
 class TextService:
     def __init__(self, server_args: ServerArgs, model_text: ModelText, scheduler_info: dict[str, Any]) -> None:
-        """No worker is started before one is needed."""
+        """Workers are started when they are needed."""
         self.bounds = msgspec.convert(scheduler_info, ModelBounds)
         self.limits = Limits.of(server_args, self.bounds.context_length)
         self._on_loop = TextTools(model_text, self.limits, self.bounds, most_text=_MOST_TEXT_ON_LOOP)
@@ -45,7 +45,7 @@ class TextService:
         self._warned: set[str] = set()
 
     def on_loop(self, job: Job[R], body: bytes) -> R | None:
-        """The result of `job` on a request's body; None if that is work for `in_worker`. Raises as the job does."""
+        """Return the result of `job` on a request's body, or None if `in_worker` must do it. Raise the job's error."""
         if len(body) > _MOST_BODY_ON_LOOP:
             return None
         try:
@@ -54,11 +54,11 @@ class TextService:
             return None
 
     async def in_worker(self, job: Job[R], body: bytes) -> R:
-        """The result of `job` on the body of a request. Raises as the job does, and as `TextWorkers.run`."""
+        """Return the result of `job` on a request's body. Raise the job's error, or an error of `TextWorkers.run`."""
         return await (self._long if len(body) > _LONG_BODY else self._short).run(job, body)
 
     async def read(self, request: GenerateReqInput) -> ReadRequest:
-        """A request that was made in this process, with its prompts tokenized."""
+        """Tokenize the prompts of a request that was made in this process."""
         try:
             return read_prompts(self._on_loop, request)
         except NeedsWorkerError:
@@ -71,7 +71,7 @@ class TextService:
         )
 
     def warn_of_unused(self, names: Iterable[str]) -> None:
-        """Log once for each name that clients set a variable which the chat template does not use."""
+        """Log a warning, once for each name, that clients set variables that the chat template does not use."""
         for name in set(names) - self._warned:
             self._warned.add(name)
             logger.warning("Clients set the chat template variable `%s`, which the template does not use.", name)

@@ -1,7 +1,7 @@
-"""`TextTools`: tokenizer, chat templates and limits of the served model, as the work on one request needs them.
+"""`TextTools`: tokenizer, chat templates and limits of the served model, to process the text of one request.
 
-A text worker makes them from the `TextSetup` that the TokenizerManager sends it; the TokenizerManager has them as well,
-for requests that are small enough for its event loop. `Job` names a piece of work that either of them can do.
+A text worker makes its `TextTools` from the `TextSetup` that the TokenizerManager sends. The TokenizerManager has
+`TextTools` too, for requests that are small enough for its event loop. A `Job` is work that either of them can do.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from verl_server.server.limits import Limits
 R = TypeVar("R")
 Decoder = Callable[[list[int]], str]
 Ids = list[int] | bytes
-"""Token ids: a list, or where they come from a text worker, an array of the machine's 32-bit integers."""
+"""Token ids: a list or, in the result of a text worker, the bytes of an array of native 32-bit integers."""
 
 
 class NeedsWorkerError(Exception):
-    """The work is too long for an event loop: a text worker must do it."""
+    """The work takes too long for the event loop. A text worker must do it."""
 
 
 class Tokens(Protocol):
-    """Text to token ids and back."""
+    """A tokenizer: it converts text into token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -36,14 +36,19 @@ class Tokens(Protocol):
 
 
 class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
-    """What prompts are checked against; of the scheduler's info."""
+    """The model's bounds for prompts, from the scheduler's info."""
 
     context_length: int
+    """Largest number of tokens of prompt and output together."""
     vocab_size: int
     max_req_input_len: int | None = None
+    """Largest number of prompt tokens that the KV cache can hold."""
 
     def check_length(self, count: int) -> None:
-        """Refuse a prompt of `count` tokens that cannot be served; SGLang's messages where it has them."""
+        """Raise BadRequestError if a prompt of `count` tokens cannot be served.
+
+        The messages are SGLang's where SGLang has the same check.
+        """
         if count == 0:
             raise BadRequestError("input_ids cannot be empty: the text has no tokens.")
         if count >= self.context_length:
@@ -57,7 +62,7 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
             )
 
     def check_ids(self, name: str, ids: Sequence[int] | None) -> None:
-        """Refuse ids outside the vocabulary; `name` says where they stand."""
+        """Raise BadRequestError if an id is outside the vocabulary. `name` is the field that holds the ids."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {self.vocab_size} tokens.")
@@ -73,9 +78,10 @@ class TextTools:
         most_text: int | None = None,
         in_worker: bool = False,
     ) -> None:
-        """Without `templates`, and for more than `most_text` characters at once, the work raises NeedsWorkerError.
+        """`most_text` is the largest number of characters for one call; None means any number.
 
-        With `in_worker`, prompts are returned as arrays, which the parent process reads without a loop over them.
+        Work on more characters raises NeedsWorkerError, and so does `render` without `templates`. With `in_worker`,
+        prompts are returned as arrays, which the parent process reads without a loop over their tokens.
         """
         self.limits = limits
         self.bounds = bounds
@@ -85,14 +91,14 @@ class TextTools:
         self.in_worker = in_worker
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """(token ids of a conversation, names of options that its template does not use)."""
+        """Return (token ids of a conversation, names of the options that its template does not use)."""
         if self._templates is None:
             raise NeedsWorkerError
         text, unused = self._templates.render(messages, options)
         return self.encode([text], add_special_tokens=False)[0], unused
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         length = sum(map(len, texts))
         self.limits.check_text(length)
         self._check_place(length)
@@ -102,19 +108,19 @@ class TextTools:
         return self._tokens.decoder(skip_special_tokens)
 
     def prompts(self, given: Sequence[str | list[int]]) -> list[Ids]:
-        """Token ids of prompts that are all texts or all ids, checked against the model."""
+        """Return the token ids of prompts, checked against the model. The prompts must be all texts or all ids."""
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         prompts = self.encode(texts) if texts else [prompt for prompt in given if isinstance(prompt, list)]
         return [self.prompt(ids) for ids in prompts]
 
     def prompt(self, ids: list[int]) -> Ids:
-        """A prompt, checked against the model."""
+        """Check the token ids of one prompt against the model, and return them."""
         self.bounds.check_length(len(ids))
         self.bounds.check_ids("input_ids", ids)
         return array("i", ids).tobytes() if self.in_worker else ids
 
     def check_decode(self, count: int) -> None:
-        """Before `count` token ids are decoded. A token is about as much work as a character of text is."""
+        """Check that `count` token ids may be decoded. Decoding a token takes about as long as encoding a character."""
         self.limits.check_text(count, "token ids to decode")
         self._check_place(count)
 
@@ -124,11 +130,12 @@ class TextTools:
 
 
 class TextSetup(msgspec.Struct, kw_only=True):
-    """What a text worker needs to make `TextTools`."""
+    """Everything that a text worker needs to make its `TextTools`."""
 
     tokenizer: bytes | None
-    """A `tokenizers.Tokenizer` as JSON; None: load it as `server_args` says, with transformers."""
+    """A `tokenizers.Tokenizer` as JSON. None: the worker loads the tokenizer of `server_args` with transformers."""
     server_args: str
+    """`ServerArgs` as JSON, without the keys."""
     templates: str | dict[str, str] | None
     allowed_templates: list[str]
     special_tokens: dict[str, Any]
@@ -137,23 +144,25 @@ class TextSetup(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a text worker returns for a job."""
+    """The message with which a text worker answers a job."""
 
     status: int
     """200, or the HTTP status of an error."""
     data: memoryview
-    """The result as msgpack, or the error's message. A view, since a copy of several MB holds the loop."""
+    """The result as msgpack, or the error's message. A view, because a copy of several MB would block the loop."""
     is_malformed: bool = False
-    """The error is that the body is no JSON."""
+    """True if the body is not JSON."""
 
 
 class EncodedPrompts(msgspec.Struct):
+    """Result of the job `ENCODE`."""
+
     prompts: list[Ids]
 
 
 @dataclass(frozen=True)
 class Job(Generic[R]):
-    """Work on the body of one request. `result` is the type that `run` returns, and that crosses to the parent."""
+    """Work on the body of one request. `result` is the type that `run` returns and the text worker sends back."""
 
     name: str
     run: Callable[[TextTools, bytes], R]
@@ -165,10 +174,11 @@ def _encode_prompts(tools: TextTools, body: bytes) -> EncodedPrompts:
 
 
 ENCODE = Job("encode", _encode_prompts, EncodedPrompts)
-"""The prompts of a request that did not come as a body: its texts, as msgpack."""
+"""Tokenizes the prompts of a request that was made in this process. The body is a list of texts as msgpack."""
 
 
 def unpack(ids: Ids) -> list[int]:
+    """Return token ids as a list."""
     if isinstance(ids, list):
         return ids
     numbers = array("i")

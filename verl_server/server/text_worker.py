@@ -1,8 +1,8 @@
-"""A text worker's process: does one `Job` after the other, until its parent closes the socket or kills it.
+"""The process of a text worker. It runs one `Job` after the other, until its parent closes the socket or kills it.
 
-`text_workers.py` starts it. Its first message is a `TextSetup`. Then each job is two messages, its name and a body,
-answered by an `Answer`. The process never imports torch, and transformers only for a tokenizer that is none of the
-`tokenizers` library.
+`text_workers.py` starts the process. The first message is a `TextSetup`. Then each job is two messages, the job's name
+and a body, and the process answers with one `Answer`. The process never imports torch. It imports transformers only for
+a tokenizer that the `tokenizers` library cannot run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from verl_server.server_args import ServerArgs
 
 _JOBS: dict[str, Job[Any]] = {job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, ENCODE)}
 _MOST_MESSAGE_LENGTH = 4096
-"""An error may quote what the caller sent."""
+"""Largest length of an error message in characters. A message may quote the caller's text, which may be long."""
 
 
 def make_tools(setup: TextSetup) -> TextTools:
+    """Return the `TextTools` of this process."""
     if setup.tokenizer is not None:
         tokens: FastTokens | ModelText = FastTokens.from_json(setup.tokenizer)
     else:
@@ -43,6 +44,7 @@ def make_tools(setup: TextSetup) -> TextTools:
 
 
 def do_job(tools: TextTools, name: str, body: bytes) -> Answer:
+    """Return the result of a job, or the error that it raised."""
     try:
         return Answer(200, memoryview(msgspec.msgpack.encode(_JOBS[name].run(tools, body))))
     except VerlServerError as error:
@@ -53,14 +55,14 @@ def do_job(tools: TextTools, name: str, body: bytes) -> Answer:
 
 
 class _Requests:
-    """The worker's end of the socket: waits for each message, and until each answer is out."""
+    """The worker's end of the socket. `receive` and `send` block."""
 
     def __init__(self, fd: int) -> None:
         self._messages = MessageSocket(socket.socket(fileno=fd))
         self._waiting: list[bytes] = []
 
     def receive(self) -> bytes | None:
-        """The next message; None when the parent has hung up."""
+        """Return the next message, or None if the parent has closed the socket."""
         while not self._waiting and not self._messages.is_closed:
             wait_readable(self._messages)
             self._waiting += self._messages.receive()

@@ -1,9 +1,10 @@
-"""`TextWorkers`: processes that render and tokenize for requests, one job at a time each, and are killed if one hangs.
+"""`TextWorkers`: processes that render templates and tokenize text, and that are killed if a job takes too long.
 
-Owned by `TextService` and used on the TokenizerManager's loop only. A worker is started when a job waits and none is
-idle. A job has a bound on its wait and another one on its run: a template or a tokenizer cannot be interrupted, so a
-worker that exceeds the bound is killed, and the next job starts another one. A job whose caller went away is dropped if
-it still waits, and runs to its end (or its bound) otherwise.
+`TextService` owns it and uses it on the TokenizerManager's event loop only. Each process runs one job at a time. A
+worker is started when a job waits and no worker is idle. A job may wait for a bounded time, and run for the same
+bounded time. A template or a tokenizer cannot be interrupted, so a worker that exceeds the bound is killed, and the
+next job starts another worker. When the caller of a job gives up, a waiting job is dropped, and a running job continues
+until it ends or exceeds the bound.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ R = TypeVar("R")
 
 _MODULE = "verl_server.server.text_worker"
 _START_SECONDS = 120.0
-"""A tokenizer that needs transformers takes several seconds on a busy machine."""
+"""Longest time until a worker is ready. The import of transformers takes several seconds on a busy machine."""
 
 
 @dataclass(eq=False, repr=False)
 class _Work:
-    """A job that somebody awaits."""
+    """A job and the future of its answer, which the caller awaits."""
 
     job: str
     body: bytes
@@ -49,7 +50,10 @@ class _Work:
 
 class TextWorkers:
     def __init__(self, setup: Callable[[], TextSetup], count: int, timeout: float, niceness: int) -> None:
-        """At most `count` processes, none yet. `timeout` bounds a job's wait and its run, each, in seconds."""
+        """Start no process yet, and later at most `count` processes.
+
+        `timeout` is the longest time in seconds that a job may wait, and also the longest time that it may run.
+        """
         self._setup = setup
         self._count = count
         self._timeout = timeout
@@ -62,8 +66,10 @@ class TextWorkers:
         self._closed = False
 
     async def run(self, job: Job[R], body: bytes) -> R:
-        """The result of `job`. Raises what it raises, BadRequestError if it took too long, and
-        ServerUnavailableError if no worker was free in time or the worker died."""
+        """Return the result of `job`. Raise the job's error, and BadRequestError if the job took too long.
+
+        Raise ServerUnavailableError if no worker was free in time, or if the worker died.
+        """
         if self._closed:
             raise ServerUnavailableError("The server is shutting down.")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -84,7 +90,7 @@ class TextWorkers:
         return msgspec.msgpack.decode(done.data, type=job.result)
 
     async def close(self) -> None:
-        """Fail what waits or runs, and end all workers. Idempotent."""
+        """Fail all waiting and running jobs, and end all workers. Idempotent."""
         self._closed = True
         for work in self._waiting:
             _fail(work, ServerUnavailableError("The server is shutting down."))
@@ -98,7 +104,7 @@ class TextWorkers:
     def pids(self) -> list[int]:
         return [worker.child.pid for worker in self._workers]
 
-    # -- dealing out work -----------------------------------------------------------------------------------
+    # -- assigning jobs -------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         while self._waiting and self._idle:
@@ -142,14 +148,14 @@ class TextWorkers:
             self._on_idle(worker)
 
     def _on_failed_start(self, error: Exception) -> None:
-        """Fail what waits for a worker, unless there are others to do it: another start would fail as well."""
+        """Fail all waiting jobs if there is no other worker. Another start would fail as well."""
         if not self._closed:
             logger.error("A text worker could not be started: %s", error)
         while self._waiting and not self._workers:
             _fail(self._waiting.popleft(), ServerUnavailableError(f"No text worker could be started: {error}"))
 
     def _end(self, worker: _Worker, error: VerlServerError | None) -> None:
-        """Kill a worker; its job fails with `error`, or with how the process ended."""
+        """Kill a worker. Its job fails with `error` or, if that is None, with the exit status of the process."""
         if worker not in self._workers:
             return
         self._workers.discard(worker)
@@ -162,7 +168,7 @@ class TextWorkers:
 
 
 class _Worker:
-    """One process, and this end of its socket."""
+    """One worker process, and the parent's end of its socket."""
 
     def __init__(self, child: ChildProcess, messages: MessageSocket) -> None:
         self.child = child
@@ -172,12 +178,15 @@ class _Worker:
 
     @classmethod
     def start(cls, setup: TextSetup, niceness: int, is_unwanted: Callable[[], bool]) -> _Worker:
-        """Start a process and wait until it is ready. Blocks: not on the loop. Raises ServerLaunchError."""
-        messages, workers_end = MessageSocket.pair()
-        with workers_end:
-            argument = {"socket": workers_end.fileno(), "niceness": niceness}
+        """Start a process, and block until it is ready. Do not call it on the loop. Raise ServerLaunchError.
+
+        While it waits, it raises as soon as `is_unwanted` returns True.
+        """
+        messages, worker_end = MessageSocket.pair()
+        with worker_end:
+            argument = {"socket": worker_end.fileno(), "niceness": niceness}
             environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-            child = ChildProcess("text-worker", _MODULE, argument, environment, pass_fds=(workers_end.fileno(),))
+            child = ChildProcess("text-worker", _MODULE, argument, environment, pass_fds=(worker_end.fileno(),))
 
         def check() -> None:
             if is_unwanted():
@@ -185,7 +194,7 @@ class _Worker:
 
         try:
             messages.send(msgspec.msgpack.encode(setup))
-            while messages.unsent:  # until the child has read it, or is gone: then wait_ready says why
+            while messages.unsent:  # until the child has read it or has ended; then `wait_ready` raises the reason
                 check()
                 wait_writable(messages, 0.2)
                 messages.flush()
@@ -199,21 +208,25 @@ class _Worker:
     def attach(
         self, on_idle: Callable[[_Worker], None], on_end: Callable[[_Worker, VerlServerError | None], None]
     ) -> None:
-        """Watch the socket on the running loop. `on_end` is called with why the worker must go, None if it has died."""
+        """Watch the socket on the running loop.
+
+        `on_end` is called with the error because of which the worker must be killed, or with None if it has died.
+        """
         self._on_idle, self._on_end = on_idle, on_end
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._messages.fileno(), self._on_readable)
 
     def begin(self, work: _Work, timeout: float) -> None:
+        """Send a job to the process, which may run for `timeout` seconds."""
         self._work = work
-        self._deadline = self._loop.call_later(timeout, self._take_too_long, timeout)
+        self._deadline = self._loop.call_later(timeout, self._on_timeout, timeout)
         self._messages.send(work.job.encode())
         self._messages.send(work.body)
         if self._messages.unsent:
             self._loop.add_writer(self._messages.fileno(), self._on_writable)
 
     async def end(self, error: VerlServerError | None) -> None:
-        """Kill the process. Its job fails with `error`, or with how the process ended."""
+        """Kill the process. Its job fails with `error` or, if that is None, with the exit status of the process."""
         self._loop.remove_reader(self._messages.fileno())
         self._loop.remove_writer(self._messages.fileno())
         self._messages.close()
@@ -228,9 +241,9 @@ class _Worker:
             logger.error("%s%s", message, self.child.log_tail())
             _fail(work, ServerUnavailableError(message))
 
-    def _take_too_long(self, timeout: float) -> None:
+    def _on_timeout(self, timeout: float) -> None:
         message = f"The chat template or the tokenizer took longer than {timeout:g} s for this request (text_timeout)."
-        logger.warning("%s Its text worker is killed.", message)
+        logger.warning("%s The text worker is killed.", message)
         self._on_end(self, BadRequestError(message))
 
     def _on_writable(self) -> None:

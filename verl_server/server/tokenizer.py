@@ -1,8 +1,8 @@
-"""What a model folder says about text: tokenizer, chat template, end-of-sequence ids, architecture.
+"""`ModelText`: the parts of a model folder that concern text: tokenizer, chat template, end-of-sequence ids, config.
 
-`ModelText` is made once by the launcher and used by the TokenizerManager and the OpenAI routes. With
-`skip_tokenizer_init` it knows the ids of the config only, and refuses text with the remedy. Text workers have the
-tokenizer as `FastTokens`, without transformers, where that is possible.
+The launcher makes one `ModelText` for the TokenizerManager and the OpenAI routes. With `skip_tokenizer_init` it has
+only the ids of the config, and refuses text with an error that names the setting. Where possible, text workers have the
+tokenizer as `FastTokens`, without transformers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from verl_server.server_args import ServerArgs
 
 
 class FastTokens:
-    """A tokenizer of the `tokenizers` library, as transformers' wrapper uses it, several times faster."""
+    """A tokenizer of the `tokenizers` library, with the results of transformers' wrapper, but several times faster."""
 
     def __init__(self, backend: Any) -> None:
-        """`backend`: `tokenizers.Tokenizer`."""
-        backend.no_truncation()  # which a tokenizer's file may ask for, and transformers switches off
+        """`backend` is a `tokenizers.Tokenizer`."""
+        # A tokenizer's file may enable truncation and padding, which transformers disables.
+        backend.no_truncation()
         backend.no_padding()
         self._backend = backend
 
@@ -35,21 +36,21 @@ class FastTokens:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, ValueError) as error:  # lone surrogates
+        except (TypeError, ValueError) as error:  # for example a text with lone surrogates
             raise _untokenizable(error) from None
         return ids
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
-        """See `ModelText.decoder`; spaces between special tokens are the tokenizer's own matter."""
+        """See `ModelText.decoder`. `spaces_between_special_tokens` has no effect: the tokenizer's file decides."""
         decode = self._backend.decode
         return lambda ids: str(decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 class ModelText:
-    """Text side of the served model."""
+    """Tokenizer, chat templates and configs of the served model."""
 
     def __init__(self, server_args: ServerArgs) -> None:
-        """Read the configs of the folder or hub id; raises ServerLaunchError naming the path if it is no model."""
+        """Read the configs of a folder or hub id. Raise ServerLaunchError, with the path, if it is not a model."""
         self._server_args = server_args
         try:
             self._read_configs()
@@ -69,14 +70,17 @@ class ModelText:
         args = self._server_args
         folder = resolve_model_folder(args.model_path, args.revision, config_only=True)
         if not (folder / "config.json").is_file():
-            raise BadRequestError(f"model_path={args.model_path!r} is a folder without config.json: not a model.")
+            raise BadRequestError(f"model_path={args.model_path!r} is not a model: the folder has no config.json.")
         self.config = read_json(folder / "config.json")
         generation_config = folder / "generation_config.json"
         self._generation_config = read_json(generation_config) if generation_config.is_file() else {}
         self._tokenizer_source = str(folder) if args.skip_tokenizer_init else _tokenizer_source(args, folder)
 
     def load_tokenizer(self) -> None:
-        """The slow part (seconds), apart so that it overlaps with loading the model; nothing if it is unwanted."""
+        """Load the tokenizer, unless `skip_tokenizer_init` is set.
+
+        This takes seconds. It is a separate method so that the caller can run it while the model loads.
+        """
         if self._server_args.skip_tokenizer_init:
             return
         self.tokenizer = _load_tokenizer(self._server_args, self._tokenizer_source)
@@ -85,7 +89,7 @@ class ModelText:
             self._tokenizer_json = self.tokenizer.backend_tokenizer.to_str().encode()
 
     def setup(self, limits: Limits, bounds: ModelBounds) -> TextSetup:
-        """What a text worker needs to do the same as this one."""
+        """Return what a text worker needs to encode and render in the same way."""
         tokenizer = self.tokenizer
         return TextSetup(
             tokenizer=self._tokenizer_json,
@@ -99,7 +103,7 @@ class ModelText:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a completion: of the generation config, else the config, and the tokenizer's."""
+        """Ids that end a completion: those of the generation config (or else of the config), and the tokenizer's."""
         ids = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         found = list(ids) if isinstance(ids, list) else [ids]
         if self.tokenizer is not None:
@@ -116,7 +120,7 @@ class ModelText:
             raise _untokenizable(error) from None
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
-        """A function from ids to exactly their text (no cleanup of spaces, which would hide tokens)."""
+        """Return a function from ids to their exact text. Spaces are not cleaned up, which would hide tokens."""
         tokenizer = self._need("text")
         if self._fast is not None:
             return self._fast.decoder(skip_special_tokens, spaces_between_special_tokens)
@@ -132,14 +136,14 @@ class ModelText:
     def _need(self, what: str) -> Any:
         if self.tokenizer is None:
             raise BadRequestError(
-                f"This server runs with skip_tokenizer_init=True and cannot take {what}: send input_ids to /generate, "
-                "or start it without skip_tokenizer_init."
+                f"This server runs with skip_tokenizer_init=True and cannot process {what}: send input_ids to "
+                "/generate, or start the server without skip_tokenizer_init."
             )
         return self.tokenizer
 
 
 def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
-    """The folder or hub id of the tokenizer. Raises BadRequestError for a folder that holds none."""
+    """Return the folder or hub id of the tokenizer. Raise BadRequestError for a folder without a tokenizer."""
     folder: Path | None = model_folder
     if args.tokenizer_path is not None:
         folder = local_folder(args.tokenizer_path, "tokenizer_path")
@@ -148,12 +152,12 @@ def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
         raise BadRequestError(
             f"{source!r} has no tokenizer. Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         )
-    # Code of a tokenizer is looked for under the hub id: the snapshot was taken without it.
+    # The local snapshot has no Python files, so code of a tokenizer must be loaded from the hub id.
     return source if folder is None or args.trust_remote_code else str(folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether any file there may belong to a tokenizer: a look that takes no time, before anything is started."""
+    """Return True if the folder has a file that may belong to a tokenizer. The check reads no file."""
     return any(next(folder.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
@@ -167,7 +171,7 @@ def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
             trust_remote_code=server_args.trust_remote_code,
             local_files_only=not folder.is_dir() and hub_problem() is not None,
         )
-    except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
+    except Exception as error:  # transformers raises many types of errors for a folder without a tokenizer
         raise ServerLaunchError(
             f"No tokenizer could be loaded from {source!r}: {error}\n"
             "Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
@@ -175,16 +179,16 @@ def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
 
 
 def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
-    """The class that AutoTokenizer would choose, without importing it where the folder's files name the class.
+    """Return the class that AutoTokenizer would choose, without AutoTokenizer if the folder's files name the class.
 
-    The import of AutoTokenizer imports torch as well, which this process does not need and which takes seconds.
+    The import of AutoTokenizer takes seconds, because it also imports torch, which this process does not need.
     """
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json")]
     if not trust_remote_code and all(path.is_file() for path in files):
         tokenizer_config, config = read_json(files[1]), read_json(files[2])
         named, model_type = tokenizer_config.get("tokenizer_class"), config.get("model_type")
         if "auto_map" not in tokenizer_config:
-            # A qwen2 model always gets Qwen2Tokenizer; others get the general class if it is named.
+            # AutoTokenizer uses Qwen2Tokenizer for every qwen2 model. Other models use the general class if named.
             if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and model_type != "qwen2":
                 from transformers import PreTrainedTokenizerFast
 
@@ -199,7 +203,7 @@ def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _is_plain_fast(tokenizer: Any) -> bool:
-    """Whether encoding with the tokenizer's backend is all that the tokenizer does."""
+    """Return True if the tokenizer only calls its backend, so that `FastTokens` has the same results."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -1,9 +1,10 @@
-"""`TokenizerManager`: the front of one engine. Owns the event loop, its thread, the socket and every generation.
+"""`TokenizerManager`: the front end of one engine. It owns the event loop, its thread, the socket and all generations.
 
-The loop is created with the manager, in its own thread, for life; socket, events and states are touched by that
-thread only. HTTP handlers run on this loop; other threads come in through `run_sync` and `run_async`.
-Requests go to the scheduler over one socket, results and control replies (`scheduler_calls`) come back on it, without a
-task in between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of its log.
+The manager creates the loop, which runs in its own thread until `shutdown`. Only that thread uses the socket, events
+and states. HTTP handlers run on this loop; other threads call `run_sync` and `run_async`. One socket carries requests
+to the scheduler, and results and control replies (`scheduler_calls`) back. The loop reads the socket itself, without a
+task in between. When the scheduler dies or hangs, every waiting call fails with the cause and the end of the
+scheduler's log.
 """
 
 from __future__ import annotations
@@ -56,42 +57,48 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ABORT_GRACE = 2.0
-"""Seconds that running requests get at shutdown to return what they have."""
+"""Seconds that running requests get at shutdown to return their partial output."""
 
 
 class TokenizerManager:
     def __init__(
         self, server_args: ServerArgs, messages: MessageSocket, on_death: Callable[[Exception], None] | None = None
     ) -> None:
-        """Start the loop; `start` follows when the scheduler, at the other end of `messages`, is ready."""
+        """Start the loop. Call `start` when the scheduler, at the other end of `messages`, is ready.
+
+        `on_death` is called on the loop if the scheduler dies or hangs.
+        """
         self.server_args = server_args
         self.instance_id = secrets.token_hex(8)
-        """Tells this run of the engine, whose weights live as long, from one that is started later."""
+        """Random id of this run of the engine. Pushed weights exist only as long as the run."""
         self.model_text: ModelText | None = None
         self._text: TextService | None = None
         self.scheduler_info: dict[str, Any] = {}
         self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
         self.ready = False
-        """The warm-up was answered."""
+        """True after the warm-up request was answered."""
         self.last_message = time.monotonic()
         self._messages = messages
         self._waits_for_room = False
         self._on_death = on_death
-        self._states: dict[str, ReqState] = {}  # by wire rid
-        self._by_rid: dict[str, ReqState] = {}
+        self._states: dict[str, ReqState] = {}  # by `req.rid`, the name in scheduler messages
+        self._by_rid: dict[str, ReqState] = {}  # by the caller's rid
         self._serial = itertools.count(1)
         self.controls = ControlCalls(server_args, self._serial, self._encode, self._send)
         self._children: Sequence[Child] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._http_stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        self._gone: VerlServerError | None = ServerUnavailableError("The server is starting: the model is not loaded.")
+        self._refusal: VerlServerError | None = ServerUnavailableError(
+            "The server is starting: the model is not loaded."
+        )
+        """Why all requests are refused now; None if they are accepted."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._thread = LoopThread("tokenizer-manager")
         self.loop = self._thread.loop
 
     def start(self, model_text: ModelText, scheduler_info: dict[str, Any], children: Sequence[Child] = ()) -> None:
-        """Begin to accept requests. `children` are watched: when one ends, everything waiting fails."""
+        """Begin to accept requests. When one of `children` ends, every waiting call fails."""
         self.model_text = model_text
         self.scheduler_info = scheduler_info
         self._text = TextService(self.server_args, model_text, scheduler_info)
@@ -101,7 +108,7 @@ class TokenizerManager:
         self.run_sync(self._start_tasks(), timeout=30)
 
     async def _start_tasks(self) -> None:
-        self._gone = None
+        self._refusal = None
         self.loop.add_reader(self._messages.fileno(), self._on_readable)
         pauses = PauseWatch(
             self.server_args.paused_request_timeout,
@@ -122,7 +129,7 @@ class TokenizerManager:
     # -- generation -----------------------------------------------------------------------------------------
 
     async def generate_request(self, obj: GenerateReqInput) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
-        """One result, or with `stream` cumulative frames (with `index` if there are several samples)."""
+        """Yield one result or, with `stream`, cumulative frames. With several samples, frames have an `index`."""
         generation = await self.submit(obj)
         try:
             if not obj.stream:
@@ -137,16 +144,15 @@ class TokenizerManager:
             generation.close()
 
     async def submit(self, obj: GenerateReqInput) -> Generation:
-        """`submit_read` of a request whose prompts are not tokenized yet."""
+        """Tokenize the prompts of a request, and call `submit_read`."""
         self.check_serving()
         return await self.submit_read(await self.text.read(obj))
 
     async def submit_read(self, read: ReadRequest, write: Write | None = None) -> Generation:
-        """Check everything, then send all samples to the scheduler; either all are accepted or none is.
+        """Check a request, then send its samples to the scheduler. Either all samples are accepted, or none.
 
-        With `write`, the results of the generation are encoded, piece by piece while others have their turn.
-
-        A large batch is worked on in slices, between which the loop does what else there is to do.
+        With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
+        slices, between which the loop does other work.
         """
         self.check_serving()
         prompts, slices = read.prompts, Slices()
@@ -179,7 +185,7 @@ class TokenizerManager:
             for k, (state, message) in enumerate(zip(states, messages, strict=True)):
                 if k:
                     await slices.end()
-                if not state.done:  # by a shutdown, or a scheduler that died, between two slices
+                if not state.done:  # a shutdown or the scheduler's death may have ended it between two slices
                     self._send(message)
         except BaseException:
             generation.close()
@@ -188,11 +194,11 @@ class TokenizerManager:
         return generation
 
     def _check(self, samples: Samples, prompt_tokens: int) -> None:
-        """Samples of one prompt against the model; an open `max_new_tokens` becomes what there is room for."""
+        """Check the samples of one prompt against the model. Set a missing `max_new_tokens` as high as possible."""
         assert self.model_text is not None
         check_samples(samples, prompt_tokens, self.text.bounds, has_tokenizer=self.model_text.tokenizer is not None)
         if samples.sampling.max_new_tokens is None:
-            # As much as context, KV cache and reply hold; the last token sampled needs no place in the cache.
+            # Context, KV cache and reply limit the output. The last sampled token needs no place in the KV cache.
             room = min(self.context_length, int(self.scheduler_info["max_total_num_tokens"]) + 1) - prompt_tokens
             if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
                 room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
@@ -201,15 +207,15 @@ class TokenizerManager:
     def _make_state(
         self, obj: GenerateReqInput, samples: Samples, k: int, input_ids: list[int], write: Write | None
     ) -> ReqState:
-        """Of sample k of a prompt."""
+        """Return the state of sample `k` of a prompt."""
         assert self.model_text is not None
         sampling = samples.sampling_of(k)
         stop_ids = [] if sampling.ignore_eos else [*self.model_text.eos_token_ids, *(sampling.stop_token_ids or [])]
         decode = None
         if self.model_text.tokenizer is not None:
             decode = self.model_text.decoder(sampling.skip_special_tokens, sampling.spaces_between_special_tokens)
-        # The wire name is ours and never comes back: late tokens of an ended request cannot reach a new one
-        # that was given the same rid.
+        # The name in scheduler messages is never used again. So late tokens of an ended request cannot reach a new
+        # request whose caller chose the same rid.
         req = TokenizedGenerateReq(
             rid=f"{next(self._serial)}:{samples.rids[k]}",
             input_ids=input_ids,
@@ -233,7 +239,7 @@ class TokenizerManager:
 
     @property
     def text(self) -> TextService:
-        """Raises why there is none as long as the server is starting."""
+        """The text service. While the server starts, there is none, and this raises as `check_serving` does."""
         if self._text is None:
             self.check_serving()
         assert self._text is not None
@@ -244,18 +250,18 @@ class TokenizerManager:
         return int(self.scheduler_info["context_length"])
 
     def abandon(self, state: ReqState) -> None:
-        """The caller is gone: forget the request and make the scheduler stop it."""
+        """Remove a request whose caller no longer waits, and make the scheduler stop it."""
         if self._forget(state) and not state.done:
             self._send(self._encode(AbortReq(rid=state.req.rid)))
             self.metrics.request_aborted()
 
     def _refuse(self, state: ReqState, error: VerlServerError) -> None:
-        """Answer with an error, and make the scheduler stop it."""
+        """Answer a request with an error, and make the scheduler stop it."""
         self.abandon(state)
         state.fail(error)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ask the scheduler to end one request or all; their callers get partial output. Unknown rids pass."""
+        """Ask the scheduler to end one request or all. Callers get partial output. An unknown `rid` is ignored."""
         if abort_all:
             self._send(self._encode(AbortReq(abort_all=True)))
         elif rid in self._by_rid:
@@ -264,7 +270,7 @@ class TokenizerManager:
     # -- control --------------------------------------------------------------------------------------------
 
     async def control(self, req: ControlReq, timeout: float | None = None) -> ControlReply:
-        """See `ControlCalls.call`. Also raises why the scheduler cannot be asked."""
+        """See `ControlCalls.call` and `check_serving`."""
         self.check_serving()
         return await self.controls.call(req, timeout)
 
@@ -273,9 +279,9 @@ class TokenizerManager:
         return len(self._states)
 
     def check_serving(self) -> None:
-        """Raise why requests are refused: starting, died, shutting down."""
-        if self._gone is not None:
-            raise _again(self._gone)
+        """Raise the reason if the server refuses requests: it is starting, has died or is shutting down."""
+        if self._refusal is not None:
+            raise _again(self._refusal)
 
     # -- the scheduler's socket -----------------------------------------------------------------------------
 
@@ -283,7 +289,7 @@ class TokenizerManager:
         try:
             return self._encoder.encode(message)
         except (OverflowError, ValueError) as error:
-            raise BadRequestError(f"The request holds a number beyond 64 bits, or no valid text: {error}") from None
+            raise BadRequestError(f"The request has a number beyond 64 bits, or invalid text: {error}") from None
 
     def _send(self, message: bytes) -> None:
         self._messages.send(message)
@@ -298,7 +304,7 @@ class TokenizerManager:
             self.loop.remove_writer(self._messages.fileno())
 
     def _on_readable(self) -> None:
-        """Everything that has come, in order. That the scheduler hung up is no news: `_watch` says why it ended."""
+        """Handle all received messages in order. After the scheduler closed its end, `_watch` reports why it ended."""
         for data in self._messages.receive():
             self.last_message = time.monotonic()
             try:
@@ -308,13 +314,13 @@ class TokenizerManager:
                 else:
                     self.controls.on_reply(message)
             except Exception:
-                # One bad message must not stop the others, on which every caller depends.
+                # A message that cannot be handled must not stop the other messages, for which callers wait.
                 logger.exception("A message from the scheduler could not be handled.")
         if self._messages.is_closed:
-            self._hang_up()
+            self._close_socket()
 
-    def _hang_up(self) -> None:
-        """Safe to repeat."""
+    def _close_socket(self) -> None:
+        """Close the scheduler's socket. Idempotent."""
         if (fd := self._messages.fileno()) >= 0:
             self.loop.remove_reader(fd)
             self.loop.remove_writer(fd)
@@ -324,7 +330,7 @@ class TokenizerManager:
         self.controls.weight_version = out.weight_version
         for i, wire_rid in enumerate(out.rids):
             state = self._states.get(wire_rid)
-            if state is None:  # ended by a stop string or abandoned; the scheduler did not know yet
+            if state is None:  # it ended at a stop string or was abandoned, and the scheduler did not know yet
                 continue
             try:
                 state.extend(out, i)
@@ -338,6 +344,7 @@ class TokenizerManager:
                 self.metrics.request_finished(state)
 
     def _forget(self, state: ReqState) -> bool:
+        """Remove a state. Return False if it was removed before."""
         if self._states.pop(state.req.rid, None) is None:
             return False
         del self._by_rid[state.rid]
@@ -356,8 +363,8 @@ class TokenizerManager:
         self._die(await watch.until_death())
 
     def _die(self, error: VerlServerError) -> None:
-        """Refuse everything from now on, and fail everything that waits."""
-        self._gone = error
+        """Refuse all requests from now on, and fail all waiting calls with `error`."""
+        self._refusal = error
         for state in list(self._states.values()):
             self._forget(state)
             state.fail(_again(error))
@@ -368,11 +375,11 @@ class TokenizerManager:
                 self._on_death(error)
 
     def add_http_server(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Register how to end an HTTP server on this loop; called by `stop_http` and at shutdown."""
+        """Register the function that ends an HTTP server on this loop. `stop_http` and `shutdown` call it."""
         self._http_stops.append(stop)
 
     def stop_http(self, timeout: float = 15.0) -> None:
-        """End the HTTP servers over this manager (`launch_server_from_verl_engine` returns); the engine stays."""
+        """End the HTTP servers, so that `launch_server_from_verl_engine` returns. The engine continues to run."""
         self.run_sync(self._stop_http(), timeout=timeout)
 
     async def _stop_http(self) -> None:
@@ -380,7 +387,10 @@ class TokenizerManager:
             await self._http_stops.pop()()
 
     def shutdown(self, timeout: float = 15.0) -> None:
-        """End all requests, then HTTP servers, sockets, loop and thread. From any thread but the loop's; idempotent."""
+        """End all requests, then HTTP servers, sockets, loop and thread. Idempotent.
+
+        Call it in any thread except the loop's.
+        """
         if not self._thread.is_alive:
             return
         try:
@@ -390,27 +400,27 @@ class TokenizerManager:
         self._thread.stop()
 
     async def _abort_running(self) -> None:
-        """Let callers have their partial output, as long as the scheduler answers soon."""
+        """Abort all requests, and wait briefly until the scheduler has returned their partial output."""
         if self._states:
             self.abort_request(abort_all=True)
         deadline = time.monotonic() + _ABORT_GRACE
-        while self._states and time.monotonic() < deadline and not isinstance(self._gone, ServerDiedError):
+        while self._states and time.monotonic() < deadline and not isinstance(self._refusal, ServerDiedError):
             await asyncio.sleep(0.01)
 
     async def _shutdown(self) -> None:
-        if not isinstance(self._gone, ServerDiedError):
-            self._gone = ServerStoppingError("The server is shutting down.")
+        if not isinstance(self._refusal, ServerDiedError):
+            self._refusal = ServerStoppingError("The server is shutting down.")
             await self._abort_running()
-            self._die(self._gone)
+            self._die(self._refusal)
         await self._stop_http()
         if self._text is not None:
             await self._text.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._hang_up()
+        self._close_socket()
 
 
 def _again(error: VerlServerError) -> VerlServerError:
-    """A copy to raise: one exception object raised by many callers would collect all their tracebacks."""
+    """Return a copy of `error` to raise: one exception object would collect the tracebacks of all its callers."""
     return type(error)(*error.args)

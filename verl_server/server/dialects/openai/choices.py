@@ -1,4 +1,4 @@
-"""Samples written in OpenAI's words: whole responses and stream chunks, for text and for chat."""
+"""`Choices` builds OpenAI's responses and stream chunks from samples: `TextChoices` and `ChatChoices`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_server.server.tokenizer import ModelText
 
 
 class Choices(abc.ABC):
-    """One request's answer. Remembers how much of each sample was streamed."""
+    """Builds the answer to one request, and records how much of each sample was streamed."""
 
     object_name: str
     chunk_name: str
@@ -28,26 +28,29 @@ class Choices(abc.ABC):
         self._decode_shown = text.decoder(body.skip_special_tokens is not False)
         self._created = int(time.time())
         self._id: str | None = None
-        self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) that are out
+        self._sent: dict[int, tuple[int, int]] = {}  # index of a choice -> (characters, tokens) that were streamed
 
-    # -- what the two kinds differ in -----------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]: ...
+    # -- different for text and chat ------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]: ...
+    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
+        """Return a whole choice."""
+
+    @abc.abstractmethod
+    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
+        """Return the choice of a chunk. `text` is the new text, and `first` is True for the sample's first chunk."""
 
     @abc.abstractmethod
     async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
-        """Log-probabilities of the output tokens [start, end), None if they were not asked for.
+        """Return the log-probabilities of the output tokens [start, end), or None if they were not requested.
 
-        Candidates are encoded as they are made, since there may be hundreds of them at each position.
+        Each position is encoded when it is built, because it may have hundreds of candidates.
         """
 
     # -- shared ---------------------------------------------------------------------------------------------
 
     async def response(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        """Return the whole response."""
         slices = Slices()
         choices = []
         for i, state in enumerate(states):
@@ -63,12 +66,12 @@ class Choices(abc.ABC):
         }
 
     async def chunks(self, index: int, state: ReqState) -> AsyncIterator[dict[str, Any]]:
-        """Chunks for what is new in a sample; the last has no content but the finish reason."""
+        """Yield chunks with the new text and tokens of a sample. The last chunk has only the finish reason."""
         head = self._head(self.chunk_name, state)
         first = index not in self._sent
         chars, tokens = self._sent.get(index, (0, 0))
         prefix = self.echoed(state) if first else ""
-        # More tokens may come while log-probabilities are written: they belong to the next chunk.
+        # Tokens that arrive while log-probabilities are encoded belong to the next chunk.
         text, until, done = state.text(), len(state.output_ids), state.done
         new = prefix + text[chars:]
         if first or new or until > tokens:
@@ -83,10 +86,11 @@ class Choices(abc.ABC):
             yield head | {"choices": [choice]} | self._running_usage(state)
 
     def usage_chunk(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        """Return the chunk that has only the token counts."""
         return self._head(self.chunk_name, states[0]) | {"choices": [], "usage": self.usage(states)}
 
     def usage(self, states: Sequence[ReqState]) -> dict[str, Any]:
-        """A prompt with n samples counts once."""
+        """Return the token counts. A prompt with n samples counts once."""
         prompts = states[:: self._body.n]
         prompt = sum(len(state.req.input_ids) for state in prompts)
         completion = sum(len(state.output_ids) for state in states)
@@ -99,6 +103,7 @@ class Choices(abc.ABC):
         }
 
     def echoed(self, state: ReqState) -> str:
+        """Return the text of the prompt if the request has `echo`, otherwise ""."""
         return ""
 
     def _running_usage(self, state: ReqState) -> dict[str, Any]:

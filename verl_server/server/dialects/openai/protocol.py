@@ -1,7 +1,7 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`, and what they mean as a `GenerateReqInput`.
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion into SGLang's sampling parameters.
 
-OpenAI's fields plus SGLang's extras. Fields that we know and do not implement are refused when set; unknown
-ones are ignored, as the standard's clients expect, and counted by the caller.
+The bodies have OpenAI's fields and SGLang's additional fields. Known fields that are not implemented are refused if
+they are set. Unknown fields are ignored, as OpenAI's clients expect, and the caller counts them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNSUPPORTED = UNSUPPORTED_FIELDS | {
     "custom_params": "custom logit processors are not implemented",
     "audio": "only text is served",
     "prediction": "speculative decoding is not implemented",
-    "web_search_options": "there are no tools",
+    "web_search_options": "the server has no tools",
 }
 _HINTS = (
     *ACCEPTED_HINTS,
@@ -52,52 +52,69 @@ _HINTS = (
     "return_prompt_token_ids",
     "return_meta_info",
 )
-"""Known fields without effect on tokens, or checked by hand below."""
+"""Known fields that have no effect on tokens, or that `parse_openai` checks separately."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a stream of OpenAI's routes."""
+
     include_usage: bool = False
     """Send a last chunk with the token counts."""
     continuous_usage_stats: bool = False
-    """Put the token counts so far in every chunk."""
+    """Send the token counts so far with every chunk."""
 
 
 class OpenAIRequest(msgspec.Struct, kw_only=True):
-    """Fields common to both routes."""
+    """Fields of both routes."""
 
     model: str = ""
     """Ignored: a server serves one model."""
     max_tokens: int | None = None
-    """Most output tokens."""
+    """Largest number of output tokens."""
     temperature: float | None = None
+    """`temperature` of `SamplingParams`."""
     top_p: float | None = None
+    """`top_p` of `SamplingParams`."""
     n: int = 1
-    """Choices of each prompt."""
+    """Number of choices for each prompt."""
     stream: bool = False
-    """Answer with server-sent events, each of which has what is new."""
+    """Send server-sent events. Each event contains only what is new."""
     stream_options: StreamOptions | None = None
+    """Options of the stream."""
     stop: str | list[str] | None = None
+    """`stop` of `SamplingParams`."""
     seed: int | None = None
     """`sampling_seed` of `SamplingParams`."""
     frequency_penalty: float | None = None
+    """`frequency_penalty` of `SamplingParams`."""
     presence_penalty: float | None = None
+    """`presence_penalty` of `SamplingParams`."""
     logit_bias: dict[str, float] | None = None
+    """`logit_bias` of `SamplingParams`."""
     rid: str | list[str] | None = None
-    """Name of the request for `/abort_request`; default: a random one."""
-    # SGLang's extras
+    """Name of the request for `/abort_request`. Default: a random name."""
+    # SGLang's additional fields
     top_k: int | None = None
+    """`top_k` of `SamplingParams`."""
     min_p: float | None = None
+    """`min_p` of `SamplingParams`."""
     min_tokens: int | None = None
+    """`min_new_tokens` of `SamplingParams`."""
     repetition_penalty: float | None = None
+    """`repetition_penalty` of `SamplingParams`."""
     stop_token_ids: list[int] | None = None
+    """`stop_token_ids` of `SamplingParams`."""
     no_stop_trim: bool | None = None
+    """`no_stop_trim` of `SamplingParams`."""
     ignore_eos: bool | None = None
+    """`ignore_eos` of `SamplingParams`."""
     skip_special_tokens: bool | None = None
+    """`skip_special_tokens` of `SamplingParams`."""
     return_token_ids: bool = False
     """Return token ids with each choice."""
 
     def sampling_params(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """SGLang's names for the same settings; unset ones keep their defaults."""
+        """Return the settings under SGLang's names. Unset fields are left out, so that they keep their defaults."""
         params = {
             "n": self.n,
             "temperature": self.temperature,
@@ -128,35 +145,39 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
     prompt: str | list[str | int | list[int]]
-    """Text or token ids, or a list of either."""
+    """A text, a list of token ids, or a list of such prompts."""
     echo: bool = False
     """Repeat the prompt before the completion."""
     logprobs: int | None = None
-    """Return log-probabilities, and this many candidates for each position."""
+    """Return log-probabilities, and this number of candidates for each position."""
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
     messages: list[dict[str, Any]] = []
-    """Chat messages with `role` and `content`, a string or text parts."""
+    """Chat messages with `role` and `content`. `content` is a string or a list of text parts."""
     input_ids: list[int] | None = None
-    """A prompt that is tokenized already; the chat template is not applied."""
+    """Token ids of the prompt, in place of `messages`. The chat template is not applied."""
     max_completion_tokens: int | None = None
-    """Most output tokens; wins over `max_tokens`. Default: what the context has room for."""
+    """Largest number of output tokens; overrides `max_tokens`. Default: as many as the context has room for."""
     logprobs: bool = False
     """Return the log-probability of every output token."""
     top_logprobs: int | None = None
-    """Number of most likely candidates returned for each position; needs `logprobs`."""
+    """Number of most likely candidates that are returned for each position. Needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     continue_final_message: bool = False
-    """Continue the last message, an assistant's, instead of beginning a new one."""
+    """Continue the last message, which must be the assistant's, instead of beginning a new message."""
     add_generation_prompt: bool = True
-    """End the prompt with the marks that begin an assistant's message."""
+    """End the prompt with the tokens that begin a message of the assistant."""
 
 
 def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
-    """Decode strictly; returns the request and how many keys of the body were unknown."""
+    """Decode a body strictly. Return (request, number of unknown keys in the body). Raise BadRequestError."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
@@ -166,9 +187,9 @@ def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
             name == "modalities" and modalities == ["text"]
         ):
             raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
-    form = given.get("response_format")
-    if form is not None and form != {"type": "text"}:
-        raise BadRequestError(f"response_format {form!r} is not supported: {_NO_GRAMMAR}; leave it out.")
+    response_format = given.get("response_format")
+    if response_format is not None and response_format != {"type": "text"}:
+        raise BadRequestError(f"response_format {response_format!r} is not supported: {_NO_GRAMMAR}; leave it out.")
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise BadRequestError("best_of is not supported: use n and choose among the choices.")
     try:
@@ -181,7 +202,7 @@ def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
 
 
 def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with `content` as one string: parts of type "text" are joined, others refused."""
+    """Return the messages with each `content` as one string. Parts of type "text" are joined, other parts refused."""
     if not messages:
         raise BadRequestError("messages cannot be empty.")
     plain = []
@@ -192,7 +213,7 @@ def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(content, list):
             wrong = [p for p in content if not isinstance(p, dict) or p.get("type") != "text" or "text" not in p]
             if wrong:
-                raise BadRequestError(f"messages[{i}] has a part that is no text; only text is served.")
+                raise BadRequestError(f"messages[{i}] has a part that is not text; only text is served.")
             content = "".join(str(part["text"]) for part in content)
         elif content is not None and not isinstance(content, str):
             raise BadRequestError(f"messages[{i}].content must be a string or a list of text parts.")

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's routes, read and tokenized: on the event loop if they are small, else in a text worker.
+"""Parses and tokenizes the bodies of OpenAI's routes, on the event loop if they are small, otherwise in a text worker.
 
-Each `Job` here is one route's work that grows with the body. Chat templates are rendered in text workers only.
+Each `Job` is the part of one route's work that grows with the body. Chat templates are rendered in text workers only.
 """
 
 from __future__ import annotations
@@ -24,47 +24,64 @@ from verl_server.server.text_tools import Ids, Job, TextTools
 
 
 class ReadCompletion(msgspec.Struct, kw_only=True):
+    """Result of the job `COMPLETION`."""
+
     request: CompletionRequest
-    """With an empty `prompt`."""
+    """The request with an empty `prompt`."""
     prompts: list[Ids]
     is_single: bool
     unknown_fields: int
 
 
 class ReadChat(msgspec.Struct, kw_only=True):
+    """Result of the job `CHAT`."""
+
     request: ChatCompletionRequest
-    """Without `messages`, `input_ids` and `chat_template_kwargs`."""
+    """The request without `messages`, `input_ids` and `chat_template_kwargs`."""
     prompts: list[Ids]
-    """One."""
+    """Always one prompt."""
     is_single: bool = True
     unknown_fields: int
     unused_options: list[str]
-    """Of `chat_template_kwargs`: names that are accepted although the template does not use them."""
+    """Names in `chat_template_kwargs` that the template does not use. They are no error."""
 
 
 class TextReply(msgspec.Struct, kw_only=True):
     """A reply of `/tokenize` or `/detokenize`."""
 
     json: memoryview
+    """The encoded body of the reply."""
     unused_options: list[str] = []
+    """See `ReadChat.unused_options`."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`. Set exactly one of `prompt` and `messages`."""
+
     prompt: str | list[str] | None = None
+    """A text, or a list of texts."""
     messages: list[dict[str, Any]] | None = None
+    """Chat messages, which the chat template renders."""
     add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as a token for the beginning of the text, to `prompt`."""
     add_generation_prompt: bool = True
+    """End `messages` with the tokens that begin a message of the assistant."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
     tokens: list[int | list[int]]
+    """Token ids, or a list of such lists."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
 
 
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
     request, unknown = parse_openai(parse_json(body), CompletionRequest)
-    tools.decoder(True)  # the reply is text: refuse without a tokenizer
+    tools.decoder(True)  # raises without a tokenizer, which the text of the reply needs
     tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(None)))
     prompts, is_single = _split_prompt(request.prompt)
     tools.limits.check_samples(len(prompts), 1)
@@ -83,7 +100,7 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
         options = dict(request.chat_template_kwargs or {})
         if request.continue_final_message:
             options["continue_final_message"] = True
-        # A message to continue is no question to answer, whatever add_generation_prompt says by default.
+        # A prompt that continues a message must not begin another one, so the default of add_generation_prompt changes.
         opens_answer = request.add_generation_prompt and not options.get("continue_final_message", False)
         options.setdefault("add_generation_prompt", opens_answer)
         ids, unused = tools.render(text_messages(request.messages), options)
@@ -136,7 +153,7 @@ DETOKENIZE = Job("detokenize", detokenize, TextReply)
 
 
 def _split_prompt(prompt: str | list[Any]) -> tuple[list[str | list[int]], bool]:
-    """(prompts, whether it is one prompt and no list) of a completion prompt in any of its four forms."""
+    """Return (prompts, True if the body has one prompt and not a list) for any of the four forms of `prompt`."""
     if isinstance(prompt, str):
         return [prompt], True
     if not prompt:

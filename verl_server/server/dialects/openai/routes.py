@@ -1,6 +1,6 @@
 """OpenAI-compatible routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/tokenize`, `/detokenize`.
 
-Each request becomes a `GenerateReqInput`; its samples' states are written as choices, whole or as deltas.
+Each request to generate becomes a `GenerateReqInput`. `Choices` converts the samples into a response or into chunks.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class OpenAIApi:
         }
 
     async def models(self, request: Request) -> Response:
-        """The served model, as a list of one."""
+        """Return a list with the served model."""
         return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
-        """The served model; 404 for another name."""
+        """Return the served model; 404 for another name."""
         name = request.path_params["name"]
         if name.strip("/") == self._model_name.strip("/"):
             return json_response(self._model_card())
@@ -103,7 +103,7 @@ class OpenAIApi:
     # -- completions ----------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        """OpenAI's completion object; with `stream` server-sent events of what is new."""
+        """Return OpenAI's completion object. With `stream`, send server-sent events with OpenAI's chunks."""
         try:
             read = await self._read(request, COMPLETION)
             body = read.request
@@ -124,7 +124,7 @@ class OpenAIApi:
         return await self._answer(request, body, generation, TextChoices(self._text(), self._model_name, body))
 
     async def chat_completions(self, request: Request) -> Response:
-        """OpenAI's chat completion object; with `stream` server-sent events of what is new."""
+        """Return OpenAI's chat completion object. With `stream`, send server-sent events with OpenAI's chunks."""
         try:
             read = await self._read(request, CHAT)
             self._manager.text.warn_of_unused(read.unused_options)
@@ -147,7 +147,7 @@ class OpenAIApi:
         return await self._answer(request, body, generation, ChatChoices(self._text(), self._model_name, body))
 
     async def _read(self, request: Request, job: Job[R]) -> R:
-        """The body of a request, read and tokenized."""
+        """Return the body of a request, parsed and tokenized."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
         return await run_job(request, self._manager.text, job, body)
@@ -178,9 +178,11 @@ class OpenAIApi:
     # -- tokenizer ------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
+        """Return {"tokens", "count", "max_model_len"}. For a list of texts, "tokens" and "count" are lists."""
         return await self._text_reply(request, TOKENIZE)
 
     async def detokenize(self, request: Request) -> Response:
+        """Return {"text"}. For a list of lists of token ids, "text" is a list."""
         return await self._text_reply(request, DETOKENIZE)
 
     async def _text_reply(self, request: Request, job: Job[TextReply]) -> Response:

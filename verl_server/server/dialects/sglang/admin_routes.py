@@ -1,7 +1,7 @@
-"""Routes that act on the server: weights, memory, cache, abort, pause. `server.auth` guards them.
+"""Routes that change the server: weights, memory, cache, abort, pause. `server.auth` checks who may call them.
 
-Each body is a control struct of `io_struct`, decoded leniently ("29500" is an int, unknown keys are ignored
-and counted, no body is {}), sent to the scheduler, and answered in SGLang's shape.
+Each body is a control struct of `io_struct`. It is decoded leniently: "29500" is an integer, unknown keys are ignored
+and counted, and an empty body is {}. The struct is sent to the scheduler, and the response has SGLang's shape.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FLUSHED = (
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
 _BASE_FIELDS = ("rid", "http_worker_ipc", "selector", "torch_empty_cache", "is_async", "recapture_cuda_graph")
-"""Keys of SGLang's control bodies without effect here; accepted, not counted as unknown."""
+"""Keys of SGLang's control bodies that are accepted and have no effect. They do not count as unknown."""
 
 _PLAIN_REQS: tuple[type[ControlReq], ...] = (
     UpdateWeightsFromTensorReq,
@@ -70,9 +70,9 @@ _PLAIN_REQS: tuple[type[ControlReq], ...] = (
     InitWeightsUpdateGroupReq,
     DestroyWeightsUpdateGroupReq,
 )
-"""Requests whose route is nothing but their struct in and {"success", "message"} out."""
+"""Requests whose route only sends the struct to the scheduler and returns {"success", "message"}."""
 _PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration", "seconds")
-"""What such a reply carries besides, as far as there is any."""
+"""Further keys of such a response, if the scheduler's reply has them."""
 
 _POST_PROCESS = "/post_process_weights"
 
@@ -81,7 +81,7 @@ CONTROL_PATHS = {
     _POST_PROCESS,
     *(req.route for req in get_args(ControlReq) if req is not GetInternalStateReq),
 }
-"""Routes that act on the whole server. `/abort_request` does with `abort_all` only."""
+"""Routes that affect the whole server. `/abort_request` does so with `abort_all` only, and is not one of them."""
 
 
 class ControlApi:
@@ -111,7 +111,7 @@ class ControlApi:
     # -- cache, abort, pause --------------------------------------------------------------------------------
 
     async def flush_cache(self, request: Request) -> Response:
-        """text/plain, as SGLang answers; `?timeout=` waits so long for the scheduler to become idle."""
+        """Return text/plain, as SGLang does. `?timeout=` is the longest wait in seconds for an idle scheduler."""
         given = request.query_params.get("timeout", "0")
         try:
             timeout = float(given)
@@ -125,10 +125,8 @@ class ControlApi:
         return PlainTextResponse(reply.message or "Flush cache failed.\n", reply.status_code)
 
     async def abort_request(self, request: Request) -> Response:
-        """200 with an empty body: an unknown rid, or none without `abort_all`, is no fault.
-
-        Whoever may generate may end a request whose rid is known; `abort_all` is a control call.
-        """
+        """Return 200 with an empty body, even if no request has this `rid`. With `abort_all`, this is a control route.
+        Without `abort_all`, every caller that may generate may end a request whose `rid` the caller knows."""
         req = await self._parse(request, AbortReq)
         if req.abort_all and (refusal := self._rules.control_refusal(request.scope)) is not None:
             return refusal
@@ -137,22 +135,22 @@ class ControlApi:
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
-        """Answers {"message", "status"}."""
+        """Return {"message", "status"}."""
         reply = await self._control(request, await self._parse(request, PauseGenerationReq))
         return _message_or_error(reply, "Generation paused successfully.")
 
     async def continue_generation(self, request: Request) -> Response:
-        """Answers {"message", "status"}."""
+        """Return {"message", "status"}."""
         reply = await self._control(request, await self._parse(request, ContinueGenerationReq))
         return _message_or_error(reply, "Generation continued successfully.")
 
     # -- weights --------------------------------------------------------------------------------------------
 
     def _plain(self, kind: type[ControlReq]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of one of `_PLAIN_REQS`."""
+        """Return the handler of one of `_PLAIN_REQS`."""
 
         async def change_weights(request: Request) -> Response:
-            """Answers {"success", "message"} and, where they are known, "weight_version", "num_tensors",
+            """Return {"success", "message"} and, if the scheduler returned them, "weight_version", "num_tensors",
             "lease_seconds", "registration" and "seconds"."""
             reply = await self._control(request, await self._parse(request, kind))
             payload = reply.payload if isinstance(reply.payload, dict) else {}
@@ -161,13 +159,13 @@ class ControlApi:
         return change_weights
 
     async def post_process_weights(self, request: Request) -> Response:
-        """Older clients call it after their updates; weights are not quantized here, so nothing is left to do."""
+        """Do nothing, because weights are not quantized here. Older clients call this route after their updates."""
         await read_json(request, self._args.max_request_bytes)
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})
 
     async def accept_restart(self, request: Request) -> Response:
-        """Answers {"success", "message", "weight_version"}."""
+        """Return {"success", "message", "weight_version"}."""
         await self._parse(request, AcceptRestartReq)
         self._manager.check_serving()
         self._manager.controls.weights_confirmed = True
@@ -175,22 +173,22 @@ class ControlApi:
         return json_response({"success": True, "message": "Success", "weight_version": version})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
-        """Answers {"success", "message", "num_paused_requests"} and "weight_version"."""
+        """Return {"success", "message", "num_paused_requests"} and, after a success, "weight_version"."""
         reply = await self._control(request, await self._parse(request, UpdateWeightsFromDiskReq))
         return _success(reply, num_paused_requests=0, **_known_version(reply))
 
     async def update_weight_version(self, request: Request) -> Response:
-        """Answers {"success", "message", "new_version"}."""
+        """Return {"success", "message", "new_version"}."""
         req = await self._parse(request, UpdateWeightVersionReq)
         return _success(await self._control(request, req), new_version=req.new_version)
 
     async def get_weights_by_name(self, request: Request) -> Response:
-        """Answers the rows; 400 if no parameter has the name."""
+        """Return the rows of the parameter; 400 if no parameter has the name."""
         reply = await self._control(request, await self._parse(request, GetWeightsByNameReq))
         return json_response(reply.payload) if reply.success else _message_error(reply)
 
     async def weights_checker(self, request: Request) -> Response:
-        """Answers {"success", "message"} and what the action found."""
+        """Return {"success", "message"} and the results of the action."""
         reply = await self._control(request, await self._parse(request, WeightsCheckerReq))
         extra = reply.payload if isinstance(reply.payload, dict) else {}
         return _success(reply, **extra)
@@ -198,19 +196,23 @@ class ControlApi:
     # -- memory ---------------------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, request: Request) -> Response:
-        """Answers null."""
+        """Return null."""
         reply = await self._control(request, await self._parse(request, ReleaseMemoryOccupationReq))
         return json_response(None) if reply.success else _message_error(reply)
 
     async def resume_memory_occupation(self, request: Request) -> Response:
-        """Answers null."""
+        """Return null."""
         reply = await self._control(request, await self._parse(request, ResumeMemoryOccupationReq))
         return json_response(None) if reply.success else _message_error(reply)
 
     # -- shared ---------------------------------------------------------------------------------------------
 
     async def _control(self, request: Request, req: ControlReq) -> ControlReply:
-        """When the client leaves, what has not begun is withdrawn: it may write the memory that a push would read."""
+        """Send `req` to the scheduler and return the reply.
+
+        If the client disconnects, a request that has not begun is withdrawn: the client may now write the memory that a
+        push would read.
+        """
         return await unless_disconnected(request, self._manager.control(req))
 
     async def _parse(self, request: Request, kind: type[S]) -> S:
@@ -232,7 +234,7 @@ class ControlApi:
 
 
 def _success(reply: ControlReply, **extra: Any) -> Response:
-    """The {"success", "message", ...} body of weight routes."""
+    """Return the response of a weight route: {"success", "message", ...}."""
     content = {"success": reply.success, "message": reply.message} | extra
     if reply.success:
         return json_response(content)

@@ -1,6 +1,6 @@
 """SGLang's routes that do not change the server: `/generate`, health, information, load and metrics.
 
-`app.create_app` mounts them. The handlers run on the TokenizerManager's loop and call the TokenizerManager directly.
+`app.create_app` mounts the routes. The handlers run on the TokenizerManager's event loop and call it directly.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _LIVE_SECONDS = 5.0
-"""A scheduler heard so recently is alive; after that it is asked."""
+"""A scheduler that sent a message within this time is alive. Otherwise, it is sent a request."""
 _HEALTH_TIMEOUT = 20.0
+"""Longest time to wait for a token, or for the scheduler's answer, in a health check."""
 _STATE_TIMEOUT = 2.0
-"""Bound of a look at the scheduler's figures, which a long update may delay."""
+"""Longest time to wait for the scheduler's figures, which a long update may delay."""
 
 
 class NativeApi:
-    """SGLang's own routes that do not change the server."""
+    """Handlers of SGLang's routes that do not change the server."""
 
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
         self._manager = manager
@@ -81,20 +82,18 @@ class NativeApi:
         ]
 
     async def root(self, request: Request) -> Response:
-        """A line of text."""
+        """Return a line of text."""
         return PlainTextResponse("verl-server is running.\n")
 
     async def on_disconnect(self, request: Request, error: Exception) -> Response:
         self._manager.metrics.client_disconnected()
-        return Response(status_code=499)  # goes nowhere
+        return Response(status_code=499)  # the client does not receive this response
 
     # -- generate -------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        """Answers a `GenerateResult`, or a list of them for several prompts and for `n` above 1.
-
-        With `stream` each server-sent event is a `GenerateResult` so far, and `[DONE]` is the last event.
-        """
+        """Return a `GenerateResult`, or a list of them for several prompts or for `n` above 1. With `stream`, each
+        server-sent event is the `GenerateResult` so far, and the last event is `[DONE]`."""
         try:
             body = await read_body(request, self._args.max_request_bytes)
         except BadRequestError as error:
@@ -133,7 +132,7 @@ class NativeApi:
     # -- health ---------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """200 with an empty body while the scheduler is alive: also when paused or taking new weights."""
+        """Return 200 with an empty body while the scheduler is alive, even during a pause or a weight update."""
         try:
             await self._check_live()
         except VerlServerError as error:
@@ -141,13 +140,13 @@ class NativeApi:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """As `/health`, but 503 while generation is paused."""
+        """Return the response of `/health`, but 503 while generation is paused."""
         if (pause := self._manager.controls.pause) is not None:
             return status_error(ServerUnavailableError(f"Generation is {pause}."))
         return await self.health(request)
 
     async def health_generate(self, request: Request) -> Response:
-        """200 after a real token was generated. When paused or updating, that cannot be: then as `/health`."""
+        """Generate one token, then return 200. During a pause or a weight update, return the response of `/health`."""
         manager = self._manager
         if manager.controls.is_paused or manager.controls.updating_weights:
             return await self.health(request)
@@ -169,7 +168,7 @@ class NativeApi:
         return Response()
 
     async def _probe(self, generation: Generation) -> None:
-        """Wait for the token, unless a pause or an update begins meanwhile."""
+        """Wait for the token. If a pause or an update begins meanwhile, check only that the scheduler is alive."""
         result = asyncio.ensure_future(generation.result())
         try:
             while not (await asyncio.wait((result,), timeout=0.5))[0]:
@@ -185,7 +184,10 @@ class NativeApi:
             raise ServerUnavailableError("The server is starting: its first request was not answered yet.")
 
     async def _check_live(self) -> None:
-        """Raise unless the scheduler gave a sign of life. An update may keep it from answering: that is life."""
+        """Raise unless the scheduler is alive.
+
+        While a control call is in flight, the scheduler counts as alive, because an update may keep it from answering.
+        """
         self._check_ready()
         manager = self._manager
         if time.monotonic() - manager.last_message < _LIVE_SECONDS or manager.controls.in_flight:
@@ -193,12 +195,12 @@ class NativeApi:
         try:
             await manager.control(GetInternalStateReq(), timeout=_HEALTH_TIMEOUT)
         except ControlTimeoutError as error:
-            raise ServerUnavailableError(f"The scheduler gives no sign of life: {error}") from None
+            raise ServerUnavailableError(f"The health check failed: {error}") from None
 
     # -- info -----------------------------------------------------------------------------------------------
 
     async def _internal_state(self) -> dict[str, Any]:
-        """The scheduler's figures; {} if it is too busy to answer soon."""
+        """Return the scheduler's figures, or {} if it does not answer in time."""
         try:
             reply = await self._manager.control(GetInternalStateReq(), timeout=_STATE_TIMEOUT)
         except ServerDiedError:
@@ -208,15 +210,15 @@ class NativeApi:
         return reply.payload if isinstance(reply.payload, dict) else {}
 
     async def model_info(self, request: Request) -> Response:
-        """Answers a `ModelInfo`."""
+        """Return a `ModelInfo`."""
         return json_response(model_info(self._manager, self._args))
 
     async def weight_version(self, request: Request) -> Response:
-        """Answers {"weight_version"}."""
+        """Return {"weight_version"}."""
         return json_response({"weight_version": self._manager.controls.weight_version})
 
     async def server_info(self, request: Request) -> Response:
-        """Answers a `ServerInfo`."""
+        """Return a `ServerInfo`."""
         return json_response(await self.server_info_dict())
 
     async def server_info_dict(self) -> dict[str, Any]:
@@ -237,10 +239,10 @@ class NativeApi:
         }
 
     async def loads(self, request: Request) -> Response:
-        """Load of the one data-parallel rank, as `/v1/loads?include=...` of SGLang lists it."""
+        """Return the load of the one data-parallel rank, in the format of SGLang's `/v1/loads?include=...`."""
         known = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
-        asked = [part for part in request.query_params.get("include", "all").split(",") if part]
-        wrong = [part for part in asked if part not in known]
+        included = [part for part in request.query_params.get("include", "all").split(",") if part]
+        wrong = [part for part in included if part not in known]
         if wrong:
             raise BadRequestError(f"Unknown include {wrong}; known: {sorted(known)}.")
         state = await self._internal_state()
@@ -261,7 +263,7 @@ class NativeApi:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics as text; 404 if `enable_metrics` is off."""
+        """Return Prometheus metrics as text; 404 if `enable_metrics` is off."""
         if not self._args.enable_metrics:
             raise HTTPException(404, "Metrics are off (enable_metrics=False)")
         try:
@@ -278,7 +280,7 @@ def _generate_error(error: VerlServerError) -> Response:
 
 
 def model_info(manager: TokenizerManager, server_args: ServerArgs) -> dict[str, Any]:
-    """Body of `/model_info`, and what `Engine.get_model_info` returns."""
+    """Return the body of `/model_info`, which `Engine.get_model_info` returns too."""
     manager.check_serving()
     assert manager.model_text is not None
     config = manager.model_text.config
