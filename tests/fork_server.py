@@ -240,11 +240,11 @@ def _become_child(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         parent = int.from_bytes(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
-        _answer_getppid(parent)
         for fd in inherited:
             os.close(fd)
         link.close()
         _place(dict(zip(request["descriptors"], descriptors, strict=True)))
+        _answer_getppid(parent)  # its descriptor must not have a number that `_place` takes
         os.environ.clear()
         os.environ.update(request["env"])
         sys.path[:0] = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part not in sys.path]
