@@ -21,10 +21,10 @@ demo: $(STAMP)  ## train a tiny policy against HTTP environments; leaves runs/de
 	$(BIN)/verl-server demo $(ARGS)
 
 test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not exhaustive" $(ARGS)
 
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(ARGS)
 
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
