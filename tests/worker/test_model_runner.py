@@ -15,7 +15,7 @@ from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.tiny import make_model_folder
 from verl_server.server_args import ServerArgs
-from verl_server.worker.model_runner import ModelRunner, device_of
+from verl_server.worker.model_runner import ModelRunner
 
 
 class LonelyRank(TpGroup):
@@ -234,11 +234,3 @@ def test_bf16_on_cpu_stays_near_fp32(tiny_qwen3: Path) -> None:
         exact.finish([same], 1)
         if same.spec.output_ids[0] == sequence.spec.output_ids[0]:
             assert sequence.logprobs[0] == pytest.approx(same.logprobs[0], abs=0.3)
-
-
-def test_device_of_rank() -> None:
-    args = ServerArgs(model_path="x", device="cpu", tp_size=2)
-    assert device_of(args, 1) == torch.device("cpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(BadRequestError, match="no CUDA device"):
-            device_of(args.replace(device="cuda"), 0)

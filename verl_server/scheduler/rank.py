@@ -31,7 +31,8 @@ from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
-from verl_server.worker.model_runner import ModelRunner, device_of
+from verl_server.worker.device import device_of
+from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import TpWorker
 from verl_server.worker.weight_sources import WeightSources

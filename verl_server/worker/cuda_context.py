@@ -14,7 +14,7 @@ from verl_server.server_args import ServerArgs
 
 
 def create_context(server_args: ServerArgs, tp_rank: int) -> None:
-    """Create the context of the device that `model_runner.device_of` chooses; nothing without a GPU."""
+    """Create the context of the device that `device.device_of` chooses; nothing without a GPU."""
     if server_args.device == "cpu":
         return
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: read when the context is created

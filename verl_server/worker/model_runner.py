@@ -8,9 +8,6 @@ comes back through pinned memory, and `Step.result` waits for it.
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +31,7 @@ from verl_server.sampling.sampler import Sampled, Sampler
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.copying.fused_copy import compile_kernels
+from verl_server.worker.device import free_bytes, set_threads, trim_heap
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
 from verl_server.worker.kv_cache import KVCache, MemoryBudget, cpu_budget, gpu_budget
@@ -43,8 +41,6 @@ from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, SPECIAL_BYTES, Ste
 if TYPE_CHECKING:  # they need Triton
     from verl_server.models.triton_attention import PagedBackend
     from verl_server.worker.step_graphs import StepGraphs
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,7 +70,7 @@ class ModelRunner:
         start = start or StartTimes()
         self.tp, self.device = tp, device
         self._args = server_args
-        _set_threads(server_args, device)
+        set_threads(server_args, device)
         free_before = free_bytes(device)
         start.mark("device")
         dummy = server_args.load_format == "dummy"
@@ -341,7 +337,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            _trim_heap()
+            trim_heap()
 
     def _clear_weights(self) -> None:
         """Fresh memory must read as zeros: rows of vocabulary padding are never written again."""
@@ -419,29 +415,6 @@ class ModelRunner:
         return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, max_bs, kept_free)
 
 
-def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
-    """The device of a rank: `gpu_uuids` by UUID, else `base_gpu_id` + local rank, or the CPU."""
-    if server_args.device == "cpu" or (server_args.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise BadRequestError("device='cuda', but torch sees no CUDA device. Use device='cpu' or check the driver.")
-    local_rank = tp_rank % server_args.ranks_per_node
-    count = torch.cuda.device_count()
-    if server_args.gpu_uuids:
-        wanted = server_args.gpu_uuids[local_rank].removeprefix("GPU-").lower()
-        uuids = [str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").lower() for i in range(count)]
-        if wanted not in uuids:
-            raise BadRequestError(
-                f"gpu_uuids names {server_args.gpu_uuids[local_rank]}, but this process sees {uuids} "
-                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})."
-            )
-        return torch.device("cuda", uuids.index(wanted))
-    ordinal = server_args.base_gpu_id + local_rank
-    if ordinal >= count:
-        raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
-    return torch.device("cuda", ordinal)
-
-
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
     if (server_args.context_length or 0) > longest:
@@ -456,29 +429,3 @@ def _compute_dtype(server_args: ServerArgs, config: ModelConfig, device: torch.d
         return torch.float32 if device.type == "cpu" else config.dtype
     dtype: torch.dtype = getattr(torch, server_args.dtype)
     return dtype
-
-
-def _set_threads(server_args: ServerArgs, device: torch.device) -> None:
-    if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
-    else:
-        torch.cuda.set_device(device)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What a GPU has left, without what torch's allocator keeps for later; 0 for the CPU."""
-    if device.type == "cpu":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
-
-
-def _trim_heap() -> None:
-    """glibc keeps freed blocks below its mmap threshold; ask it to give them to the system."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # another libc: large blocks are mapped one by one there too

@@ -1,0 +1,63 @@
+"""The device of one rank: which one it is, its threads, and the memory that nobody holds.
+
+Called by `ModelRunner`, and by `scheduler.rank` before there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+from verl_server.errors import BadRequestError
+from verl_server.server_args import ServerArgs
+
+
+def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
+    """The device of a rank: `gpu_uuids` by UUID, else `base_gpu_id` + local rank, or the CPU."""
+    if server_args.device == "cpu" or (server_args.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadRequestError("device='cuda', but torch sees no CUDA device. Use device='cpu' or check the driver.")
+    local_rank = tp_rank % server_args.ranks_per_node
+    count = torch.cuda.device_count()
+    if server_args.gpu_uuids:
+        wanted = server_args.gpu_uuids[local_rank].removeprefix("GPU-").lower()
+        uuids = [str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").lower() for i in range(count)]
+        if wanted not in uuids:
+            raise BadRequestError(
+                f"gpu_uuids names {server_args.gpu_uuids[local_rank]}, but this process sees {uuids} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})."
+            )
+        return torch.device("cuda", uuids.index(wanted))
+    ordinal = server_args.base_gpu_id + local_rank
+    if ordinal >= count:
+        raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
+    return torch.device("cuda", ordinal)
+
+
+def set_threads(server_args: ServerArgs, device: torch.device) -> None:
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
+    else:
+        torch.cuda.set_device(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a GPU has left, without what torch's allocator keeps for later; 0 for the CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def trim_heap() -> None:
+    """glibc keeps freed blocks below its mmap threshold; ask it to give them to the system."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # another libc: large blocks are mapped one by one there too
