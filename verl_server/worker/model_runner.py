@@ -11,18 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels.device_arrays import to_device, upload
+from verl_server.kernels.device_arrays import to_device
 from verl_server.model_folder import resolve_model_folder
-from verl_server.models.attention import AttentionStep, Placement, plan_attention
+from verl_server.models.attention import AttentionStep, Placement
 from verl_server.models.config import ModelConfig, load_model_config
-from verl_server.models.cpu_attention import CpuAttention
 from verl_server.models.loader import fill_dummy, load_checkpoint
 from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
@@ -36,6 +34,7 @@ from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
 from verl_server.worker.kv_cache import KVCache, MemoryBudget, cpu_budget, gpu_budget
 from verl_server.worker.memory_arena import MemoryArena, aligned
+from verl_server.worker.step_attention import StepAttention
 from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, SPECIAL_BYTES, StepMemory
 
 if TYPE_CHECKING:  # they need Triton
@@ -81,7 +80,6 @@ class ModelRunner:
         self.dtype = _compute_dtype(server_args, self.config, device)
         choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
         paged = choice.attention == "triton"
-        self._triton_ops = choice.fused and device.type == "cuda"
         self.model = self._build(choice.ops(device))
         self.weight_map = self.model.weight_map()
         if dummy:
@@ -101,19 +99,16 @@ class ModelRunner:
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """What each row's latest step sampled; a step may be planned before it is known to the host."""
-        self._paged = self._paged_backend() if paged else None
-        self._cpu_attention = None
-        if choice.cpu is not None and choice.attention == "cpp":
-            self._cpu_attention = CpuAttention(choice.cpu, self.model.rotary, self.kv, self._num_heads)
-        self._cpu_attends = choice.cpu_attends
+        num_heads = self.config.num_heads // tp.size
+        self._attention = StepAttention(choice, num_heads, self.model.rotary, self.kv, server_args)
         self.step_budget: int | None = None
         """Bound on the sum of `step_bytes` in a step. One rank has none: it can try again in smaller steps."""
         if device.type == "cuda" and tp.size > 1:
             self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
         self._copy_kernels_left = device.type == "cuda" and server_args.fused_weight_copy
         self._graphs = None
-        if self._paged is not None and not server_args.disable_cuda_graph:
-            self._graphs = self._step_graphs(self._paged)
+        if self._attention.paged is not None and not server_args.disable_cuda_graph:
+            self._graphs = self._step_graphs(self._attention.paged)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -160,53 +155,12 @@ class ModelRunner:
 
     def _hidden(self, placement: Placement) -> Tensor:
         """Hidden states of all new tokens, launched operator by operator."""
-        if self._paged is None:
-            step, ids, rows = self._plan(placement)
-        else:
-            step, ids, rows = self._upload(self._paged, placement)
+        step, ids, rows = self._attention.plan(placement)
         if (placement.ids < 0).any():
             n = placement.num_decodes  # only these can have been sampled in a step that is not read yet
             ids[:n] = torch.where(ids[:n] < 0, self._last_tokens[rows[:n]], ids[:n])
         hidden: Tensor = self.model(ids, self.kv.layers, step)
         return hidden
-
-    def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The attention of a step without Triton's kernels, its ids and its rows, on the device."""
-        ids, rows = to_device(placement.ids, self.device), to_device(placement.rows, self.device)
-        attends = self._cpu_attends is None or self._cpu_attends(placement.num_decodes)
-        if self._cpu_attention is not None and attends:
-            return self._cpu_attention.plan(placement), ids, rows
-        lens = placement.cached + placement.extend
-        plan = plan_attention(
-            placement.cached,
-            placement.extend,
-            placement.slots,
-            self.kv.trimmed_table(placement.rows, lens),
-            self._num_heads,
-            self.kv.layers[0],
-            self.model.rotary.at(to_device(placement.positions, self.device)),
-        )
-        return plan, ids, rows
-
-    def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The paged attention of a step, its ids and the rows of those that decode, on the device."""
-        from verl_server.kernels.paged_attention import SharedKeys
-        from verl_server.models.triton_attention import DecodePart, ExtendPart, PagedStep
-
-        n = placement.num_decodes
-        lens = placement.cached[:n] + 1
-        starts = n + np.concatenate(([0], np.cumsum(placement.extend[n:])))
-        decodes = backend.plan_decodes(placement.rows[:n], lens)
-        arrays = [placement.ids, placement.positions, placement.slots, placement.rows[:n], lens]
-        arrays += [placement.rows[n:], placement.cached[n:], starts]
-        on_device = upload([*arrays, *decodes.arrays], self.device)
-        ids, positions, slots, rows, kv_lens, chunk_rows, cached, chunk_starts, work, *shared = on_device
-        decode, chunks = None, None
-        if n:
-            decode = DecodePart(rows, kv_lens, work, SharedKeys(*shared) if shared else None)
-        if n < len(placement.rows):
-            chunks = ExtendPart(chunk_rows, cached, chunk_starts, int(placement.extend[n:].max()))
-        return PagedStep(backend, positions, slots, decode, chunks), ids.long(), rows
 
     def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
         """Logits of a step from device tensors alone: what a CUDA graph holds, see `step_graphs.Forward`."""
@@ -364,33 +318,6 @@ class ModelRunner:
                 setattr(module, name, nn.Parameter(view, requires_grad=False))
                 offset += aligned(parameter.nbytes)
         return model
-
-    @property
-    def _num_heads(self) -> int:
-        return self.config.num_heads // self.tp.size
-
-    def _paged_backend(self) -> PagedBackend:
-        from verl_server.kernels.paged_attention import PagedAttention
-        from verl_server.models.triton_attention import PagedBackend
-
-        cascade = not (self._args.disable_cascade_attention or self._args.disable_radix_cache)
-        kernels = PagedAttention(
-            num_heads=self._num_heads,
-            kv_heads=self.kv.kv_heads,
-            head_dim=self.config.head_dim,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            device=self.device,
-            max_shared_entries=self.max_rows if cascade else 0,
-        )
-        return PagedBackend(
-            kernels,
-            self.model.rotary,
-            self.kv.device_page_table,
-            self.kv.page_table,
-            self.page_size,
-            fused=self._triton_ops,
-        )
 
     def _most_memory(self, paged: bool) -> tuple[int, int]:
         """Bytes that the largest plain step may take, and that CUDA graphs may take besides."""
