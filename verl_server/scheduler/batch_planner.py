@@ -1,17 +1,17 @@
-"""`BatchPlanner`: which requests run in the next step, and on which pages.
+"""`BatchPlanner`: decides which requests run in the next step, and on which pages.
 
-Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache; pure Python, no
-tensors, no I/O. The `Scheduler` adds requests, asks for a `ScheduleBatch`, launches it, reports it collected and
-removes requests. One step may be in flight while the next is planned: pages and rows that it still writes can be
-given away, because the device runs steps in order.
+Owns the waiting and running lists, the KV pages, the page-table rows and the prefix cache. It is pure Python without
+tensors or I/O. The `Scheduler` adds requests, plans a `ScheduleBatch`, launches it, reports that it was collected, and
+removes requests. One step may be in flight while the next is planned. Pages and rows that the step in flight still
+writes may be assigned again, because the device runs steps in order.
 
-Policy: every running request decodes in every step; what is left of the step goes to prefills, at most
-`chunked_prefill_size` prompt tokens, oldest first. Admission is first come, first served and optimistic: only a
-fraction of the tokens that requests may still sample is reserved. When pages run out after all, the newest
-request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest one always
-fits (checked at arrival), so there is always progress. What sampling takes beyond a plain draw (penalties, filters,
-log-probabilities of many tokens) is bounded in sum at admission, and steps get smaller when one runs out of memory
-all the same (`StepLimits`).
+Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
+`chunked_prefill_size` prompt tokens. Admission is first come, first served and optimistic: only a fraction of the
+tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it keeps its
+tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there
+is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain draw (penalties,
+filters, log-probabilities of many tokens). If a step runs out of memory nevertheless, steps become smaller
+(`StepLimits`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verl_server.scheduler.step_limits import StepLimits
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
-_MAX_SKIPPED = 256  # waiting requests looked at beyond those that cannot start yet
+_MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
 
 
 class PageTableRows:
-    """The free rows of the page table; each running request holds one."""
+    """The free rows of the page table. Each running request holds one row."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
@@ -46,7 +46,7 @@ class PageTableRows:
 
 
 class BatchPlanner:
-    """State and policy of continuous batching; see the module docstring."""
+    """State and policy of continuous batching. The module docstring describes the policy."""
 
     def __init__(
         self,
@@ -57,37 +57,37 @@ class BatchPlanner:
         disable_radix_cache: bool = False,
         step_budget: int | None = None,
     ) -> None:
-        """`step_budget`: bytes that `Req.step_bytes` of all running requests may take together; None: no bound."""
+        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound."""
         self.page_size = page_size
         self.limits = StepLimits(max_rows, chunked_prefill_size)
         self._step_budget = step_budget
         self._step_bytes = 0
-        """Of all running requests."""
+        """Sum of `Req.step_bytes` of all running requests."""
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
         self.waiting: list[Req] = []
-        """In order of arrival, retracted requests among them."""
+        """Waiting requests in order of arrival, including retracted ones."""
         self.running: list[Req] = []
         self.num_retractions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._reserve_ratio = _RESERVE_START
         self._num_retracted = 0
-        """Waiting requests that were started before."""
+        """Number of waiting requests that were retracted."""
 
     # -- requests in and out ---------------------------------------------------------------------------------
 
     def max_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Return the capacity of the pool in tokens."""
         return self.pages.num_pages * self.page_size
 
     def add(self, req: Req) -> None:
-        """Queue a request, in the order of arrival."""
+        """Queue a request in order of arrival."""
         bisect.insort(self.waiting, req, key=_arrival)
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
-        """Forget a request. `cache=False` keeps its newest pages out of the prefix cache."""
+        """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
         if req.row < 0:
             del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=_arrival)]
             self._num_retracted -= req.started
@@ -103,11 +103,12 @@ class BatchPlanner:
             self.running = [req for req in self.running if req.row >= 0]
 
     def retract(self, req: Req) -> None:
-        """Put a running request back into the queue without KV; it keeps its tokens and log-probabilities.
+        """Put a running request back into the queue without KV. It keeps its tokens and log-probabilities.
 
-        Not while a step of it is in flight, whose token could not be told from one of its next life.
+        No step of the request may be in flight: the token of that step would be taken for one that the request samples
+        after its return.
         """
-        assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step of it is in flight"
+        assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step with it is in flight"
         self.running.remove(req)
         self._free(req, cache=True)
         req.private = False
@@ -119,23 +120,24 @@ class BatchPlanner:
         self.add(req)
 
     def retract_all(self) -> None:
-        """Retract all running requests for an update, or a pause."""
+        """Retract all running requests for an update or a pause."""
         for req in list(self.running):
             self.retract(req)
             req.restarted = True
 
     def is_restarting(self) -> bool:
-        """Whether a request that an update threw back is still computing what it had before."""
+        """Return True if a running request still recomputes the KV that an update dropped."""
         return any(req.restarted for req in self.running)
 
     def has_started(self) -> bool:
-        """Whether any request was started and is not finished, retracted ones included."""
+        """Return True if any request was started and has not ended. Retracted requests count."""
         return bool(self.running) or self._num_retracted > 0
 
     def start_version(self) -> None:
-        """The weights changed: old pages serve nobody but the requests that hold them, see `RadixCache`.
+        """Start a new version of the prefix cache after the weights changed. Old pages stay with their requests only.
 
-        An unfinished prefill starts again: the next token and the log-probabilities of a prompt have one version.
+        An unfinished prefill starts again, because the log-probabilities of a prompt and the next token must have the
+        same version.
         """
         for req in [req for req in self.running if req.prefilling]:
             self.retract(req)
@@ -147,10 +149,10 @@ class BatchPlanner:
     # -- a step ----------------------------------------------------------------------------------------------
 
     def plan(self, only_started: bool = False, settled: bool = True) -> ScheduleBatch | None:
-        """The next step, which must be launched at once. None if there is nothing to run.
+        """Return the next step, which must be launched at once, or None if there is nothing to run.
 
-        `only_started` admits nobody new (a drain). While a step is in flight (not `settled`) nobody is retracted: then
-        None also means that somebody would have to be, and to ask again when it was collected.
+        `only_started` admits no request that was not started before (a drain). `settled` is False while a step is in
+        flight: no request is retracted then, and None may also mean that one must be, after the step was collected.
         """
         retracted = False
         while True:
@@ -170,14 +172,14 @@ class BatchPlanner:
                     return ScheduleBatch.build(reqs)
                 if not self.running:
                     return None
-            # Decodes are short of pages, or prefills hold all of them: the newest makes room for the others.
+            # Decodes lack pages, or prefills hold all pages: the newest request makes room for the others.
             if not settled:
                 return None
             self.retract(max(self.running, key=_arrival))
             retracted = True
 
     def collected(self, batch: ScheduleBatch) -> list[Req]:
-        """The step was computed: its KV is sound. Returns the requests whose prefill went on, to `share`."""
+        """Note that the step was computed. Return the requests whose prefill it continued, for `share`."""
         self.limits.succeeded(batch)
         for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
             req.sound_len += extend_len
@@ -188,23 +190,23 @@ class BatchPlanner:
         return prefilled
 
     def out_of_memory(self, batch: ScheduleBatch) -> Req | None:
-        """The step, which was to be launched, ran out of memory: its requests are planned again, in smaller steps.
+        """Undo a step that ran out of memory at its launch. Its requests are planned again in smaller steps.
 
-        Returns the request that cannot be computed even alone, if that is known: it has to end.
+        Return the request that cannot be computed even alone, and therefore must end; None if it is not known yet.
         """
         batch.undo()
         return self.limits.failed(batch)
 
     def share(self, reqs: list[Req]) -> None:
-        """Put the full pages of those requests that still run into the prefix cache."""
+        """Move full pages into the prefix cache, for each request of `reqs` that still runs."""
         for req in reqs:
             if req.row >= 0:
                 self._share(req)
 
     def _split_running(self) -> tuple[list[Req], list[Req], list[Req]]:
-        """Requests that decode next, those of them that need a page for it, and those whose prefill goes on.
+        """Return (requests that decode, decodes that need a new page, requests whose prefill continues).
 
-        Who has sampled its last token, though it is still pending, is none of them.
+        A request whose last token is pending is in none of the lists.
         """
         size = self.page_size
         decodes, growing, prefills = [], [], []
@@ -222,10 +224,8 @@ class BatchPlanner:
         return decodes, growing, prefills
 
     def _plan_prefills(self, prefills: list[Req], room: int, admit: bool, only_started: bool) -> list[Req]:
-        """Who fills up the step: first prefills that go on, oldest first, then, with `admit`, waiting requests.
-
-        `room`: most requests.
-        """
+        """Return up to `room` requests that fill the step: `prefills`, oldest first; then, with `admit`, waiting
+        requests."""
         budget = self.limits.tokens
         prefills.sort(key=_arrival)
         chunks = []
@@ -236,14 +236,14 @@ class BatchPlanner:
         return chunks + self._admit(budget, room - len(chunks), only_started) if admit else chunks
 
     def _adapt_reserve(self, retracted: bool) -> None:
-        """Admit more carefully after a retraction, and a little less so after every step without."""
+        """Reserve more pages at admission after a retraction, and slightly fewer after every step without one."""
         if retracted:
             self._reserve_ratio = min(1.0, self._reserve_ratio + _RESERVE_RISE)
         else:
             self._reserve_ratio = max(_RESERVE_MIN, self._reserve_ratio - _RESERVE_DECAY)
 
     def _take_chunk(self, req: Req, budget: int) -> int:
-        """Plan the next part of a prefill as far as budget and pages allow; returns its length."""
+        """Plan the next chunk of a prefill, as long as `budget` and pages allow. Return the length in tokens."""
         room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
         chunk = min(budget, len(req.token_ids) - req.cached_len, room)
         if chunk <= 0:
@@ -255,7 +255,10 @@ class BatchPlanner:
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, budget: int, room: int, only_started: bool) -> list[Req]:
-        """Start waiting requests in order, at most `room`, while budget, rows, pages and memory for steps last."""
+        """Start up to `room` waiting requests in order, while budget, rows, pages and memory for steps suffice.
+
+        Return the started requests.
+        """
         admitted: list[Req] = []
         skipped: list[Req] = []
         if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
@@ -271,8 +274,8 @@ class BatchPlanner:
                 skipped.append(req)
                 continue
             node = self._match(req)
-            # Requests of one group arrive together: waiting a step for the first of them is cheaper than computing
-            # the prompt once for each. Prefills go oldest first, so it is done when there is budget to spare.
+            # Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than
+            # computing the prompt for each of them. The wait is short, because prefills run oldest first.
             shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
             if shares and _page_key(node, req, self.page_size) in computing:
                 skipped.append(req)
@@ -291,12 +294,12 @@ class BatchPlanner:
         return cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
 
     def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
-        """The page that a running prefill will give to the prefix cache next."""
+        """Return the key of the page that a running prefill will share next through the prefix cache."""
         assert req.node is not None
         return _page_key(req.node, req, self.page_size)
 
     def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
-        """Give a waiting request a row and the cached pages down to `node`; False if memory is short."""
+        """Assign a row and the cached pages down to `node` to a waiting request. Return False if memory is short."""
         cache = self.cache
         cache.lock(node)
         need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
@@ -322,14 +325,17 @@ class BatchPlanner:
         return True
 
     def _has_step_bytes(self, req: Req) -> bool:
-        """Whether a step has memory for what sampling takes for one more request."""
+        """Return True if a step has memory to sample for one more request."""
         return self._step_budget is None or self._step_bytes + req.step_bytes <= self._step_budget
 
     def _reserve_pages(self, req: Req) -> int:
         return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
 
     def _expected_pages(self, reqs: list[Req]) -> int:
-        """Pages that running requests will probably still ask for. One pass: every step with a queue asks."""
+        """Return the number of pages that `reqs` will probably still need.
+
+        Written as one loop without calls, because every step with a queue runs it over all running requests.
+        """
         size, ratio = self.page_size, self._reserve_ratio
         total = 0
         for req in reqs:
@@ -343,11 +349,11 @@ class BatchPlanner:
     # -- pages -----------------------------------------------------------------------------------------------
 
     def available_pages(self) -> int:
-        """Pages that can be had without taking them from a request."""
+        """Return the number of pages that are free or can be evicted from the prefix cache."""
         return self.pages.available + self.cache.evictable
 
     def num_used_tokens(self) -> int:
-        """Tokens of capacity that running requests hold."""
+        """Return the capacity in tokens that running requests hold."""
         return (self.pages.num_pages - self.available_pages()) * self.page_size
 
     def _num_pages(self, tokens: int) -> int:
@@ -364,7 +370,7 @@ class BatchPlanner:
         req.pages += taken
 
     def _share(self, req: Req) -> None:
-        """Give the full pages of a request to the prefix cache; it goes on holding them."""
+        """Move the full pages of a request into the prefix cache. The request continues to hold them."""
         count = req.sound_len // self.page_size
         node = req.node
         if self.cache.disabled or req.private or node is None or count <= node.depth:
@@ -387,13 +393,13 @@ class BatchPlanner:
         req.prefilling = False
 
     def check_invariants(self, deep: bool = True) -> None:
-        """free + cached + used == total, and with `deep` also whose every page, lock and row is."""
+        """Assert that free + cached + used == total. With `deep`, also check the owner of each page, lock and row."""
         used = sum(len(req.pages) - req.num_shared for req in self.running)
         free, cached = self.pages.available, self.cache.num_pages
         assert free + cached + used == self.pages.num_pages, f"{free=} + {cached=} + {used=} != {self.pages.num_pages}"
         assert self.rows.available + len(self.running) == self.rows.max_rows, "a page-table row was lost"
         if not self.running:
-            assert self.cache.protected == self.cache.detached == 0, "pages are locked, but nothing runs"
+            assert self.cache.protected == self.cache.detached == 0, "pages are locked, but no request runs"
         if not deep:
             return
         holders = [req.node for req in self.running if req.node is not None]
@@ -405,7 +411,7 @@ class BatchPlanner:
             assert req.node is not None and req.cached_len <= len(req.pages) * self.page_size
             assert req.node.depth * self.page_size <= req.sound_len <= min(req.cached_len, len(req.token_ids))
             assert 0 <= req.num_pending <= 1, "more than one step is in flight"
-            assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not the tree's"
+            assert req.pages[: req.num_shared] == self.cache.path_pages(req.node), "a shared page is not cached"
             owned += req.pages[req.num_shared :]
         assert len(set(owned)) == len(owned), "a KV page has two owners"
         assert len({req.row for req in self.running}) == len(self.running), "two requests share a page-table row"
@@ -420,6 +426,6 @@ def _arrival(req: Req) -> int:
 
 
 def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:
-    """What the page of `req` right below `node` is found by."""
+    """Return the key of the page of `req` directly below `node`: (id of the node, tokens of the page)."""
     start = node.depth * page_size
     return id(node), tuple(req.token_ids[start : start + page_size])

@@ -1,10 +1,10 @@
-"""`ControlQueue`: pause, flush, transactions, weight updates and memory requests, each at its moment between two steps.
+"""`ControlQueue`: runs pause, flush, transactions, weight updates and memory requests between two steps.
 
 Owned by the `Scheduler`, which calls `run_ready` between steps. Implements the tables in docs/scheduler-states.md:
-what is refused on arrival, what is staged first, whose turn it is, and what each request does while serving,
-draining, paused, held by a transaction or refusing. Nothing here blocks: a request that has to wait (to be staged, for
-started requests to finish, for the scheduler to become idle) is looked at again after the next step, or when the
-stager rings, until its deadline.
+which requests are refused on arrival, which are staged first, in which order they run, and what each request does
+while generation is serving, draining, paused, held by a transaction or refusing. Nothing here blocks. A request may
+have to wait for its staging, for started requests to finish, or for the scheduler to become idle. It is then checked
+again after the next step, or when the stager wakes the loop, until its deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from verl_server.worker.weight_sources import needs_staging
 logger = logging.getLogger(__name__)
 
 _GIVEN_UP = 499
-"""Status of requests that nobody waits for any more."""
+"""Status code of a request whose caller no longer waits for it."""
 
 
 class Generation(Protocol):
@@ -76,9 +76,9 @@ class _Pending:
     req: WeightReq
     deadline: float
     staged: bool = False
-    """It went through the stager, or is on its way."""
+    """True from the moment when the request was submitted to the stager."""
     ready: bool = True
-    """Its staging, if any, is over."""
+    """False only while the request is being staged."""
 
 
 @dataclass(slots=True)
@@ -95,23 +95,24 @@ class ControlQueue:
         self._timeout = timeout
         self._queue: deque[_Pending] = deque()
         self._aside: dict[int, _Pending] = {}
-        """Requests that are over when they were staged: they have no turn to wait for."""
+        """Requests that run as soon as they are staged, in no order with those in the queue; by request id."""
         self._overdue: dict[int, StagedReq] = {}
-        """Refused as late, while the stager is still at them or before them."""
+        """Requests that were refused with 504 before the stager finished them; by request id."""
         self._flushes: list[_PendingFlush] = []
-        self._step_taken = True  # since the last update: generation gets one before the next
+        self._step_taken = True
+        """True if a step was taken since the last update. The next update waits for it."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.paused = False
         self.draining = False
-        """The head of the queue waits for started requests; nobody new is started."""
+        """True while the first request of the queue waits for started requests to end. No other request is started."""
 
     @property
     def holds_generation(self) -> bool:
-        """No step is taken, and nobody is refused: generation goes on when the pause, or the transaction, ends."""
+        """True while no step is taken and requests queue: until the pause, or the open transaction, ends."""
         return self.paused or self.transaction.is_open
 
     def receive(self, req: ControlReq) -> None:
-        """Act at once on what does not depend on the order of weight updates; stage and queue the rest."""
+        """Carry out `req` now if it does not depend on the order of weight updates. Otherwise stage and queue it."""
         now = self._scheduler.clock()
         match req:
             case GetInternalStateReq():
@@ -127,8 +128,8 @@ class ControlQueue:
                 self._receive_ordered(req, _Pending(req, now + self._timeout))
 
     def withdraw(self, request_id: int) -> None:
-        """The caller of a request gave up. Unless it has begun, drop it: the caller may write its memory again."""
-        message = "It was withdrawn: its caller gave up before it began."
+        """Drop a request whose caller gave up, unless it has begun: the caller may write its memory again."""
+        message = "The request was withdrawn: its caller gave up before it began."
         for item in [item for item in self._flushes if item.req.id == request_id]:
             self._flushes.remove(item)
             self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
@@ -137,9 +138,10 @@ class ControlQueue:
             self._withdraw(pending, message, _GIVEN_UP)
 
     def run_ready(self) -> None:
-        """Carry out the queued requests whose moment has come. Called between steps.
+        """Carry out the queued requests that may run now. Called between steps.
 
-        At most one that copies weights: before the next the loop must hear whether its caller gave up meanwhile.
+        At most one of them copies weights. Before the next copy the loop must read its messages, because the caller of
+        that copy may have given up meanwhile.
         """
         self._take_staged()
         self._watch_aside()
@@ -160,19 +162,23 @@ class ControlQueue:
         self._run_flushes()
 
     def step_taken(self) -> None:
+        """Note that a step was planned since the last update."""
         self._step_taken = True
 
     def _owes_progress(self) -> bool:
-        """True if generation has not progressed since the last update: a flood of updates must not starve it."""
+        """Return True if generation has not progressed since the last update: many updates must not starve it."""
         return not self._step_taken or self._scheduler.planner.is_restarting()
 
     def is_ready(self) -> bool:
-        """With nothing runnable: whether `run_ready` has something to do. Then nobody is waited for but the stager
-        (which rings) and, by a flush, requests that a pause froze."""
+        """Return True if `run_ready` has something to do. For a loop that has no request to compute.
+
+        Such a loop need not look at a request that is being staged, because the stager wakes it, nor at a flush that
+        waits for requests which a pause froze.
+        """
         return (bool(self._queue) and self._queue[0].ready) or (bool(self._flushes) and not self._is_busy())
 
     def wait_seconds(self) -> float | None:
-        """Seconds that the idle loop may sleep: until the next deadline; None without one."""
+        """Return the seconds until the next deadline, during which the idle loop may sleep; None without a deadline."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
         deadlines += [item.deadline for item in self._flushes]
         if self.transaction.is_open and not self._transaction_call_pending():
@@ -182,11 +188,11 @@ class ControlQueue:
     # -- arrival and staging ---------------------------------------------------------------------------------
 
     def _receive_ordered(self, req: WeightReq, pending: _Pending) -> None:
-        """Refuse at once what can be refused at once, begin to stage what needs it, and queue it."""
+        """Check `req` and answer a refusal at once. Otherwise queue it, and begin to stage it if it needs staging."""
         try:
             self._scheduler.worker.weights.check(req)
             if not any(isinstance(item.req, (BeginWeightUpdateReq, EndWeightUpdateReq)) for item in self._queue):
-                self.transaction.check(req)  # nothing in the queue will change who may call
+                self.transaction.check(req)  # no queued request will change which calls are admitted
         except VerlServerError as error:
             self._abandon(req)
             self._refuse(req, str(error), error.status_code)
@@ -206,7 +212,7 @@ class ControlQueue:
             self._queue.append(pending)
 
     def _abandon(self, req: WeightReq) -> None:
-        """Tell all ranks that a request was refused on arrival whose sender counts on every rank to take part."""
+        """Stage and drop, on all ranks, a refused request whose sender expects every rank to take part."""
         if isinstance(req, UpdateWeightsFromTensorReq) and not req.serialized_named_tensors:
             return
         if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
@@ -214,12 +220,12 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(req)
 
     def _take_staged(self) -> None:
-        """Read the results of the stager: answer refusals; the other requests wait for their turn."""
+        """Read the stager's results. Answer refusals, run the requests that were set aside, mark the queued ones."""
         for request_id, error in self._scheduler.worker.stager.finished():
             self._overdue.pop(request_id, None)
             pending = self._aside.pop(request_id, None) or self._queued(request_id)
             if pending is None:
-                continue  # refused meanwhile, and dropped
+                continue  # it was refused and dropped meanwhile
             pending.ready = True
             if error is not None:
                 if pending in self._queue:
@@ -242,12 +248,12 @@ class ControlQueue:
             self._scheduler.worker.drop_staged(pending.req)
 
     def _drop_all_updates(self) -> None:
-        """Refuse the updates that still wait, and close what they opened: the weights were released."""
+        """Refuse the staged updates and close what they opened, because the weights were released."""
         for pending in self._staged():
             if not _is_join(pending.req):
                 name = type(pending.req).__name__
                 self._withdraw(
-                    pending, f"{name}: the weights were released meanwhile. Resume them, send it again.", 400
+                    pending, f"{name}: the weights were released meanwhile. Resume them and send it again.", 400
                 )
 
     def _drop_described(self, unregistered: UnregisterWeightsReq) -> None:
@@ -256,7 +262,7 @@ class ControlQueue:
         for pending in self._staged():
             description = getattr(pending.req, "description", None)
             if description is not None and (ids is None or description.id in ids):
-                self._withdraw(pending, f"'{description.id}' was unregistered meanwhile.", 400)
+                self._withdraw(pending, f"The registration '{description.id}' was unregistered meanwhile.", 400)
 
     def _staged(self) -> list[_Pending]:
         return [item for item in (*self._queue, *self._aside.values()) if item.staged]
@@ -272,14 +278,14 @@ class ControlQueue:
         kinds = ", ".join(type(req).__name__ for req in stuck)
         return (
             f"Staging is stuck in {kinds}, which was refused because it took longer than {self._timeout:g} s "
-            "(control_timeout). The old weights go on, and pushes by registration work. Is its trainer alive, its disk "
-            "readable? If it does not come back, restart the server."
+            "(control_timeout). The old weights are served, and pushes by registration work. Check that the trainer is "
+            "alive and the disk readable. If staging does not continue, restart the server."
         )
 
-    # -- when ------------------------------------------------------------------------------------------------
+    # -- turns -----------------------------------------------------------------------------------------------
 
     def _is_ready(self, req: WeightReq) -> bool:
-        """True if `req` may run now. Aborts or retracts running requests if its mode says so."""
+        """Return True if `req` may run now. Abort or retract running requests if its mode requires that."""
         scheduler = self._scheduler
         if isinstance(req, UpdateWeightVersionReq) and req.abort_all_requests and not self.transaction.is_open:
             scheduler.abort_all("Aborted by a change of the weight version.")
@@ -291,7 +297,7 @@ class ControlQueue:
         if aborts or (req.mode == "abort" and not self.holds_generation):
             scheduler.abort_all("Aborted by a weight update.")
         elif self.holds_generation:
-            return True  # the caller who paused, or began the transaction, has decided what becomes of running requests
+            return True  # the pause, or the transaction, has already decided what happens to running requests
         elif req.mode == "retract":
             scheduler.settle()
             scheduler.planner.retract_all()
@@ -307,7 +313,7 @@ class ControlQueue:
         return False
 
     def _transaction_call_pending(self) -> bool:
-        """True if a call of the open transaction waits for its turn. Its lease does not run meanwhile."""
+        """Return True if a call of the open transaction is queued. The lease does not expire meanwhile."""
         return any(self.transaction.owns(item.req) for item in self._queue)
 
     def _watch_lease(self) -> None:
@@ -319,13 +325,13 @@ class ControlQueue:
         ):
             return
         logger.warning(
-            "The weight-update transaction %s was silent for %g s: it is discarded.",
+            "The weight-update transaction %s is discarded: it received no call for %g s.",
             transaction.name,
             transaction.lease_seconds,
         )
         self._carry_out(_Pending(EndWeightUpdateReq(transaction_id=transaction.transaction_id, discard=True), 0.0))
 
-    # -- what ------------------------------------------------------------------------------------------------
+    # -- carrying out ----------------------------------------------------------------------------------------
 
     def _run(self, pending: _Pending) -> None:
         req = pending.req
@@ -353,7 +359,7 @@ class ControlQueue:
         self._reply(reply)
 
     def _carry_out(self, pending: _Pending) -> ControlReply:
-        """Run it on all ranks, then renew the prefix cache if the weights changed."""
+        """Run the request on all ranks, and start a new version of the prefix cache if the weights changed."""
         scheduler, req = self._scheduler, pending.req
         worker, planner = scheduler.worker, scheduler.planner
         epoch = worker.weights.epoch
@@ -379,7 +385,7 @@ class ControlQueue:
             reply.payload = payload | {"lease_seconds": self.transaction.lease_seconds}
 
     def _refuse(self, req: WeightReq, message: str, status_code: int) -> None:
-        """Refuse `req`. Registrations that it wanted closed are closed all the same: their owner frees the memory."""
+        """Refuse `req`, but close the registrations in its `forget`, because their owner frees that memory anyway."""
         if self.transaction.owns(req):
             self.transaction.renew()
         if isinstance(req, (UpdateWeightsFromTensorReq, RegisterWeightsReq)) and req.forget:
@@ -398,7 +404,7 @@ class ControlQueue:
                 "Pause or abort generation first, use mode='in_place', 'retract' or 'abort', or raise control_timeout."
             )
         else:
-            message += "Is the trainer alive, the disk readable? Else raise control_timeout."
+            message += "Check that the trainer is alive and the disk readable, or raise control_timeout."
         logger.warning(message)
         self._drop(pending)
         if not pending.ready and isinstance(req, StagedReq):
@@ -415,7 +421,7 @@ class ControlQueue:
         self._reply(ControlReply(id=req.id, success=True))
 
     def _is_busy(self) -> bool:
-        """True if any request runs or waits; while generation is held, waiting ones do not count."""
+        """Return True if any request runs, or waits while generation is not held."""
         planner = self._scheduler.planner
         return bool(planner.running) or (bool(planner.waiting) and not self.holds_generation)
 
@@ -445,5 +451,5 @@ class ControlQueue:
 
 
 def _is_join(req: ControlReq) -> bool:
-    """Joining a group waits for a trainer, on a stager's thread of its own."""
+    """Return True if `req` joins a process group, which happens on a thread of its own in the stager."""
     return isinstance(req, InitWeightsUpdateGroupReq)

@@ -1,7 +1,7 @@
 """A scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.scheduler.process")`.
 
-Imports next to nothing itself, so that a CUDA context is created while torch is imported: each takes seconds. The rest
-is `scheduler.rank`'s.
+This module does not import torch, so that a CUDA context is created in a thread while `scheduler.rank` imports torch:
+each takes seconds. `scheduler.rank` does the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from verl_server.worker.cuda_context import create_context
 
 
 def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
-    """Target of `child_main`: one rank from start to end."""
+    """Run one rank from start to end. `child_main` calls this function."""
     start = StartTimes()
-    gc.disable()  # until `run_rank` is ready: nothing that imports and construction make is garbage
+    gc.disable()  # until `run_rank` is ready: imports and construction create no garbage
     server_args = ServerArgs.from_json(argument["server_args"])
     arguments = (server_args, argument["tp_rank"])
     threading.Thread(target=create_context, args=arguments, name="cuda-context", daemon=True).start()

@@ -1,14 +1,14 @@
 """`RadixCache`: a prefix tree over KV pages, so that equal prefixes are computed once.
 
-One node is one full page of tokens, so nodes never split. Used by the `BatchPlanner`: `match` at admission,
-`extend` when pages of a request were computed, `lock`/`unlock` around a request's life, `evict` under memory
-pressure. A node that some request holds keeps its whole path locked; all others can be evicted, leaves first,
-least recently used first.
+One node is one full page of tokens, so nodes never split. The `BatchPlanner` calls `match` and `lock` when it admits a
+request, `extend` when pages of the request were computed, `unlock` when the request ends, and `evict` when pages run
+out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first, the least
+recently used leaf first.
 
-`start_version` is called when the weights changed: the whole tree is detached, so that no page computed under
-older weights can be matched again. That takes no time, however large the tree: the pages that nobody holds are
-collected when they are needed, before any page of the current tree is evicted. Pages that running requests still hold
-stay theirs until they let go.
+`start_version` is called when the weights changed. It detaches the whole tree, so that no page of older weights can be
+matched again, in constant time for a tree of any size. Detached pages without a holder are collected when pages are
+needed, before any page of the current tree is evicted. Running requests keep the detached pages that they hold until
+they unlock them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PagePool:
         return len(self._free)
 
     def alloc(self, count: int) -> list[int]:
-        """Take `count` pages; the caller has made sure that they are there."""
-        assert count <= len(self._free), f"asked for {count} KV pages, {len(self._free)} are free"
+        """Remove `count` pages from the free list and return them. The caller has checked that enough are free."""
+        assert count <= len(self._free), f"{count} KV pages were requested, but {len(self._free)} are free"
         cut = len(self._free) - count
         taken = self._free[cut:]
         del self._free[cut:]
@@ -43,12 +43,12 @@ class PagePool:
         self._free.extend(pages)
 
     def free_pages(self) -> list[int]:
-        """A copy of the free list, for `check_invariants`."""
+        """Return a copy of the free list, for `check_invariants`."""
         return list(self._free)
 
 
 class PageNode:
-    """One cached page: the tokens in it, given all the tokens above it."""
+    """One cached page. `key` is its tokens; the tokens before them are those of the nodes above."""
 
     __slots__ = ("children", "depth", "key", "last_access", "lock_ref", "page", "parent", "version")
 
@@ -59,14 +59,14 @@ class PageNode:
         self.version = version
         self.children: dict[tuple[int, ...], PageNode] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
-        """Pages from the root to here, this one included."""
+        """Number of pages from the root to this node, including its own page."""
         self.lock_ref = 0
-        """Requests that hold this node or one below it."""
+        """Number of requests that hold this node or a node below it."""
         self.last_access = 0
 
 
 class RadixCache:
-    """Prefix tree of one weight version, and what older versions left behind in running requests."""
+    """The prefix tree of the current weight version, and the detached pages of older versions."""
 
     def __init__(self, pool: PagePool, page_size: int, disabled: bool = False) -> None:
         self.pool = pool
@@ -75,31 +75,31 @@ class RadixCache:
         self.version = 0
         self.root = PageNode((), _FREED, None, self.version)
         self.evictable = 0
-        """Pages that no request holds: in the tree, and those of older versions that were not collected yet."""
+        """Number of pages that no request holds: in the tree, and detached pages that were not collected yet."""
         self.protected = 0
-        """Pages in the tree that some request holds."""
+        """Number of pages in the tree that a request holds."""
         self.detached = 0
-        """Pages of older versions that some request still holds."""
-        self._tick = 0  # least recently used by counter, not by clock: every run replays alike
+        """Number of pages of older versions that a request still holds."""
+        self._tick = 0  # order of use is counted, not timed, so that every replay evicts the same pages
         self._pushes = 0
-        self._leaves: list[tuple[int, int, PageNode]] = []  # heap; entries go stale and are checked when popped
+        self._leaves: list[tuple[int, int, PageNode]] = []  # heap; entries become stale and are checked when popped
         self._outdated: list[PageNode] = []
-        """Nodes of older versions, below which everything is still to be collected."""
+        """Nodes of older versions. All pages at and below them are still to be collected."""
         self._uncollected = 0
-        """Pages there that nobody holds."""
+        """Number of those pages that no request holds."""
 
     @property
     def num_pages(self) -> int:
-        """Pages that are neither free nor a request's own."""
+        """Number of pages that are neither free nor owned by one request."""
         return self.evictable + self.protected + self.detached
 
     @property
     def num_shareable(self) -> int:
-        """Pages that a new request could be given: those in the tree."""
+        """Number of pages in the tree, which new requests can share."""
         return self.evictable + self.protected - self._uncollected
 
     def match(self, token_ids: Sequence[int], limit: int) -> PageNode:
-        """Deepest node whose path equals a prefix of `token_ids[:limit]`. Changes nothing."""
+        """Return the deepest node whose path equals a prefix of `token_ids[:limit]`. Changes nothing."""
         node = self.root
         size = self.page_size
         for start in range(0, limit - size + 1, size):
@@ -110,7 +110,7 @@ class RadixCache:
         return node
 
     def path_pages(self, node: PageNode) -> list[int]:
-        """Page ids from the root to `node`."""
+        """Return the page ids from the root to `node`."""
         pages = []
         while node.parent is not None:
             pages.append(node.page)
@@ -119,14 +119,14 @@ class RadixCache:
         return pages
 
     def lock(self, node: PageNode) -> None:
-        """Keep `node` and all above it from being evicted, until `unlock`."""
+        """Protect `node` and all nodes above it from eviction until `unlock`."""
         self._tick += 1
         while node.parent is not None:
             self._lock_one(node)
             node = node.parent
 
     def unlock(self, node: PageNode) -> None:
-        """Undo one `lock`. A page of an older version is freed with its last holder."""
+        """Undo one `lock`. A page of an older version is freed when its last lock ends."""
         self._tick += 1
         freed = []
         while node.parent is not None:
@@ -148,10 +148,10 @@ class RadixCache:
     def extend(
         self, node: PageNode, token_ids: Sequence[int], pages: list[int], count: int
     ) -> tuple[PageNode, list[tuple[int, int]]]:
-        """Hand pages `node.depth`..`count`-1 of a request that holds `node` over to the tree.
+        """Move pages `node.depth`..`count`-1 of a request that holds `node` into the tree.
 
-        Returns the node that the request now holds, and (index, page) for pages that the tree had already: the
-        caller's own copy was freed and it must use the tree's page from now on.
+        Return the node that the request now holds, and (index, page) for each page that the tree already had. The
+        request's own copy of such a page was freed, and the request must use the returned page instead.
         """
         assert node.version == self.version, "pages of an older version must not enter the tree"
         size = self.page_size
@@ -174,9 +174,9 @@ class RadixCache:
         return node, swapped
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody holds, older versions first, then the least recently used leaves.
+        """Free up to `count` pages without a holder: older versions first, then the least recently used leaves.
 
-        Returns how many.
+        Return the number of freed pages.
         """
         freed = self._collect(count)
         while len(freed) < count and self._leaves:
@@ -195,7 +195,7 @@ class RadixCache:
         return len(freed)
 
     def start_version(self) -> None:
-        """Detach everything: unheld pages can be had at once, held ones when their last holder lets go."""
+        """Detach the tree. Pages without a holder can be evicted at once, the others when their last lock ends."""
         self._outdated.append(self.root)
         self._uncollected = self.evictable
         self.detached += self.protected
@@ -205,12 +205,12 @@ class RadixCache:
         self._leaves.clear()
 
     def _collect(self, count: int) -> list[int]:
-        """Up to `count` pages of older versions that nobody holds; they are the caller's now."""
+        """Remove up to `count` pages of older versions without a holder, and return them to be freed."""
         pages: list[int] = []
         while self._outdated and len(pages) < count:
             node = self._outdated.pop()
             self._outdated.extend(node.children.values())
-            node.children = {}  # nobody walks down here again
+            node.children = {}  # the children are in `_outdated` now
             if node.lock_ref == 0 and node.page != _FREED:
                 pages.append(node.page)
                 node.page = _FREED
@@ -218,18 +218,21 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Iterator[PageNode]:
-        """All nodes of the current tree, the root excepted."""
+        """Return all nodes of the current tree except the root."""
         return _below([self.root])
 
     def outdated(self) -> Iterator[PageNode]:
-        """Nodes of older versions whose page is still to be collected."""
+        """Yield the nodes of older versions whose page is still to be collected."""
         left = [node for node in self._outdated if node.parent is not None]
         for node in itertools.chain(left, _below(self._outdated)):
             if node.lock_ref == 0 and node.page != _FREED:
                 yield node
 
     def check_invariants(self, holders: list[PageNode]) -> None:
-        """Every lock belongs to one of `holders` (one node for each running request), and the counts agree."""
+        """Assert that every lock belongs to one of `holders` and that the counts are right.
+
+        `holders` has one node for each running request.
+        """
         locks: dict[int, int] = {}
         detached: dict[int, int] = {}
         for node in holders:
@@ -247,11 +250,11 @@ class RadixCache:
             evictable += expected == 0
             protected += expected > 0
         uncollected = sum(1 for _ in self.outdated())
-        assert uncollected == self._uncollected, f"{uncollected} pages are outdated, accounted {self._uncollected}"
+        assert uncollected == self._uncollected, f"{uncollected} pages are outdated, {self._uncollected} are counted"
         evictable += uncollected
         counted = (evictable, protected, len(detached))
         kept = (self.evictable, self.protected, self.detached)
-        assert counted == kept, f"(evictable, protected, detached) is {counted}, accounted {kept}"
+        assert counted == kept, f"(evictable, protected, detached) is {counted}, but {kept} are counted"
 
     def _lock_one(self, node: PageNode) -> None:
         if node.lock_ref == 0:
@@ -265,7 +268,7 @@ class RadixCache:
             return
         if len(self._leaves) > 2 * self.evictable + 64:
             self._drop_stale_leaves()
-        self._pushes += 1  # breaks ties: nodes do not compare
+        self._pushes += 1  # breaks ties, because nodes cannot be compared
         heapq.heappush(self._leaves, (node.last_access, self._pushes, node))
 
     def _drop_stale_leaves(self) -> None:

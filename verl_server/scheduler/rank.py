@@ -1,8 +1,8 @@
-"""One tensor-parallel rank in its scheduler process, from start to end: called by `scheduler.process`.
+"""One tensor-parallel rank in its scheduler process, from start to end. Called by `scheduler.process`.
 
-Builds this rank's `ModelRunner` and `WeightUpdater`, reports ready, then rank 0 runs the `Scheduler` at its end of
-the socket that the TokenizerManager gave it, and every other rank follows it. Ends on SIGTERM (rank 0 between two
-steps), when the parent is gone (`child_main` watches that), or with a traceback.
+Builds this rank's `ModelRunner` and `WeightUpdater` and reports that it is ready. Then rank 0 runs the `Scheduler` with
+its end of the message socket to the `TokenizerManager`, and every other rank follows rank 0. A rank ends on SIGTERM
+(rank 0 between two steps), when the parent process ends (`child_main` watches it), or with a traceback.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from verl_server.worker.weight_updater import WeightUpdater
 logger = logging.getLogger(__name__)
 
 _STAGER_GRACE = 2.0
-"""Seconds that staging gets to end with the process."""
+"""Seconds that the end of the process waits for staging to end."""
 _QUIET = 0.05
-"""Seconds without a message after which idle time is used: what follows close on a push or a reply comes first."""
-_LAST_WORDS = 1.0
-"""Seconds that messages which are not sent yet get then."""
+"""Seconds without a message before idle time is used to warm up. Messages that closely follow a push come first."""
+_CLOSE_SECONDS = 1.0
+"""Seconds that `SchedulerSockets.close` waits for unsent messages to be sent."""
 
 
 class SchedulerSockets:
-    """Rank 0's end of the message socket, and a doorbell for signals and the stager."""
+    """Rank 0's end of the message socket, and a socket pair with which signals and the stager wake the loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._messages = MessageSocket(sock)
@@ -63,28 +63,28 @@ class SchedulerSockets:
         self._poller.register(self._messages, select.POLLIN)
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until a message comes, somebody rings, or `seconds` passed. What is unsent goes out meanwhile."""
+        """Sleep until a message arrives, `ring` is called, or `seconds` passed. Send unsent messages meanwhile."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             self._watch_messages()
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             events = dict(self._poller.poll(None if left is None else math.ceil(left * 1000.0)))
             if self._doorbell.fileno() in events:
-                self._silence()
+                self._clear_doorbell()
                 return
-            if events.get(self._messages.fileno()) != select.POLLOUT:  # a message, the peer's end, or time is up
+            if events.get(self._messages.fileno()) != select.POLLOUT:  # a message, a closed peer, or the deadline
                 return
             self._messages.flush()
 
     def ring(self) -> None:
-        """End a `wait`, or the next one, from a signal handler or another thread."""
-        with contextlib.suppress(OSError):  # full of rings already, or closed at the end
+        """End the current or the next `wait`. Safe in a signal handler and in other threads."""
+        with contextlib.suppress(OSError):  # the socket is full, so the loop wakes anyway, or it is closed
             self._button.send(b"!")
 
     def receive(self) -> list[SchedulerInput]:
-        """All messages that are there. What does not decode is logged and dropped."""
+        """Return all messages that have arrived. A message that cannot be decoded is logged and dropped."""
         if self._messages.unsent:
-            self._messages.flush()  # a loop that always has work never waits
+            self._messages.flush()  # `wait` flushes too, but a loop that always has work does not call it
         messages: list[SchedulerInput] = []
         for data in self._messages.receive():
             try:
@@ -94,11 +94,12 @@ class SchedulerSockets:
         return messages
 
     def send(self, message: SchedulerOutput) -> None:
+        """Send a message without blocking. What the socket has no room for is sent later."""
         self._messages.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Hang up when everything is sent, or `_LAST_WORDS` seconds have passed."""
-        deadline = time.monotonic() + _LAST_WORDS
+        """Close the sockets when every message is sent, or after `_CLOSE_SECONDS`."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while self._messages.unsent and time.monotonic() < deadline:
             wait_writable(self._messages, deadline - time.monotonic())
             self._messages.flush()
@@ -107,21 +108,25 @@ class SchedulerSockets:
         self._button.close()
 
     def _watch_messages(self) -> None:
-        """A peer that is gone is not watched: it would wake every wait. (`child_main` ends us, or SIGTERM does.)"""
+        """Poll the message socket for what can be read or sent.
+
+        A closed peer is not polled, because it would wake every wait. `child_main` or SIGTERM ends this process then.
+        """
         if self._messages.is_closed:
             with contextlib.suppress(KeyError):
                 self._poller.unregister(self._messages)
         else:
             self._poller.register(self._messages, select.POLLIN | (select.POLLOUT if self._messages.unsent else 0))
 
-    def _silence(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # or every later wait would end at once
+    def _clear_doorbell(self) -> None:
+        """Read every ring, because an unread one would end every later wait at once."""
+        with contextlib.suppress(BlockingIOError):
             while self._doorbell.recv(4096):
                 pass
 
 
 class SchedulerLoop:
-    """Drives a `Scheduler`: messages while there is work, a blocking wait while there is none."""
+    """Drives a `Scheduler`: reads messages without waiting while there is work, and blocks while there is none."""
 
     def __init__(self, scheduler: Scheduler, sockets: SchedulerSockets) -> None:
         self._scheduler = scheduler
@@ -129,11 +134,12 @@ class SchedulerLoop:
         self.stopping = False
 
     def stop(self) -> None:
-        """Leave after the current step. Safe in a signal handler."""
+        """End `run` after the current step. Safe in a signal handler."""
         self.stopping = True
         self._sockets.ring()
 
     def run(self) -> None:
+        """Run turns of the scheduler until `stop` is called."""
         scheduler, sockets = self._scheduler, self._sockets
         while not self.stopping:
             warms_up = not scheduler.has_work() and scheduler.can_warm_up
@@ -153,7 +159,7 @@ class SchedulerLoop:
 def run_rank(
     server_args: ServerArgs, argument: dict[str, Any], ready: Callable[[dict[str, Any]], None], start: StartTimes
 ) -> None:
-    """One rank from start to end; `argument` and `ready` are those of `process.run_scheduler`."""
+    """Run one rank from start to end. `argument` and `ready` are those of `process.run_scheduler`."""
     start.mark("imports")
     rank: int = argument["tp_rank"]
     _set_up_process(server_args, rank)
@@ -172,20 +178,21 @@ def run_rank(
     sources = WeightSources(runner, tp, server_args)
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
-    gc.freeze()  # the model and the imports live as long as the process: keep them out of every collection
+    gc.freeze()  # the model and the imports live as long as the process, so no collection needs to visit them
     gc.enable()
     start.mark("ready")
     info = scheduler_info(server_args, worker, runner, rank) | {"start": start.moments}
     logger.info("Ready: %s", start)
     if rank > 0:
-        if server_args.nnodes == 1:  # rank 0 gets the signal, too, and tells us to stop when its step is done
+        if server_args.nnodes == 1:  # rank 0 receives the signal too, and stops this rank after its step
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stager.on_finished = lambda: _end_if_lost(stager)
         ready(info)
         worker.follow()
         stager.close(_STAGER_GRACE)
         return
-    os.set_inheritable(argument["socket"], False)  # a grandchild that held it would hide our end from the parent
+    # If a grandchild inherited the socket, the parent would not notice the end of this process.
+    os.set_inheritable(argument["socket"], False)
     sockets = SchedulerSockets(socket.socket(fileno=argument["socket"]))
     stager.on_finished = sockets.ring
     loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
@@ -197,21 +204,24 @@ def run_rank(
     except Exception as error:
         if not loop.stopping:
             raise
-        logger.info("Another rank had left already: %s", error)
+        logger.info("Another rank had already ended: %s", error)
     finally:
         stager.close(_STAGER_GRACE)
         sockets.close()
-    logger.info("stopped")
+    logger.info("The scheduler stopped.")
 
 
 def _end_if_lost(stager: Stager) -> None:
-    """On ranks that follow, whose loop waits for rank 0's next command: rank 0 would wait for their vote."""
+    """End the process of a follower whose stager is lost, because rank 0 would wait for the stager's vote.
+
+    The follower's loop cannot do that: it waits for the next command of rank 0.
+    """
     if stager.is_lost:
         os._exit(1)
 
 
 def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunner, rank: int) -> dict[str, Any]:
-    """What the parent learns about this rank."""
+    """Return the limits and properties of this rank that the parent process reads when the rank is ready."""
     capacity = runner.num_pages * runner.page_size
     return {
         "max_total_num_tokens": capacity,
@@ -232,20 +242,20 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
 
 
 def device_uuid(device: torch.device) -> str:
-    """UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
+    """Return the UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
 
 
 def _set_up_process(server_args: ServerArgs, rank: int) -> None:
-    """Name, log prefix and how often threads take turns (the number of threads is the ModelRunner's)."""
+    """Set the process name, the log prefix and the interpreter's thread switch interval."""
     prefix = "scheduler" if server_args.tp_size == 1 else f"scheduler tp{rank}"
     logging.basicConfig(
         level=server_args.log_level.upper(), format=f"[%(asctime)s {prefix}] %(levelname)s %(message)s", force=True
     )
-    with contextlib.suppress(OSError):  # what `ps` and `top` show; Linux keeps 15 characters
+    with contextlib.suppress(OSError):  # the name that `ps` and `top` show; Linux keeps 15 characters
         Path("/proc/self/comm").write_text(f"verl-sched-tp{rank}"[:15])
-    # A step gives up the GIL at each of its hundreds of operators. At Python's 5 ms, a stager that opens and plans
-    # would make it wait that long each time.
+    # A step releases the GIL at each of its hundreds of operators. With Python's default of 5 ms, a stager that opens
+    # memory and plans copies would delay the step by 5 ms each time.
     sys.setswitchinterval(2e-4)

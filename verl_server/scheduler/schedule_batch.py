@@ -1,19 +1,19 @@
-"""`Req`, one request's life in the scheduler, and `ScheduleBatch`, the requests of one step.
+"""`Req`, the state of one request in the scheduler, and `ScheduleBatch`, the requests of one step.
 
-Four lengths say where a request stands:
+Used by the `BatchPlanner` and the `Scheduler`. Four lengths describe the progress of a request:
 
     token_ids    |<------ cached_len ------>|<- extend_len ->|            |<--- remain_len --->|
                  KV is in the pool           this step        later steps  may still be sampled
                                                               ^ device_len ends the step
 
-Decode (extend 1), a chunk of a prefill, and what follows a prefix-cache hit are all "extend from cached_len to
-device_len".
+A decode (one token), a chunk of a prefill, and the rest of a prompt after a prefix-cache hit are all the same: extend
+the KV from `cached_len` to `device_len`.
 
-These lengths move when a step is launched, not when it is computed, so that the next one can be planned meanwhile.
-The newest token of a request may then be known to the device only: `num_pending` counts such tokens, which count as
-part of the request everywhere but in `token_ids` and `output_ids`. `sound_len` follows behind: it moves when a step is
-collected, and only what lies below it may be shared. The `BatchPlanner` moves the lengths, the `Scheduler` appends
-tokens and finishes requests.
+These lengths advance when a step is launched, not when it is computed, so that the next step can be planned meanwhile.
+The newest token of a request may then be known to the device only. `num_pending` counts such tokens: they are part of
+the request, but not yet in `token_ids` and `output_ids`. `sound_len` advances when a step is collected, and only the KV
+below `sound_len` may be shared. The `BatchPlanner` advances the lengths. The `Scheduler` appends tokens and ends
+requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verl_server.worker.forward_batch import ForwardBatch
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobState:
-    """Log-probabilities of prompt[start:], gathered chunk by chunk; dropped and redone after a retraction."""
+    """Log-probabilities of prompt[start:], collected chunk by chunk. A retraction drops them to be computed again."""
 
     start: int
     top_num: int
@@ -52,7 +52,7 @@ class PromptLogprobState:
         self.requested.extend(part.requested or ())
 
     def result(self, prompt_ids: list[int]) -> PromptLogprobs:
-        """The whole answer; nothing comes before prompt[start], so the lists open with null."""
+        """Return the log-probabilities of prompt[start:]. The first entry is None: its token is not predicted."""
         return PromptLogprobs(
             token_ids=prompt_ids[self.start :],
             logprobs=[None, *self.logprobs],
@@ -62,11 +62,12 @@ class PromptLogprobState:
 
 
 class Req:
-    """One request from arrival to its terminal message.
+    """One request from its arrival to its terminal message.
 
-    Waiting: no row, no pages, `cached_len == 0`. Running: `pages` backs the first `device_len` tokens; the first
-    `num_shared` of them belong to the prefix cache (held through `node`), the others to this request alone. Over:
-    `row < 0` again; what steps in flight still give for it is dropped.
+    A waiting request has no row, no pages and `cached_len == 0`. The `pages` of a running request hold the KV of its
+    first `device_len` tokens; the first `num_shared` pages belong to the prefix cache (the request holds them through
+    `node`), the others to this request alone. A request that ended has `row < 0` again, and results of steps in flight
+    for it are dropped.
     """
 
     __slots__ = (
@@ -102,14 +103,14 @@ class Req:
     def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int, seed: int) -> None:
         self.rid = message.rid
         self.arrival = arrival
-        """Order of arrival: the oldest request is admitted first and retracted last."""
+        """Number in the order of arrival. The oldest request is admitted first and retracted last."""
         self.prompt_ids = message.input_ids
         self.output_ids: list[int] = []
         self.token_ids = list(message.input_ids)
-        """Prompt and output, as far as known here."""
+        """Prompt and output tokens that the host knows."""
         self.max_new_tokens = max_new_tokens
         self.compute_len = len(message.input_ids) + max(max_new_tokens - 1, 0)
-        """Tokens whose KV may ever be computed: all but the last one sampled."""
+        """Largest number of tokens whose KV may be computed: all but the last sampled token."""
         self.stop_ids = frozenset(message.stop_ids)
         self.spec = SampleSpec(
             params=message.sampling,
@@ -123,7 +124,7 @@ class Req:
         )
         self.wants_candidates = self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None
         self.prompt_logprobs: PromptLogprobState | None = None
-        """Set until they were sent."""
+        """None if not requested, and after they were sent."""
         if message.return_logprob and message.logprob_start_len >= 0:
             start = min(message.logprob_start_len, len(self.prompt_ids) - 1)
             self.prompt_logprobs = PromptLogprobState(start, self.spec.top_logprobs_num, self.spec.token_ids_logprob)
@@ -134,26 +135,26 @@ class Req:
         self.cached_len = 0
         self.device_len = 0
         self.sound_len = 0
-        """Leading tokens whose KV was computed by steps that were collected, or came from the prefix cache."""
+        """Number of leading tokens whose KV comes from collected steps or from the prefix cache."""
         self.num_pending = 0
-        """Tokens that steps in flight sample: at most one between two turns, two while a step is being collected."""
+        """Number of tokens that steps in flight sample: at most 1 between turns, 2 while a step is being collected."""
         self.page_updates: list[tuple[int, list[int]]] = []
-        """(first column, pages) to write into the page table with the next step."""
+        """(first column, pages) entries that the next step writes into the page table."""
         self.prefilling = False
-        """Until the last chunk of its prefill was collected."""
+        """True until the last chunk of the prefill was collected."""
         self.private = False
-        """KV mixes weight versions: never shared through the prefix cache."""
+        """True if the KV mixes weight versions. It is never shared through the prefix cache then."""
         self.restarted = False
-        """An update threw its KV away: its prefill ends before the next update may do the same."""
+        """True from an update that dropped the KV until it is computed again. The next update waits for that."""
         self.started = False
-        """Was admitted once; a weight update that waits, waits for it."""
+        """True if the request was ever admitted. A weight update with mode "wait" waits for such requests."""
         self.cached_tokens = 0
-        """Prompt tokens found in the prefix cache when first admitted."""
+        """Number of prompt tokens that the prefix cache held at the first admission."""
         self.num_retractions = 0
         self.step_bytes = 0
-        """Device memory that sampling takes for this request beyond a plain draw; set by the scheduler."""
+        """Bytes of device memory that sampling takes for this request beyond a plain draw. The `Scheduler` sets it."""
         self.last_turn = 0
-        """The last step that it was part of, counted while `StepLimits` are active."""
+        """Number of the last step with this request, among the steps that `StepLimits` counted while active."""
 
     @property
     def extend_len(self) -> int:
@@ -168,13 +169,16 @@ class Req:
         return 0 if self.node is None else self.node.depth
 
     def reuse_limit(self) -> int:
-        """Most leading tokens that may come from the prefix cache: one at least is computed, and all from
-        `logprob_start_len` on whose log-probabilities are still wanted."""
+        """Return the largest number of leading tokens that may come from the prefix cache.
+
+        At least the last token must be computed, and every token from `logprob_start_len` on as long as the request
+        needs log-probabilities of the prompt.
+        """
         limit = len(self.token_ids) - 1
         return limit if self.prompt_logprobs is None else min(limit, self.prompt_logprobs.start)
 
     def append(self, token: int) -> FinishReason | None:
-        """Take a sampled token. Returns why the request is over with it, None if it goes on."""
+        """Append a sampled token. Return the reason if the request ends with it, None if it continues."""
         self.num_pending -= 1
         self.output_ids.append(token)
         self.token_ids.append(token)
@@ -187,21 +191,21 @@ class Req:
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """The requests of one step, the message for the model runners, and rank 0's sampling settings."""
+    """The requests of one step, the message to the model runners, and the sampling settings for rank 0."""
 
     reqs: list[Req]
     forward: ForwardBatch
     specs: list[SampleSpec]
     sampled: list[Req]
-    """Those of `reqs` that get a token, parallel to `specs` and `forward.sample`."""
+    """The `reqs` for which a token is sampled, parallel to `specs` and `forward.sample`."""
     prefills: list[Req]
-    """Those of `reqs` whose prefill this step goes on with, or ends."""
+    """The `reqs` whose prefill this step continues or ends."""
 
     @classmethod
     def build(cls, reqs: list[Req]) -> ScheduleBatch:
-        """Turn planned lengths into one `ForwardBatch`, and move them: it will be launched at once.
+        """Return the step that the planned lengths describe, and advance the lengths: it must be launched at once.
 
-        Consumes the requests' page updates. A token that is still pending is -1 in `input_ids`.
+        The page updates of `reqs` move into the step. A pending token is -1 in `input_ids`.
         """
         forward = ForwardBatch(
             rows=[req.row for req in reqs],
@@ -225,7 +229,7 @@ class ScheduleBatch:
             if req.prefilling:
                 batch.prefills.append(req)
                 if req.prompt_logprobs is not None:
-                    _ask_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
+                    _request_prompt_logprobs(forward, entry, req, req.prompt_logprobs)
             if device_len >= len(tokens) and req.max_new_tokens:
                 sample.append(entry)
                 sampled.append(req)
@@ -235,9 +239,9 @@ class ScheduleBatch:
         return batch
 
     def undo(self) -> None:
-        """The step could not be launched: its requests that still run are where they were before `build`.
+        """Reverse `build` for the requests that still run, after the step could not be launched.
 
-        They keep their pages. What the step may have written lies beyond `cached_len`, and is written again.
+        They keep their pages. The step may have written KV beyond `cached_len` only, which is written again.
         """
         by_row = {req.row: req for req in self.reqs if req.row >= 0}
         for req, extend_len in zip(self.reqs, self.forward.extend_lens, strict=True):
@@ -251,11 +255,12 @@ class ScheduleBatch:
                 by_row[row].page_updates.insert(0, (column, pages))
 
     def reads_outputs(self) -> bool:
-        """Whether the step after this one cannot be launched before the values of these tokens are known."""
+        """Return True if the next step needs the values of this step's tokens before it can be launched."""
         return any([spec.reads_outputs for spec in self.specs])
 
 
-def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:
+def _request_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:
+    """Add to `forward` the prompt positions of the request whose log-probabilities this step can compute."""
     first = max(req.cached_len, state.start)
     if first < min(req.device_len, len(req.prompt_ids) - 1):
         forward.prompt_logprobs.append((entry, first - req.cached_len, state.top_num, state.requested_ids))
@@ -264,7 +269,7 @@ def _ask_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: Pro
 
 
 class BatchOutput:
-    """Collects what one step has to say to the TokenizerManager, as one `BatchTokenIDOut`."""
+    """Collects the entries of one step into a `BatchTokenIDOut` for the `TokenizerManager`."""
 
     def __init__(self) -> None:
         self._out = self._empty()
@@ -282,7 +287,7 @@ class BatchOutput:
         )
 
     def add(self, req: Req, finish_reason: FinishReason | None, tokens: list[int], logprobs: list[float]) -> int:
-        """Append one entry; returns its index."""
+        """Append one entry and return its index."""
         out = self._out
         out.rids.append(req.rid)
         out.output_ids.append(tokens)
@@ -293,7 +298,7 @@ class BatchOutput:
         return len(out.rids) - 1
 
     def add_refusal(self, rid: str, finish_reason: FinishReason) -> None:
-        """A terminal entry for a request that never became a `Req`."""
+        """Append a terminal entry for a request that never became a `Req`."""
         out = self._out
         out.rids.append(rid)
         out.output_ids.append([])
@@ -303,7 +308,7 @@ class BatchOutput:
         out.num_retractions.append(0)
 
     def add_candidates(self, index: int, req: Req, output: ForwardOutput, sampled: int) -> None:
-        """Top and requested log-probabilities of the one new token of entry `index`."""
+        """Set the top-k and the requested log-probabilities of the one new token of entry `index`."""
         top, requested = output.top_logprobs, output.token_ids_logprobs
         if req.spec.top_logprobs_num and (found := top[sampled]) is not None:
             self._out.top_logprobs[index] = [found]
@@ -311,13 +316,13 @@ class BatchOutput:
             self._out.token_ids_logprobs[index] = [found]
 
     def add_prompt_logprobs(self, index: int, req: Req) -> None:
-        """The prompt's part, with the first message of a request that asked for it."""
+        """Set the prompt's log-probabilities in entry `index`, if they were requested and not sent yet."""
         if req.prompt_logprobs is not None:
             self._out.prompt_logprobs[index] = req.prompt_logprobs.result(req.prompt_ids)
             req.prompt_logprobs = None
 
     def take(self, weight_version: str) -> BatchTokenIDOut | None:
-        """The message, if there is anything to say; starts an empty one."""
+        """Return the message and start an empty one. Return None if there are no entries."""
         if not self._out.rids:
             return None
         out, self._out = self._out, self._empty()

@@ -1,13 +1,14 @@
-"""`Scheduler`: receive, admit, run, emit. One per engine, in rank 0's process.
+"""`Scheduler`: receives requests, admits them, runs steps, sends results. One for each engine, in rank 0's process.
 
-Gets decoded messages from `scheduler.process` (`handle`) and is driven by it (`advance`, one turn). Decides
-between two steps only: messages and control requests are acted on, then the `BatchPlanner` gives the next
-`ScheduleBatch`, the `TpWorker` runs it on every rank, and what it gave leaves as one `BatchTokenIDOut`. Every
-accepted request gets exactly one terminal entry; docs/scheduler-states.md says which, in which state.
+`scheduler.rank` passes decoded messages to `handle` and calls `advance` for each turn. Messages and control requests
+take effect between two steps only. Then the `BatchPlanner` returns the next `ScheduleBatch`, the `TpWorker` runs it on
+every rank, and its results are sent as one `BatchTokenIDOut`. Every accepted request gets exactly one terminal entry;
+docs/scheduler-states.md says which one in which state.
 
-Where the runner overlaps, a turn is: plan and launch step n+1, then collect step n, which the device has computed
-meanwhile, and process it. So n+1 is planned before the tokens of n are known here, see `Req`; what must know them
-calls `settle` first. Where it does not, every step is collected in the turn that launched it.
+If the runner overlaps steps, a turn plans and launches step n+1, and then collects and processes step n, which the
+device has computed meanwhile. So step n+1 is planned before the tokens of step n are known on the host (see `Req`).
+Code that needs these tokens calls `settle` first. If the runner does not overlap steps, every step is collected in the
+turn that launched it.
 """
 
 from __future__ import annotations
@@ -39,17 +40,16 @@ from verl_server.worker.tp_worker import Step, TpWorker, is_out_of_memory
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Ask for fewer log-probabilities (top_logprobs_num, token_ids_logprob), or leave more memory to steps: start the "
+    "Request fewer log-probabilities (top_logprobs_num, token_ids_logprob), or leave more memory to steps: start the "
     "server with a smaller mem_fraction_static, chunked_prefill_size or max_running_requests."
 )
 _TOO_LARGE = (
-    "Sampling this request takes up to {needed} MiB a step, more than the {budget} MiB that this server has for it. "
-    + _REMEDY
+    "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
 )
 
 
 class Scheduler:
-    """The state of all live requests and one turn of the loop over them."""
+    """The state of all live requests, and the turn of the loop that advances them."""
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class Scheduler:
             step_budget=runner.step_budget,
         )
         self.requests: dict[str, Req] = {}
-        """Every accepted request that has not had its terminal entry."""
+        """Accepted requests without a terminal entry yet, by rid."""
         self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self.stats = SchedulerStats(clock)
         self._output = BatchOutput()
         self._arrivals = 0
         self._seeds = random.Random(server_args.random_seed)
-        """Seeds of requests that bring none. Only this rank draws them: the others get them with each step."""
+        """Source of seeds for requests without a `sampling_seed`."""
         self._in_flight: tuple[ScheduleBatch, Step] | None = None
-        """The step that was launched and not collected; None between two turns unless the runner overlaps."""
+        """The step that was launched and not yet collected. Between two turns it is None unless the runner overlaps."""
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def handle(self, message: SchedulerInput) -> None:
-        """Act on one message, or queue it for its moment."""
+        """Carry out one message, or queue it."""
         match message:
             case TokenizedGenerateReq():
                 self._receive_request(message)
@@ -100,9 +100,9 @@ class Scheduler:
                 self.control.receive(message)
 
     def advance(self) -> None:
-        """One turn: control requests whose moment has come, then one step, then what there is to say."""
+        """Run one turn: the control requests that are ready, then one step; send the results."""
         self.control.run_ready()
-        self.emit()  # an abort is answered before the next step, not after it
+        self.emit()  # answer aborts before the next step, not after it
         if not self.has_runnable():
             self._collect()
         elif (refusal := self.worker.weights.refusal()) is not None:
@@ -115,28 +115,28 @@ class Scheduler:
             self.check_invariants(deep=self.server_args.check_invariants)
 
     def has_runnable(self) -> bool:
-        """Whether the next turn may have a step to launch."""
+        """Return True if the next turn may launch a step."""
         return bool(self.requests) and not self.control.holds_generation
 
     def has_work(self) -> bool:
-        """Whether the next turn has anything to do; if not, the loop may sleep until a message comes."""
+        """Return True if the next turn has anything to do. If not, the loop may sleep until a message arrives."""
         return self._in_flight is not None or self.has_runnable() or self.control.is_ready()
 
     @property
     def can_warm_up(self) -> bool:
-        """Whether idle time could be used, see `Runner.warm_up`."""
+        """True if the engine is idle and `Runner.warm_up` has something left to do."""
         return not self.requests and self.worker.runner.can_warm_up
 
     def settle(self) -> None:
-        """Wait for the step in flight, if any, and send what it gave: afterwards every token is known here.
+        """Wait for the step in flight, if any, and send its results. Afterwards the host knows every token.
 
-        Before weights, memory or running requests are touched, and before the process ends.
+        Called before weights, memory or running requests change, and before the process ends.
         """
         self._collect()
         self.emit()
 
     def emit(self) -> None:
-        """Send what was collected since the last message, if anything."""
+        """Send the entries that were collected since the last message, if any."""
         message = self._output.take(self.worker.weights.version)
         if message is not None:
             self.send(message)
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _receive_request(self, message: TokenizedGenerateReq) -> None:
         if message.rid in self.requests:
-            logger.error("Dropped a second request with the rid %r of a live one.", message.rid)
+            logger.error("Dropped a request, because another live request has the same rid %r.", message.rid)
             return
         refused = self._check_request(message)
         if refused is not None:
@@ -171,11 +171,11 @@ class Scheduler:
         self.stats.num_aborted += 1
 
     def _check_request(self, message: TokenizedGenerateReq) -> FinishReason | None:
-        """Why a request cannot be accepted, None if it can."""
+        """Return the reason why a request is refused, None if it is accepted."""
         ids, runner = message.input_ids, self.worker.runner
         prompt_len, new_len = len(ids), message.sampling.max_new_tokens or 0
         if prompt_len == 0:
-            return _refused(400, "The prompt is empty; it needs at least one token.")
+            return _refused(400, "The prompt is empty. It needs at least one token.")
         try:
             _check_values(message, runner.vocab_size)
         except BadRequestError as error:
@@ -186,13 +186,13 @@ class Scheduler:
                 f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) exceed the context length of "
                 f"{runner.context_length} tokens.",
             )
-        # The last sampled token is never computed, so it needs no place in the pool.
+        # The KV of the last sampled token is never computed, so this token needs no place in the pool.
         needed, capacity = prompt_len + max(new_len - 1, 0), self.planner.max_tokens()
         if needed > capacity:
             return _refused(
                 400,
                 f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) can never fit the KV cache of "
-                f"{capacity} tokens. Ask for less, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
+                f"{capacity} tokens. Use fewer tokens, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
             )
         refusal = self.worker.weights.refusal()
         if refusal is not None and not self.control.holds_generation:
@@ -211,7 +211,7 @@ class Scheduler:
     # -- requests out ----------------------------------------------------------------------------------------
 
     def abort_all(self, message: str, status_code: int | None = None) -> None:
-        """End every live request with what it has so far."""
+        """End every live request with the output that it has so far."""
         for req in list(self.requests.values()):
             self._abort(req, message, status_code)
 
@@ -226,7 +226,7 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Launch the next step, then collect the one before."""
+        """Launch the next step, then collect the step before it."""
         if self._in_flight is not None and self._in_flight[0].reads_outputs():
             self._collect()
         batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
@@ -239,7 +239,7 @@ class Scheduler:
         except Exception as error:
             if not self.worker.is_recoverable(error):
                 raise
-            self.settle()  # the step before it is whole
+            self.settle()  # the results of the step before are complete
             if is_out_of_memory(error):
                 self._retry_smaller(batch, error)
             else:
@@ -251,7 +251,7 @@ class Scheduler:
             self._collect()
 
     def _collect(self) -> None:
-        """Take the result of the step in flight, if any, and process it."""
+        """Wait for the result of the step in flight, if any, and process it."""
         if self._in_flight is None:
             return
         (batch, step), self._in_flight = self._in_flight, None
@@ -264,21 +264,21 @@ class Scheduler:
             return
         prefilled = self.planner.collected(batch)
         self._process(batch, output, prefilled)
-        self.planner.share(prefilled)  # not before it is known that what they computed is sound
+        self.planner.share(prefilled)  # after `_process`, which freed pages that hold NaN
 
     def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
-        """A step could not be computed: its requests are over, and with them what was launched on top of it."""
+        """End the requests of a step that could not be computed, and drop their part of the step launched after it."""
         logger.error("A step of %d requests failed; they are aborted.", len(batch.reqs), exc_info=error)
         for req in batch.reqs:
             if req.row >= 0:
                 self._abort(req, f"The step failed: {type(error).__name__}: {error}", 500, cache=False)
 
     def _retry_smaller(self, batch: ScheduleBatch, error: Exception) -> None:
-        """A step ran out of memory at its launch: smaller ones follow, and a request that fails alone is over."""
+        """Plan smaller steps after `batch` ran out of memory at its launch. End a request that fails alone."""
         req = self.planner.out_of_memory(batch)
         if req is None:
             logger.warning(
-                "A step of %d requests and %d tokens ran out of memory. Its requests are tried again in smaller steps. "
+                "A step of %d requests and %d tokens ran out of memory. The requests are computed in smaller steps. "
                 "%s (%s)",
                 len(batch.reqs),
                 len(batch.forward.input_ids),
@@ -286,13 +286,13 @@ class Scheduler:
                 error,
             )
         elif req.row >= 0:
-            logger.error("Request %s ran out of memory in a step of its own and is aborted.", req.rid, exc_info=error)
+            logger.error("Request %s ran out of memory in a step by itself and is aborted.", req.rid, exc_info=error)
             self._abort(req, f"Out of memory in a step with this request alone: {error} {_REMEDY}", 500, cache=False)
 
     def _process(self, batch: ScheduleBatch, output: ForwardOutput, prefilled: list[Req]) -> None:
-        """Append the new tokens, finish what is over, and collect what the step has to say.
+        """Append the new tokens to their requests, end the finished requests, and collect the entries to send.
 
-        What it gave for requests that ended since it was launched is dropped.
+        The results of requests that ended since the launch are dropped.
         """
         for entry, part in output.prompt_logprobs.items():
             state = batch.reqs[entry].prompt_logprobs
@@ -305,7 +305,7 @@ class Scheduler:
         for sampled, (req, token, logprob) in enumerate(tokens):
             if req.row < 0:
                 continue
-            if logprob != logprob or not 0 <= token < vocab_size:  # NaN: the distribution was none
+            if logprob != logprob or not 0 <= token < vocab_size:  # NaN: there was no distribution
                 out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
                 finished.append((req, False))
                 continue
@@ -318,7 +318,7 @@ class Scheduler:
                 out.add_prompt_logprobs(index, req)
             if reason is not None:
                 finished.append((req, True))
-        for req in prefilled:  # max_new_tokens=0: over as soon as the prompt is computed
+        for req in prefilled:  # a request with max_new_tokens=0 ends as soon as its prompt is computed
             if req.max_new_tokens == 0 and not req.prefilling:
                 index = out.add(req, FinishReason(type="length", length=0), [], [])
                 out.add_prompt_logprobs(index, req)
@@ -329,7 +329,7 @@ class Scheduler:
         self.stats.count_step(num_tokens)
 
     def internal_state(self) -> dict[str, Any]:
-        """Load, memory and weight figures, for `/server_info`, `/v1/loads` and `/metrics`."""
+        """Return the figures on load, memory and weights for `/server_info`, `/v1/loads` and `/metrics`."""
         planner, weights, stats = self.planner, self.worker.weights, self.stats
         total, used = planner.max_tokens(), planner.num_used_tokens()
         prompt_tokens, cached_tokens = planner.num_prompt_tokens, planner.num_cached_tokens
@@ -359,7 +359,7 @@ class Scheduler:
         }
 
     def check_invariants(self, *, deep: bool) -> None:
-        """Page accounting, and that every live request is either waiting or running."""
+        """Assert that every page is accounted for and every live request either waits or runs."""
         self.planner.check_invariants(deep)
         assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running)
         assert self._in_flight is None or self.worker.runner.overlaps, "a step was not collected"
@@ -375,7 +375,7 @@ def _refused(status_code: int, message: str) -> FinishReason:
 
 
 def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
-    """Raise BadRequestError for what would be an invalid index on the device or fail a whole step."""
+    """Raise BadRequestError for values that would be invalid indices on the device or make a whole step fail."""
     message.sampling.verify()
     message.sampling.verify_vocab(vocab_size)
     for name, ids in (("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)):

@@ -1,4 +1,4 @@
-"""`SchedulerStats`: counters of the scheduler, for the answer to `GetInternalStateReq`."""
+"""`SchedulerStats`: the counters that the `Scheduler` keeps and reports in its reply to `GetInternalStateReq`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WINDOW = 1.0  # seconds over which throughput is averaged
 
 
 class SchedulerStats:
-    """Counts since the start, and output tokens per second of the last full window."""
+    """Counts since the start of the process, and the throughput of the last full window of one second."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -21,12 +21,14 @@ class SchedulerStats:
         self._throughput = 0.0
 
     def count_step(self, tokens: int) -> None:
+        """Count a step that sampled `tokens` tokens."""
         self.num_steps += 1
         self.num_output_tokens += tokens
         self._roll()
         self._window_tokens += tokens
 
     def gen_throughput(self) -> float:
+        """Return the output tokens per second of the last full window."""
         self._roll()
         return self._throughput
 

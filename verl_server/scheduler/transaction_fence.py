@@ -1,8 +1,8 @@
-"""`TransactionFence`: who may change weights while a transaction is open, and until when.
+"""`TransactionFence`: which calls may change weights while a transaction is open, and until when it stays open.
 
-Owned by rank 0's `ControlQueue`, which asks before each weight call. What the calls of a transaction wrote is each
-rank's `worker/transaction.py`. A transaction without an id is SGLang's: calls without an id belong to it. The table is
-in docs/scheduler-states.md.
+Owned by rank 0's `ControlQueue`, which checks each weight call here. Each rank's `worker/transaction.py` records what
+the calls of a transaction wrote. A transaction without an id comes from an SGLang client, and calls without an id
+belong to it. docs/scheduler-states.md has the table.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from verl_server.io_struct import (
     WeightsCheckerReq,
 )
 
-# Texts of SGLang, which its clients may look for.
+# SGLang's texts: its clients may compare them.
 _SGLANG_OPEN = "a weight-update session is already open; call end_weight_update() first"
 _SGLANG_NOT_OPEN = "no weight-update session is open; call begin_weight_update() first"
 
 
 class TransactionFence:
-    """Admits the calls of the open transaction, refuses others, and knows when the lease ends."""
+    """Admits the calls of the open transaction, refuses other calls, and keeps the end of the lease."""
 
     def __init__(self, clock: Callable[[], float], default_lease: float) -> None:
         self._clock, self._default_lease = clock, default_lease
@@ -34,9 +34,10 @@ class TransactionFence:
         self.is_open = False
         self.transaction_id: str | None = None
         self.lease_end = 0.0
-        """Time (seconds of the clock) at which the transaction is given up, unless one of its calls is under way."""
+        """Time (seconds of the clock) at which the transaction is discarded, unless one of its calls is under way."""
 
     def open(self, req: BeginWeightUpdateReq) -> None:
+        """Start the transaction that `req` asks for. `check` has admitted it."""
         self.is_open, self.transaction_id = True, req.transaction_id
         self._lease = self._default_lease if req.lease_seconds is None else req.lease_seconds
         self.renew()
@@ -45,18 +46,21 @@ class TransactionFence:
         self.is_open = False
 
     def renew(self) -> None:
+        """Start the lease again from now."""
         self.lease_end = self._clock() + self._lease
 
     @property
     def lease_seconds(self) -> float:
+        """Seconds without a call after which the transaction is discarded."""
         return self._lease
 
     @property
     def name(self) -> str:
+        """The id in quotes, or "without an id", for messages."""
         return f"'{self.transaction_id}'" if self.transaction_id is not None else "without an id"
 
     def owns(self, req: ControlReq) -> bool:
-        """True if `req` is a call of the open transaction."""
+        """Return True if `req` is a call of the open transaction."""
         mine = isinstance(req, (UpdateReq, EndWeightUpdateReq)) and req.transaction_id == self.transaction_id
         return self.is_open and mine
 
@@ -69,15 +73,15 @@ class TransactionFence:
         elif isinstance(req, BeginWeightUpdateReq):
             if req.transaction_id is None and self.transaction_id is None:
                 raise BadRequestError(_SGLANG_OPEN)
-            raise self._conflict("It must end before another begins.")
+            raise self._conflict("It must end before another transaction begins.")
         elif isinstance(req, ReleaseMemoryOccupationReq):
             raise BadRequestError(
                 f"Memory cannot be released: the weight-update transaction {self.name} is open. End it."
             )
         elif isinstance(req, UpdateWeightVersionReq):
-            raise self._conflict("Its version is settled at its end: pass weight_version to end_weight_update.")
+            raise self._conflict("The end of the transaction sets the version: pass weight_version there.")
         elif isinstance(req, WeightsCheckerReq) and req.action == "reset_tensors":
-            raise self._conflict("Reset the weights after its end.")
+            raise self._conflict("Reset the weights after the transaction ends.")
 
     def _check_call(self, req: UpdateReq | EndWeightUpdateReq) -> None:
         given = req.transaction_id
@@ -87,8 +91,8 @@ class TransactionFence:
             )
         if not self.is_open and given is not None:
             raise UpdateConflictError(
-                f"The weight-update transaction '{given}' is not open. It ended, or was silent for longer than its "
-                "lease and was given up. Begin again, and bring everything again."
+                f"The weight-update transaction '{given}' is not open. It ended, or was discarded because it received "
+                "no call for the length of its lease. Begin a new transaction and send all tensors again."
             )
         if not self.is_open and isinstance(req, EndWeightUpdateReq):
             raise BadRequestError(_SGLANG_NOT_OPEN)
@@ -96,6 +100,6 @@ class TransactionFence:
     def _conflict(self, remedy: str) -> UpdateConflictError:
         left = max(0.0, self.lease_end - self._clock())
         return UpdateConflictError(
-            f"The weight-update transaction {self.name} is open (its lease ends after {left:.0f} s of silence). "
+            f"The weight-update transaction {self.name} is open (the lease ends in {left:.0f} s without a call). "
             f"{remedy}"
         )
