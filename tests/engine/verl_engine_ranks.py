@@ -213,7 +213,7 @@ class Bench:
     def check_release_and_resume(self) -> None:
         engine = self.engine
         engine.release_memory_occupation()
-        self.expect_error(BadRequestError, "released already", engine.release_memory_occupation)
+        self.expect_error(BadRequestError, "already released", engine.release_memory_occupation)
         engine.resume_memory_occupation(["weights"])
         self.train(6)
         engine.update_weights_from_tensor(self.trainer.named_parameters())

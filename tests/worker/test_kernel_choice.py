@@ -94,7 +94,7 @@ def test_what_is_not_compiled_runs_on_pytorch(compiled: list[CpuChoice]) -> None
     odd = choose(head_dim=24)
     assert odd.attention == "torch" and odd.ops(CPU) is not TORCH_OPS
     for wrong in ({"dtype": torch.bfloat16}, {"head_dim": 24}):
-        with pytest.raises(BadRequestError, match="attention_backend='cpp' takes float32 and a head_dim of"):
+        with pytest.raises(BadRequestError, match="attention_backend='cpp' needs float32 and a head_dim of"):
             choose(**wrong, attention_backend="cpp")
 
 
@@ -172,7 +172,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         assert choose() == KernelChoice()
     assert "apt install g++" in caplog.text
     for name in ("attention_backend", "cpu_kernel_choice"):
-        with pytest.raises(BadRequestError, match=rf"{name}='cpp' has to be compiled: no C\+\+ compiler"):
+        with pytest.raises(BadRequestError, match=rf"{name}='cpp' must be compiled: no C\+\+ compiler"):
             choose(**{name: "cpp"})
     assert choose(cpu_kernel_choice="torch") == KernelChoice()
 
@@ -180,7 +180,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 def test_backends_of_the_other_device() -> None:
     with pytest.raises(BadRequestError, match="needs a CUDA device"):
         choose(attention_backend="triton")
-    with pytest.raises(BadRequestError, match="'cpp' is the CPU's"):
+    with pytest.raises(BadRequestError, match="'cpp' needs device='cpu'"):
         choose_kernels(
             ServerArgs(model_path="model", attention_backend="cpp"),
             torch.device("cuda"),

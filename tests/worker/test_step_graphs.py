@@ -43,10 +43,10 @@ class OnceOnly(StepGraphs):
 
     steps: list[tuple[str, int, bool]]
 
-    def _at_hand(self, key: Any, *arrays: Any) -> Any:
+    def _graph_of(self, key: Any, *arrays: Any) -> Any:
         self._captured.clear()
         self.steps = [*getattr(self, "steps", []), tuple(key)]
-        return super()._at_hand(key, *arrays)
+        return super()._graph_of(key, *arrays)
 
     def _run_once(self, *_: Any) -> None:
         """Do nothing: the step is computed at its capture."""
@@ -55,9 +55,9 @@ class OnceOnly(StepGraphs):
 class FullBeforeShared(OnceOnly):
     """Step graphs without memory for a graph with shared keys."""
 
-    def _at_hand(self, key: Any, *arrays: Any) -> Any:
+    def _graph_of(self, key: Any, *arrays: Any) -> Any:
         self._is_full = key.shared
-        return super()._at_hand(key, *arrays)
+        return super()._graph_of(key, *arrays)
 
 
 def run(driver: Driver) -> list[Sequence]:

@@ -1,8 +1,7 @@
-"""`agree`: runs one step on every tensor-parallel rank; if it failed on any, all ranks raise the same error.
+"""`agree`: runs one function on every tensor-parallel rank. If it failed on any rank, all ranks raise the same error.
 
-Used by `WeightUpdater` and `WeightInspector`, whose methods run on all ranks at the same point of the command
-order, and by `Stager`, whose threads take the same requests in the same order: after `agree` all ranks continue,
-or all raise the same error.
+Used by `WeightUpdater`, whose methods run on all ranks at the same point of the command order, and by `Stager`, whose
+threads stage the same requests in the same order.
 """
 
 from __future__ import annotations
@@ -26,15 +25,18 @@ class _Vote(msgspec.Struct, array_like=True):
 
 
 def agree(tp: TpGroup, step: Callable[[], T]) -> T:
-    """Run `step` on this rank. If it failed on any, raise the same error on all of them: the refusal
-    (WeightUpdateError and its kin), or a 500 for a fault. Raises RuntimeError if a rank is dead."""
+    """Run `step` on this rank and return its result if no rank failed.
+
+    If a rank failed, raise the same error on all ranks: a `VerlServerError` with the status of the refusal, or with 500
+    for a fault. Raise RuntimeError if a rank is dead.
+    """
     mine, result = _Vote(), None
     try:
         result = step()
     except VerlServerError as error:
         mine = _Vote(str(error), error.status_code)
     except Exception as error:
-        logger.exception("A weight or memory operation failed on rank %d", tp.rank)
+        logger.exception("A weight or memory operation failed on rank %d.", tp.rank)
         mine = _Vote(f"{type(error).__name__}: {error}", 500)
     votes = [msgspec.msgpack.decode(vote, type=_Vote) for vote in tp.gather(msgspec.msgpack.encode(mine))]
     failed = {rank: vote for rank, vote in enumerate(votes) if vote.status != 200}

@@ -1,7 +1,8 @@
-"""`CpuChoice`: which kernel multiplies and which one attends on the CPU, measured once and kept in a file.
+"""`CpuChoice`: the kernels for products and attention on the CPU, measured once and kept in a file.
 
-`kernel_choice` asks `choose_on_cpu` at each start. The first start on a machine measures (`cpu_measurement`) and keeps
-the choice beside the compiled library; every later one reads it, so that all of them compute the same bits.
+`kernel_choice` calls `choose_on_cpu` at each start. The first start on a machine measures (`cpu_measurement`) and
+writes the choice beside the compiled library. Every later start reads the file, so that all starts compute the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,32 +26,33 @@ logger = logging.getLogger(__name__)
 Shape = tuple[int, int]
 
 MOST_ROWS = 512
-"""Choices are measured for 1, 2, 4, 8, ... up to so many rows of a product."""
+"""Largest number of rows of a product that is measured: 1, 2, 4, 8, ..., 512."""
 MOST_DECODES = 256
-"""Likewise, for so many tokens that are decoded in a step."""
+"""Largest number of decoded tokens in a step that is measured: 1, 2, 4, 8, ..., 256."""
 
 
 class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The i-th name of a list is for 2^(i-1) + 1 to 2^i rows or tokens; the last name is for more, too."""
+    """Names of kernels. Entry i of a list is for 2^(i-1) + 1 to 2^i rows or tokens; the last is also for more."""
 
     products: dict[str, list[Literal["cpp", "torch", "onednn"]]]
-    """Weight shape "OUTxIN" -> kernels for 1, 2, 4, 8, ... rows."""
+    """Kernels for 1, 2, 4, 8, ... rows, by weight shape "OUTxIN"."""
     prompts: Literal["cpp", "torch"]
-    """The kernel that norms, rotates and stores in steps that decode nothing."""
+    """Kernel that normalizes, rotates and stores in steps without decodes."""
     decodes: list[Literal["cpp", "torch"]]
-    """Attention kernels for 1, 2, 4, 8, ... tokens that are decoded in a step."""
+    """Attention kernels for 1, 2, 4, 8, ... decoded tokens in a step."""
 
     def linears(self, shapes: list[Shape]) -> dict[Shape, list[str]]:
+        """Return the list of `products` for each of `shapes`."""
         return {shape: list(self.products[_key(shape)]) for shape in shapes}
 
     def attends(self, num_decodes: int) -> bool:
-        """Whether the compiled kernel attends in a step that decodes so many tokens."""
+        """Return True if the compiled kernel computes attention in a step with `num_decodes` decoded tokens."""
         if not num_decodes:
             return self.prompts == "cpp"
         return self.decodes[min((num_decodes - 1).bit_length(), len(self.decodes) - 1)] == "cpp"
 
     def lacks(self, shapes: list[Shape]) -> list[str]:
-        """Weight shapes that the choice says nothing about; ["decodes"] if attention is missing."""
+        """Return those of `shapes` without kernels, as "OUTxIN"; "decodes" is added without attention kernels."""
         missing = [_key(shape) for shape in shapes if not self.products.get(_key(shape))]
         return missing if self.decodes else [*missing, "decodes"]
 
@@ -60,11 +62,12 @@ class CpuChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def counts(most: int) -> list[int]:
-    """1, 2, 4, 8, ..., `most`: what the names of a list are measured at."""
+    """Return the numbers of rows or tokens that are measured: 1, 2, 4, 8, ..., `most`."""
     return [2**i for i in range(most.bit_length())]
 
 
 def make_choice(products: Mapping[Shape, Sequence[str]], prompts: str, decodes: Sequence[str]) -> CpuChoice:
+    """Return a checked `CpuChoice` from products by weight shape."""
     fields = {"products": {_key(shape): names for shape, names in products.items()}}
     return msgspec.convert(fields | {"prompts": prompts, "decodes": decodes}, CpuChoice)
 
@@ -72,21 +75,21 @@ def make_choice(products: Mapping[Shape, Sequence[str]], prompts: str, decodes: 
 def choose_on_cpu(
     file: Path | None, cache_folder: Path | None, made_of: str, shapes: list[Shape], measure: Callable[[], CpuChoice]
 ) -> CpuChoice:
-    """The choice in `file` (None: in the cache, under a name made from `made_of`), measured if there is none yet.
+    """Return the choice in `file`, or, if None, in a file of the cache whose name is derived from `made_of`.
 
-    Raises `BadRequestError` for a `file` that cannot be read or does not fit the model. A broken file in the cache is
-    measured anew.
+    If the file does not exist, call `measure` and write it. Raise `BadRequestError` if `file` cannot be read or does
+    not fit the model. A broken file in the cache is replaced by a new measurement.
     """
     if file is not None:
         return _from_file(file, shapes, measure)
     if cache_folder is None:
         choice = measure()
-        logger.info("No cache folder keeps the choice of CPU kernels, so the next start measures again: %s", choice)
+        logger.info("There is no cache folder for the choice of CPU kernels; every start measures it: %s", choice)
         return choice
     path = cache_folder / f"cpu-choice-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
     try:
         choice = _read(path, shapes)
-        logger.info("CPU kernels as measured before (%s): %s", path, choice)
+        logger.info("CPU kernels as measured before, from %s: %s", path, choice)
         return choice
     except FileNotFoundError:
         return _keep(measure(), path, shapes, replace=False)
@@ -98,14 +101,14 @@ def choose_on_cpu(
 def _from_file(path: Path, shapes: list[Shape], measure: Callable[[], CpuChoice]) -> CpuChoice:
     try:
         choice = _read(path, shapes)
-        logger.info("CPU kernels as %s says: %s", path, choice)
+        logger.info("CPU kernels from %s: %s", path, choice)
         return choice
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise BadRequestError(
-            f"cpu_kernel_choice={str(path)!r} cannot be used: {error}. Name a file that does not exist to have the "
-            "choice measured and written there, or use 'auto'."
+            f"cpu_kernel_choice={str(path)!r} cannot be used: {error}. Name a file that does not exist, so that the "
+            "choice is measured and written there, or use 'auto'."
         ) from error
     choice = measure()
     try:
@@ -117,7 +120,7 @@ def _from_file(path: Path, shapes: list[Shape], measure: Callable[[], CpuChoice]
 
 
 def _read(path: Path, shapes: list[Shape]) -> CpuChoice:
-    """Raises OSError, or ValueError for contents that are no choice or one for another model."""
+    """Return the choice in the file. Raise OSError, or ValueError if it is malformed or lacks one of `shapes`."""
     choice = msgspec.json.decode(path.read_bytes(), type=CpuChoice)
     if missing := choice.lacks(shapes):
         raise ValueError(f"it has no kernels for {', '.join(missing)}")
@@ -125,7 +128,7 @@ def _read(path: Path, shapes: list[Shape]) -> CpuChoice:
 
 
 def _keep(choice: CpuChoice, path: Path, shapes: list[Shape], *, replace: bool) -> CpuChoice:
-    """Puts a new choice into the cache. Where another process was first, its choice is returned: one for all."""
+    """Write a new choice into the cache and return it, or the choice of another process that wrote first."""
     try:
         _write(choice, path, replace=replace)
     except FileExistsError:
@@ -138,7 +141,7 @@ def _keep(choice: CpuChoice, path: Path, shapes: list[Shape], *, replace: bool) 
 
 
 def _write(choice: CpuChoice, path: Path, *, replace: bool) -> None:
-    """Writes the whole file or none of it. Raises FileExistsError if it is there and not to be replaced."""
+    """Write the file atomically. Raise FileExistsError if it exists, unless `replace`."""
     descriptor, made = tempfile.mkstemp(suffix=".json", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -152,7 +155,7 @@ def _write(choice: CpuChoice, path: Path, *, replace: bool) -> None:
 
 
 def _link(made: str, path: Path) -> bool:
-    """Whether `path` is the file now. False where the file system has no links, so that the last writer wins."""
+    """Link `made` as `path`. Return False if the file system has no links; raise FileExistsError if `path` exists."""
     try:
         os.link(made, path)
     except FileExistsError:

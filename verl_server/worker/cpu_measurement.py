@@ -1,7 +1,7 @@
-"""`measure_choice`: the fastest kernels on this processor for one model's products and attention.
+"""`measure_choice`: finds the fastest kernels on this processor for one model's products and attention.
 
-`kernel_choice` calls it where no `CpuChoice` is kept yet. Each case takes a few milliseconds, all of them a second or
-two. It needs no weights: times do not depend on what is multiplied.
+`kernel_choice` calls it if no `CpuChoice` is stored. Each case takes a few milliseconds, and all cases together take
+one or two seconds. It needs no weights, because times do not depend on the values.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from verl_server.worker.cpu_choice import MOST_DECODES, MOST_ROWS, CpuChoice, Sh
 logger = logging.getLogger(__name__)
 
 _CASE_SECONDS = 0.002
+"""Seconds to measure one case."""
 _ALL_SECONDS = 3.0
-"""What is not measured by then, on a machine that is busy with something else, keeps the preferred kernel."""
+"""Seconds after which the remaining cases use the preferred kernel, because the machine is busy with other work."""
 _FEWEST_ROUNDS = 3
 _MARGIN = 0.9
-"""Another kernel than the preferred one must take less than so much of the preferred one's time."""
+"""A kernel replaces the preferred one only if it takes less than this fraction of the preferred kernel's time."""
 _CASE_PRODUCTS = 10**8
-"""Multiplications in one run of a product: some milliseconds. Of larger weights a part is multiplied."""
+"""Multiplications in one run of a product, which take some milliseconds. Larger weights are multiplied in part."""
 _WEIGHT_BYTES = 2**24, 2**26
-"""Least and most weights that the runs of a product take turns with. As in a step, they are not in a core's own cache,
-for attention reads more than fits there before the next product."""
+"""(least, most) bytes of the weights through which the runs of a product cycle. They exceed a core's own cache, as in a
+step, where attention evicts the weights before the next product."""
 _POOL_BYTES = 2**25
-"""Keys and values that attention is measured on."""
+"""Bytes of keys and values for the measurement of attention."""
 _KEYS = 256
-"""Of each token that is decoded, at most."""
+"""Largest number of keys for each decoded token."""
 _PROMPT = 128
+"""Tokens of the measured prompt."""
 
 _CPU = torch.device("cpu")
 
 
 def product_shapes(config: ModelConfig, tp: TpGroup) -> list[Shape]:
-    """Shapes [out, in] of all weights of a rank's layers and of its embedding or output head, sorted."""
+    """Return the shapes [out, in] of a rank's weight matrices, including embedding and output head, sorted."""
     with torch.device("meta"):
         layer = Decoder(replace(config, num_layers=1), tp, 1, _CPU)
     return sorted({(p.shape[0], p.shape[1]) for p in layer.parameters() if p.dim() == 2})
@@ -61,8 +63,10 @@ def product_shapes(config: ModelConfig, tp: TpGroup) -> list[Shape]:
 def measure_choice(
     kernels: CpuKernels, config: ModelConfig, tp: TpGroup, page_size: int, *, attends: bool
 ) -> CpuChoice:
-    """Measures with as many threads as torch has now; attention only if `attends`, else it is PyTorch's. Takes memory
-    for the time of the call: 150 MB at most."""
+    """Measure all cases with torch's current number of threads, and return the fastest kernels.
+
+    Attention is measured only if `attends`; otherwise the choice is "torch". The call takes up to 150 MB of memory.
+    """
     end = time.perf_counter() + _ALL_SECONDS
     unmeasured = 0
 
@@ -90,8 +94,8 @@ def measure_choice(
             ]
     if unmeasured:
         logger.warning(
-            "The machine is too busy to measure its CPU kernels in %g s: %d cases keep the kernel that is usually "
-            "the fastest. Start again on an idle machine, with the file of the choice removed, to measure them all.",
+            "The machine is too busy to measure its CPU kernels in %g s: %d cases use the kernel that is usually "
+            "the fastest. To measure all of them, remove the file of the choice and start again on an idle machine.",
             _ALL_SECONDS,
             unmeasured,
         )
@@ -104,10 +108,10 @@ def fastest(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The name of the run that took least at its best; the preferred one unless another is clearly faster.
+    """Return the name of the run with the shortest time; `preferred` unless another run is clearly faster.
 
-    The runs take turns, so that a moment in which the machine is busy slows all of them. A run that takes three times
-    as long as the best is not repeated. Takes `seconds`, or the time of three rounds if that is longer.
+    The runs alternate, so that other work on the machine slows all of them. A run that takes three times as long as the
+    fastest is not repeated. The measurement takes `seconds`, or three rounds if these take longer.
     """
     for run in runs.values():
         run()
@@ -127,10 +131,11 @@ def fastest(
 
 
 def _product_runs(kernels: CpuKernels, shape: Shape, rows: int, weights: Tensor) -> dict[str, Callable[[], object]]:
-    """Products of `rows` rows with weights of that shape, or with as many of their outputs as a run may take.
+    """Return, for each kernel, a function that multiplies `rows` rows with weights of `shape`.
 
-    All runs take turns with parts of `weights`. As in a step, a compiled operator runs before each product: where a
-    library has threads of its own, the two sets of threads are in each other's way.
+    If the weights are too large for one run, only a part of the outputs is computed. The runs cycle through `weights`.
+    As in a step, a compiled operator runs before each product, because threads of a library and of the compiled kernels
+    may slow each other.
     """
     outputs, size = shape
     taken = min(outputs, weights.numel() // size, max(64, _CASE_PRODUCTS // (rows * size)))
@@ -156,7 +161,7 @@ class _Heads:
 
 @dataclass
 class _Pool:
-    """Keys and values of one layer, see `KVCache`. Rows of the page table share pages where these are too few."""
+    """Keys and values of one layer, laid out as in `KVCache`. Rows of the page table share pages if they are few."""
 
     kv_heads: int
     page_size: int
@@ -182,16 +187,18 @@ class _Pool:
 
 @dataclass
 class _AttentionCases:
+    """The attention steps that are measured."""
+
     kernel: CpuAttention
     heads: _Heads
     pool: _Pool
     rotary: RotaryEmbedding
     layers: int
-    """That a step's plan serves, at most four."""
+    """Number of layers, at most four, that use one plan. The time of the plan is divided among them."""
 
     @classmethod
     def build(cls, kernels: CpuKernels, config: ModelConfig, tp: TpGroup, page_size: int) -> _AttentionCases:
-        """With the heads of one rank."""
+        """Make the cases for the heads of one rank."""
         heads = _Heads(config.num_heads // tp.size, max(1, config.num_kv_heads // tp.size), config.head_dim, None, None)
         if config.qk_norm:
             heads.q_norm, heads.k_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
@@ -204,12 +211,15 @@ class _AttentionCases:
         return self._runs(np.zeros(1, np.int64), np.full(1, _PROMPT))
 
     def decodes(self, count: int) -> dict[str, Callable[[], object]]:
-        """`count` requests of as many keys as the pool has for each."""
+        """Return a function for each kernel that decodes `count` requests, whose keys fit the pool."""
         keys = min(_KEYS, max(16, self.pool.tokens // count))
         return self._runs(np.full(count, keys - 1), np.ones(count, np.int64))
 
     def _runs(self, cached: Ints, extend: Ints) -> dict[str, Callable[[], object]]:
-        """A step's plan, and attention in each of its layers: requests of cached tokens [n] with new ones [n]."""
+        """Return a function for each kernel that plans a step and attends in each layer.
+
+        `cached` [n] and `extend` [n] are the numbers of cached and new tokens of n requests.
+        """
         rows, positions = np.arange(len(cached)), token_positions(cached, extend)
         row_of, page = np.repeat(rows, extend), self.pool.page_size
         slots = self.pool.page_table[row_of, positions // page] * page + positions % page

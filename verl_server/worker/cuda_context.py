@@ -1,7 +1,8 @@
-"""`create_context`: a GPU's primary CUDA context, made by the driver alone, before and beside the import of torch.
+"""`create_context`: creates a GPU's primary CUDA context through the driver, while torch is imported.
 
-Called in a thread by `scheduler.process`. torch uses the context that it finds. Calls of the driver hold no lock of the
-interpreter, so both go on at once. Whatever fails here is left to torch, which says it better.
+Called in a thread by `scheduler.process`. torch uses a context that exists. Calls of the driver do not hold the
+interpreter's lock, so they run in parallel with the import. Errors are ignored here, because torch fails later with a
+better message.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from verl_server.server_args import ServerArgs
 
 
 def create_context(server_args: ServerArgs, tp_rank: int) -> None:
-    """Create the context of the device that `device.device_of` chooses; nothing without a GPU."""
+    """Create the context of the device that `device.device_of` chooses. Does nothing without a GPU."""
     if server_args.device == "cpu":
         return
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: read when the context is created
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it; the context reads it
     with contextlib.suppress(OSError, AttributeError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
@@ -27,7 +28,7 @@ def create_context(server_args: ServerArgs, tp_rank: int) -> None:
 
 
 def _device(driver: ctypes.CDLL, server_args: ServerArgs, tp_rank: int) -> ctypes.c_int | None:
-    """The driver's handle of this rank's device, None if there is none."""
+    """Return the driver's handle of this rank's device, None if there is no such device."""
     local_rank = tp_rank % server_args.ranks_per_node
     device = ctypes.c_int()
     if not server_args.gpu_uuids:

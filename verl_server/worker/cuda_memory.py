@@ -1,10 +1,10 @@
-"""The CUDA driver's virtual memory calls, through ctypes: addresses of a GPU that outlive the memory behind them.
+"""`DeviceRegion`: addresses of a GPU that outlive the memory behind them, by the CUDA driver's virtual memory calls.
 
-Used by `MemoryArena` alone. torch's allocator knows nothing of this memory, `torch.cuda.mem_get_info` does. Only
-the region's own device may access it: no peer, no network card, no other process. Weights and KV pool are never
-handed to NCCL (activations are), and a trainer's memory is read by kernels that run on this device.
+Used by `MemoryArena` only. torch's allocator does not count this memory, but `torch.cuda.mem_get_info` does. Only the
+region's own device may access it, and no peer, network card or other process. That is enough, because weights and KV
+pool are never passed to NCCL (activations are), and kernels on this device read the trainers' memory.
 
-Errors of driver calls are returned, not remembered: a refusal here does not surface in torch's next launch.
+Driver calls return their errors and do not keep them, so torch's next launch does not report a failure of this module.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation: `id` is a device ordinal, counted as torch counts devices."""
+    """CUmemLocation. `id` is a device ordinal, the same as torch's."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class AllocationFlags(ctypes.Structure):
-    """CUmemAllocationProp.allocFlags; all zero: not compressed, not for a network card."""
+    """CUmemAllocationProp.allocFlags. All zero: neither compressed nor accessible to a network card."""
 
     _fields_ = (
         ("compressionType", ctypes.c_ubyte),
@@ -46,7 +46,7 @@ class AllocationFlags(ctypes.Structure):
 
 
 class AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp, 32 bytes; `requestedHandleTypes` 0: not exported to other processes."""
+    """CUmemAllocationProp, 32 bytes. `requestedHandleTypes` 0: not exported to other processes."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -91,9 +91,9 @@ class DriverError(RuntimeError):
 
 
 class DeviceRegion:
-    """Addresses of one GPU, and physical memory behind all of them (mapped) or none. Made mapped.
+    """A range of addresses of one GPU, with physical memory behind all of them (mapped) or none. Mapped at first.
 
-    A tensor over it (`tensor`) keeps it alive; when the last one is gone, memory and addresses are given back.
+    The tensors that `tensor` returns keep the region alive. Memory and addresses are freed with the last of them.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -108,14 +108,14 @@ class DeviceRegion:
             _call("cuMemAddressReserve", ctypes.byref(address), self.nbytes, 0, 0, 0)
         self.address = address.value
         self.is_mapped = False
-        # Not at exit: the driver may be gone by then, and the process gives everything back anyway.
-        weakref.finalize(self, _give_back, self.device, self.address, self.nbytes).atexit = False
+        # Not at exit: the driver may have ended by then, and the end of the process frees everything anyway.
+        weakref.finalize(self, _free, self.device, self.address, self.nbytes).atexit = False
         self.map()
 
     def map(self) -> None:
-        """Put memory behind the addresses; its contents are undefined.
+        """Map memory at the addresses. The contents are undefined.
 
-        Raises ServerUnavailableError if the device has too little, and then holds none.
+        Raise ServerUnavailableError, with nothing mapped, if the device has too little memory.
         """
         with _current(self.device):
             try:
@@ -123,18 +123,18 @@ class DeviceRegion:
             except DriverError as error:
                 if error.code != _OUT_OF_MEMORY:
                     raise
-                torch.cuda.empty_cache()  # what torch's allocator holds for later
+                torch.cuda.empty_cache()  # free the unused memory that torch's allocator keeps
                 self._map_or_explain()
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Give the memory back, once all work of the device that may use it is done."""
+        """Free the memory after all work of the device has finished. The addresses stay reserved."""
         with _current(self.device):
             _call("cuMemUnmap", self.address, self.nbytes)
         self.is_mapped = False
 
     def tensor(self) -> Tensor:
-        """The region as uint8 [nbytes], without a copy. The region must be mapped, now and whenever it is used."""
+        """Return the region as uint8 [nbytes] without a copy. It may be used only while the region is mapped."""
         tensor = torch.as_tensor(self, device=self.device)
         assert tensor.data_ptr() == self.address, "torch copied the region"
         return tensor
@@ -149,7 +149,7 @@ class DeviceRegion:
         try:
             _call("cuMemMap", self.address, self.nbytes, 0, handle, 0)
         finally:
-            _call("cuMemRelease", handle)  # the mapping keeps the memory, and unmapping gives it back
+            _call("cuMemRelease", handle)  # the mapping keeps the memory until it is unmapped
         try:
             _call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(self._access), 1)
         except DriverError:
@@ -166,39 +166,40 @@ class DeviceRegion:
             raise ServerUnavailableError(
                 f"{self.device} has {free / 2**30:.2f} GiB of {total / 2**30:.2f} GiB free, but "
                 f"{self.nbytes / 2**30:.2f} GiB are needed for the weights or the KV cache. Free memory on the device "
-                "(a trainer there: torch.cuda.empty_cache() and offload) and try again, or start the server with a "
+                "(in a trainer: offload, then torch.cuda.empty_cache()) and try again, or start the server with a "
                 "smaller mem_fraction_static."
             ) from None
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
-    """Page-lock a CPU tensor, so that copies to and from `device` run at the full rate of the bus."""
+    """Page-lock the memory of a CPU tensor, so that copies to and from `device` run at the full rate of the bus."""
     with _current(device):
         _call("cuMemHostRegister_v2", memory.data_ptr(), memory.nbytes, 0)
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Undo `pin`, before the tensor's memory is unmapped."""
+    """Undo `pin`. To be called before the tensor's memory is unmapped."""
     with _current(device):
         _call("cuMemHostUnregister", memory.data_ptr())
 
 
-def _give_back(device: torch.device, address: int, nbytes: int) -> None:
-    """The end of a region: whatever is mapped, and the addresses. Nobody is left to hear of an error."""
+def _free(device: torch.device, address: int, nbytes: int) -> None:
+    """Free the memory and the addresses of a region. A finalizer has no caller for errors, so they are ignored."""
     with _current(device):
-        _driver().cuMemUnmap(address, nbytes)  # refused, and no harm, if nothing is mapped
+        _driver().cuMemUnmap(address, nbytes)  # a harmless error if nothing is mapped
         _driver().cuMemAddressFree(address, nbytes)
 
 
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """The device idle and its context current on this thread, whichever thread it is: driver calls need both."""
+    """Make the device's context current on the calling thread and wait for the device: driver calls need both."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         yield
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call the driver function `name`. Raise DriverError if it fails."""
     code = getattr(_driver(), name)(*arguments)
     if code:
         raise DriverError(name, code)

@@ -1,6 +1,6 @@
-"""The device of one rank: which one it is, its threads, and the memory that nobody holds.
+"""The device of one rank: its choice, the number of threads, and free memory.
 
-Called by `ModelRunner`, and by `scheduler.rank` before there is one.
+Called by `scheduler.rank`, and then by `ModelRunner`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from verl_server.server_args import ServerArgs
 
 
 def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
-    """The device of a rank: `gpu_uuids` by UUID, else `base_gpu_id` + local rank, or the CPU."""
+    """Return the device of a rank: its entry of `gpu_uuids`, else `base_gpu_id` + local rank, or the CPU.
+
+    Raise BadRequestError if this process does not see that device.
+    """
     if server_args.device == "cpu" or (server_args.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -27,17 +30,18 @@ def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
         uuids = [str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").lower() for i in range(count)]
         if wanted not in uuids:
             raise BadRequestError(
-                f"gpu_uuids names {server_args.gpu_uuids[local_rank]}, but this process sees {uuids} "
+                f"gpu_uuids names {server_args.gpu_uuids[local_rank]}, but this process sees only {uuids} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})."
             )
         return torch.device("cuda", uuids.index(wanted))
     ordinal = server_args.base_gpu_id + local_rank
     if ordinal >= count:
-        raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but there are {count}.")
+        raise BadRequestError(f"Rank {tp_rank} needs CUDA device {ordinal}, but torch sees {count} devices.")
     return torch.device("cuda", ordinal)
 
 
 def set_threads(server_args: ServerArgs, device: torch.device) -> None:
+    """Set torch's number of threads on the CPU. On CUDA, make `device` current."""
     if device.type == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
@@ -46,7 +50,7 @@ def set_threads(server_args: ServerArgs, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a GPU has left, without what torch's allocator keeps for later; 0 for the CPU."""
+    """Return the free bytes of a GPU after torch's allocator freed its unused memory; 0 for the CPU."""
     if device.type == "cpu":
         return 0
     torch.cuda.synchronize(device)
@@ -56,8 +60,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def trim_heap() -> None:
-    """glibc keeps freed blocks below its mmap threshold; ask it to give them to the system."""
+    """Return freed blocks to the system, which glibc keeps if they are smaller than its mmap threshold."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
-        return  # another libc: large blocks are mapped one by one there too
+        return  # another libc, which maps large blocks one by one too

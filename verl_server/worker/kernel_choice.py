@@ -1,8 +1,8 @@
-"""`choose_kernels`: which kernels a rank runs, by its device, its dtype and what `ServerArgs` asks for.
+"""`choose_kernels`: chooses the kernels of a rank by its device, its dtype and the settings in `ServerArgs`.
 
-`ModelRunner` asks once, before it builds anything. What is asked for by name and cannot be had is refused; what `auto`
-would take and the machine lacks is a warning that names the remedy, and plain PyTorch runs instead. On the CPU `auto`
-takes what was measured to be the fastest (`cpu_choice`).
+`ModelRunner` calls it once, before it builds the model. If a setting names a kernel that the machine lacks, it raises.
+If `auto` would choose a kernel that the machine lacks, a warning names the remedy, and plain PyTorch runs instead. On
+the CPU, `auto` chooses the kernels that were measured to be the fastest (`cpu_choice`).
 """
 
 from __future__ import annotations
@@ -43,23 +43,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KernelChoice:
+    """The kernels of one rank."""
+
     attention: Literal["triton", "cpp", "torch"] = "torch"
     fused: bool = False
-    """Whether elementwise operators, products of few rows and the draw are kernels of our own."""
+    """True if this package's kernels compute elementwise operators, products of few rows and the draw."""
     cpu: CpuKernels | None = None
+    """The compiled kernels, None on CUDA and if they are not used."""
     cpu_linear: Linear = linear
-    """The product of `fused` operators on the CPU."""
+    """Function for products on the CPU, if `fused`."""
     cpu_attends: Callable[[int], bool] | None = None
-    """(tokens that a step decodes): whether "cpp" attends in the step. None: in every step."""
+    """Return True if "cpp" computes attention in a step with so many decoded tokens. None: in every step."""
 
     def ops(self, device: torch.device) -> Ops:
+        """Return the operators of the model's layers."""
         if not self.fused:
             return TORCH_OPS
         return cuda_ops(device) if self.cpu is None else cpu_ops(self.cpu, self.cpu_linear)
 
     @property
     def choose(self) -> draw.Choose:
-        """How the sampler draws."""
+        """The function with which the sampler draws tokens."""
         if not self.fused:
             return draw.choose
         if self.cpu is not None:
@@ -72,18 +76,23 @@ class KernelChoice:
 def choose_kernels(
     server_args: ServerArgs, device: torch.device, dtype: torch.dtype, config: ModelConfig, tp: TpGroup
 ) -> KernelChoice:
-    """Every rank of `tp` calls it at the same time: rank 0 measures for all."""
+    """Return the kernels of this rank. All ranks of `tp` must call it together, because rank 0 measures for all.
+
+    Raise BadRequestError if a setting names kernels that this rank cannot run.
+    """
     wanted, fused = server_args.attention_backend, server_args.fused_kernels
     if device.type == "cpu":
         if wanted == "triton":
             raise BadRequestError("attention_backend='triton' needs a CUDA device. Use 'auto', 'cpp' or 'torch'.")
         return _for_cpu(server_args, dtype, config, tp)
     if wanted == "cpp":
-        raise BadRequestError("attention_backend='cpp' is the CPU's. Use 'auto', 'triton' or 'torch' on CUDA.")
+        raise BadRequestError("attention_backend='cpp' needs device='cpu'. Use 'auto', 'triton' or 'torch' on CUDA.")
     if importlib.util.find_spec("triton") is None:
         if wanted == "triton":
             raise BadRequestError("attention_backend='triton' needs Triton: pip install triton, or use 'torch'.")
-        logger.warning("Triton is not installed: steps run on plain PyTorch, several times slower. pip install triton.")
+        logger.warning(
+            "Triton is not installed, so steps run on plain PyTorch, several times slower. Run pip install triton."
+        )
         return KernelChoice()
     return KernelChoice("torch" if wanted == "torch" else "triton", fused)
 
@@ -93,7 +102,7 @@ def _for_cpu(server_args: ServerArgs, dtype: torch.dtype, config: ModelConfig, t
     attends = wanted != "torch" and dtype == torch.float32 and config.head_dim in HEAD_DIMS
     if wanted == "cpp" and not attends:
         raise BadRequestError(
-            f"attention_backend='cpp' takes float32 and a head_dim of {HEAD_DIMS}, not {dtype} and {config.head_dim}. "
+            f"attention_backend='cpp' needs float32 and a head_dim of {HEAD_DIMS}, not {dtype} and {config.head_dim}. "
             "Use 'auto'."
         )
     if dtype != torch.float32 or not (attends or fused):
@@ -109,13 +118,16 @@ def _for_cpu(server_args: ServerArgs, dtype: torch.dtype, config: ModelConfig, t
 
 
 def _compiled(settings: dict[str, str]) -> CpuKernels | None:
-    """The kernels, or None with a warning. Raises `BadRequestError` if one of the settings names them."""
+    """Return the compiled kernels, or None with a warning if they cannot be compiled.
+
+    Raise `BadRequestError` instead of the warning if one of the settings names them.
+    """
     try:
         return CpuKernels()
     except KernelsUnavailableError as error:
         for name, value in settings.items():
             if value == "cpp":
-                raise BadRequestError(f"{name}='cpp' has to be compiled: {error}") from error
+                raise BadRequestError(f"{name}='cpp' must be compiled: {error}") from error
         logger.warning("Steps run on plain PyTorch, at about half the speed: %s", error)
         return None
 
@@ -123,7 +135,7 @@ def _compiled(settings: dict[str, str]) -> CpuKernels | None:
 def _measured(
     kernels: CpuKernels | None, server_args: ServerArgs, config: ModelConfig, tp: TpGroup, attends: bool
 ) -> KernelChoice:
-    """Rank 0's choice on every rank; plain PyTorch where this rank or rank 0 has no kernels."""
+    """Return rank 0's choice, or plain PyTorch if this rank or rank 0 has no compiled kernels."""
     shapes, encoded = product_shapes(config, tp), b""
     if tp.rank == 0 and kernels is not None:
         heads = (config.num_heads, config.num_kv_heads, config.head_dim, server_args.page_size) if attends else None

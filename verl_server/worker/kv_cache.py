@@ -1,8 +1,8 @@
 """`KVCache`: one rank's KV pool and page table.
 
-Owned by the `ModelRunner`. `place` turns what the scheduler decided (`ForwardBatch`) into positions and slots, with
-which the attention backends index the pool. The pool lives in a `MemoryArena`: it never moves, though its memory may
-be given back.
+Owned by the `ModelRunner`. `place` turns the scheduler's `ForwardBatch` into positions and slots, with which the
+attention backends index the pool. The pool is in a `MemoryArena`: its addresses never change, but its memory can be
+released.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """The pool [layers, pages + 1, page_size, 2 (k, v), kv_heads, head_dim] and who has which page.
+    """The pool [layers, pages + 1, page_size, 2 (k, v), kv_heads, head_dim] and the page table of the requests.
 
-    The last page is padding. In memory the keys of one head in one page lie together, and so do its values. Without
-    `paged_kernels` pages are zeroed when they are handed out (see `models.attention`).
+    The last page is padding. In memory the keys of one head in one page are contiguous, and so are the values. Without
+    `paged_kernels`, pages are zeroed when they are assigned (see `models.attention`).
     """
 
     def __init__(
@@ -52,24 +52,24 @@ class KVCache:
         self.kv_heads = max(1, config.num_kv_heads // tp.size)
         self._columns = math.ceil(context_length / self.page_size)
         pages = self._fitting_pages(budget.bytes)
-        # The smallest count of all ranks: page ids are rank 0's, so every pool must hold them.
+        # The smallest count of all ranks, because rank 0 assigns pages and every rank's pool must have them.
         self.num_pages = min(pages, *(int(part) for part in tp.gather(str(pages).encode())))
         self._check_room(budget)
         self._arena = MemoryArena(self._page_bytes * (self.num_pages + 1), device)
         self.pool = self._pool_view()
         self.layers = list(self.pool.unbind(0))
         self.page_table = np.full((self.max_rows, self._columns), self.num_pages, dtype=np.int64)
-        """Of each row: its pages, in order. The scheduler decides, `place` writes."""
+        """[rows, columns] page ids of each row in order. `place` writes the scheduler's assignments."""
         self.device_page_table = torch.full(
             (self.max_rows + 1, self._columns), self.num_pages, dtype=torch.int32, device=device
         )
-        """The same for the kernels (kept up to date with `paged_kernels` only); its last row is all padding."""
+        """Copy of `page_table` for kernels, updated only with `paged_kernels`. The last row is all padding."""
         self._clear_padding()
 
     # -- one step ----------------------------------------------------------------------------------------------
 
     def place(self, batch: ForwardBatch) -> Placement:
-        """Write the step's pages into the page table, and say where its tokens are."""
+        """Write the step's pages into the page table. Return the positions and slots of the step's tokens."""
         cached, extend = _ints(batch.cached_lens), _ints(batch.extend_lens)
         rows = _ints(batch.rows)
         self._write_pages(batch)
@@ -86,7 +86,7 @@ class KVCache:
         )
 
     def trimmed_table(self, rows: Ints, lens: Ints) -> Ints:
-        """The step's part of the page table; columns beyond a request's length point to the padding page."""
+        """Return the page table of `rows` for `lens` tokens each. Columns beyond a length hold the padding page."""
         pages = -(-lens // self.page_size)
         columns = np.arange(int(pages.max()))
         return np.where(columns < pages[:, None], self.page_table[rows, : len(columns)], self.num_pages)
@@ -111,7 +111,7 @@ class KVCache:
         self.device_page_table.view(-1).index_copy_(0, update[0], update[1].int())
 
     def _zero_new_pages(self, batch: ForwardBatch) -> None:
-        """Zero those pages that no cached token is in: masked positions still enter `0 * v`."""
+        """Zero new pages without cached tokens, because masked positions still enter a sum as `0 * v`."""
         cached_of = dict(zip(batch.rows, batch.cached_lens, strict=True))
         new: list[int] = []
         for row, column, pages in batch.page_updates:
@@ -124,19 +124,20 @@ class KVCache:
 
     @property
     def bytes_held(self) -> int:
+        """Bytes of memory that the pool takes now."""
         return self._arena.bytes_held
 
     @property
     def is_present(self) -> bool:
-        """Whether the pool may be used."""
+        """True while the pool may be used."""
         return self._arena.is_present
 
     def release(self) -> None:
-        """Give the pool's memory back; its contents are lost."""
+        """Free the pool's memory. The contents are lost."""
         self._arena.release()
 
     def resume(self) -> None:
-        """Take memory for the pool again; every page is handed out anew."""
+        """Allocate the pool's memory again. No page has valid contents."""
         self._arena.resume()
         self._clear_padding()
 
@@ -156,7 +157,7 @@ class KVCache:
         return per_token * self.page_size * self._dtype.itemsize
 
     def _fitting_pages(self, budget: int) -> int:
-        """Pages that fit `budget` bytes, no more than the largest batch could use."""
+        """Return the number of pages that fit `budget` bytes, at most as many as the largest batch can use."""
         pages = budget // self._page_bytes - 1  # one for padding
         pages = min(pages, self.max_rows * self._columns)
         if self._args.max_total_tokens is not None:
@@ -170,7 +171,7 @@ class KVCache:
         if limit is not None and limit < self.page_size:
             raise BadRequestError(
                 f"No room for a KV cache: max_total_tokens={limit} is less than one page of {self.page_size} tokens. "
-                "Raise it, or lower page_size."
+                "Raise max_total_tokens, or lower page_size."
             )
         raise BadRequestError(
             f"No room for a KV cache: {budget.explanation} A page of {self.page_size} tokens takes "
@@ -180,27 +181,29 @@ class KVCache:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What the KV pool may take, and the words for the case that it is too little."""
+    """Memory that the KV pool may take, and texts for the error if it is too small."""
 
     bytes: int
     explanation: str
+    """Sentences that say how `bytes` was computed."""
     remedy: str
+    """Sentence that says how to raise `bytes`."""
 
 
 def gpu_budget(free_before: int, free: int, fraction: float, step: int) -> MemoryBudget:
-    """Memory of a GPU for the KV pool: `free` - `free_before` x (1 - `fraction`), as in SGLang.
+    """Return the memory of a GPU for the KV pool: `free` - `free_before` x (1 - `fraction`) bytes, as in SGLang.
 
-    `free_before` and `free` bytes were free before and after the weights were loaded, so what other processes hold does
-    not count. At least `step` bytes, what the largest step may take, stay free in any case.
+    `free_before` and `free` are the free bytes before and after the weights were loaded, so memory of other processes
+    does not count. At least `step` bytes, which the largest step may take, stay free in any case.
     """
     kept = round(free_before * (1.0 - fraction))
     explanation = (
-        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} are free after, so "
+        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} after, so "
         f"the weights took {_gib(free_before - free)}. mem_fraction_static={fraction:g} keeps {_gib(kept)} free."
     )
     if step > kept:
-        explanation += f" The largest step may take {_gib(step)}, which stay free instead."
-        logger.info("The KV cache gets less than mem_fraction_static says. %s", explanation)
+        explanation += f" The largest step may take {_gib(step)}, so that much stays free instead."
+        logger.info("The KV cache is smaller than mem_fraction_static allows. %s", explanation)
     remedy = (
         "Raise mem_fraction_static or lower chunked_prefill_size and max_running_requests, free memory that other "
         "processes hold on this GPU, or use a smaller model or a larger tp_size."
@@ -209,7 +212,7 @@ def gpu_budget(free_before: int, free: int, fraction: float, step: int) -> Memor
 
 
 def cpu_budget(gib: float) -> MemoryBudget:
-    """Host memory for the KV pool: what the setting says."""
+    """Return the host memory for the KV pool: `gib` GiB."""
     return MemoryBudget(round(gib * 2**30), f"kv_cache_gib={gib:g}.", "Raise kv_cache_gib.")
 
 

@@ -1,7 +1,7 @@
-"""`MemoryArena`: memory that can be given back and taken again under tensors that stay where they are.
+"""`MemoryArena`: memory that can be released and resumed under tensors whose addresses never change.
 
-`ModelRunner` holds two, one for the weights and one for the KV pool. Their addresses never change, so views,
-plans of weight updates and CUDA graphs made before a release are good after the resume.
+`ModelRunner` has one for the weights and `KVCache` one for the pool. Views, plans of weight updates and CUDA graphs
+that were made before a release stay valid after the resume.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from verl_server.worker.cuda_memory import DeviceRegion, DriverError, pin, unpin
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""Bytes at which tensors in an arena should start: what torch's CUDA allocator gives, and 16-byte loads need."""
+"""Alignment in bytes of tensors in an arena, as in torch's CUDA allocator. 16-byte loads need at least 16."""
 _HUGE_PAGE = 2 * 2**20
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`."""
+    """Return `nbytes` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class MemoryArena:
-    """`nbytes` (rounded up to whole pages) of a device, in one region of addresses; made present.
+    """`nbytes` (rounded up to whole pages) of a device at fixed addresses, present at first.
 
-    Views keep the region alive; the last one to go gives back memory and addresses. Not thread-safe: one owner
-    releases and resumes. Raises ServerUnavailableError, now or on `resume`, if the memory is not there.
+    Views keep the region alive. Memory and addresses are freed with the last view. Not thread-safe: one owner releases
+    and resumes. The constructor and `resume` raise ServerUnavailableError if the device has too little memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -43,14 +43,14 @@ class MemoryArena:
         self._region = DeviceRegion(nbytes, device) if device.type == "cuda" else HostRegion(nbytes)
         self.nbytes = self._region.nbytes
         self.contents = self._region.tensor()
-        """uint8 [nbytes]: all of it. Zeros at first on the CPU, undefined on CUDA."""
+        """The whole memory as uint8 [nbytes]. At first zeros on the CPU, undefined on CUDA."""
         self.is_present = True
-        """Whether the contents may be used. On CUDA, using them while they are released is a fatal error."""
+        """True while the contents may be used. On CUDA, a use of released memory is a fatal error."""
         self._kept = False
         self._host_copy: HostCopy | None = None
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor at byte `offset`, good for the arena's life. ValueError if it does not fit there."""
+        """Return a contiguous tensor at byte `offset`. Raise ValueError if it does not fit into the arena."""
         nbytes = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset % dtype.itemsize or offset + nbytes > self.nbytes:
             raise ValueError(f"{list(shape)} of {dtype} does not fit at byte {offset} of an arena of {self.nbytes}.")
@@ -58,14 +58,14 @@ class MemoryArena:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the device that the arena takes now."""
+        """Bytes of the device that the arena takes now, 0 while released."""
         return self.nbytes if self._region.is_mapped else 0
 
     def release(self, *, keep_contents: bool = False) -> None:
-        """Give the memory back to the device or the system, after all work on it is done; no-op if released.
+        """Free the memory after all work on it has finished. Does nothing if it is already released.
 
-        With `keep_contents` the next `resume` brings the contents back: on CUDA from a copy in host memory. Host
-        memory is where they are on the CPU, so there they stay, and nothing is given back.
+        With `keep_contents` the next `resume` restores the contents: on CUDA from a copy in host memory. On the CPU the
+        contents are in host memory already, so they stay there and nothing is freed.
         """
         if not self.is_present:
             return
@@ -77,10 +77,11 @@ class MemoryArena:
         self.is_present, self._kept = False, keep_contents
 
     def resume(self) -> bool:
-        """Take memory at the same addresses; True if the contents are what they were. No-op (True) if present.
+        """Map memory at the same addresses again. Return True if the contents are unchanged since the release.
 
-        Otherwise they are zeros on the CPU and undefined on CUDA. If memory is short (ServerUnavailableError) the
-        arena stays released, contents that were kept stay kept, and `resume` may be called again.
+        Otherwise the contents are zeros on the CPU and undefined on CUDA. Returns True if the memory is present. Raise
+        ServerUnavailableError if memory is short; the arena then stays released with the contents that were kept, and
+        `resume` may be called again.
         """
         if self.is_present:
             return True
@@ -104,32 +105,32 @@ class HostRegion:
                 f"The system refused {self.nbytes / 2**30:.2f} GiB for the weights or the KV cache ({error}). "
                 "Free memory, or start the server with a smaller kv_cache_gib."
             ) from error
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.is_mapped = True
 
     def map(self) -> None:
-        """Nothing to do: pages come, zeroed, when they are first touched.
+        """Mark the region as mapped. The system provides zeroed pages when they are first written.
 
-        To have them all come here would take longer: a copy into them brings them in with all its threads.
+        To touch all pages here would take longer than to let the threads of a copy do it.
         """
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Give all pages to the system. A touch before `map` is harmless: it reads zeros, and takes a page."""
+        """Return all pages to the system. An access before `map` is harmless: it reads zeros and takes a page."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.is_mapped = False
 
     def tensor(self) -> Tensor:
-        """uint8 [nbytes] from the first huge page's start on; it keeps the mapping alive."""
+        """Return uint8 [nbytes], aligned to a huge page. The tensor keeps the mapping alive."""
         start = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=self.nbytes)
 
 
 class HostCopy:
-    """Host memory for one arena's contents, pinned if the system allows it.
+    """Host memory for the contents of one arena, pinned if the system allows it.
 
-    Kept from one release to the next: to pin it takes longer than to fill it.
+    The arena keeps it from one release to the next, because pinning takes longer than copying.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -138,7 +139,7 @@ class HostCopy:
             pin(self.tensor, device)
         except DriverError as error:
             logger.warning(
-                "The weights' backup of %.2f GiB is not pinned, so copies are slow: %s", nbytes / 2**30, error
+                "The backup of the weights (%.2f GiB) cannot be pinned, so copies are slow: %s", nbytes / 2**30, error
             )
         else:
             weakref.finalize(self, unpin, self.tensor, device).atexit = False

@@ -1,9 +1,9 @@
-"""`ModelRunner`: one rank's model, KV cache and sampler; launches `ForwardBatch`es.
+"""`ModelRunner`: one rank's model, KV cache and sampler. It launches the steps that `ForwardBatch`es describe.
 
-Owned by a scheduler process. Rank 0's also samples. Device memory belongs to it: weights (written only through
-`weight_map`), the KV pool, and their release and resume. Both live in a `MemoryArena`: no tensor ever moves.
-On CUDA a launch waits for nothing: what a step needs is copied to the device in the stream's order, what it gave
-comes back through pinned memory, and `Step.result` waits for it.
+Each scheduler process has one, which the `TpWorker` calls. Only rank 0 samples. The runner owns the device memory: it
+builds, releases and resumes the weights (written only through `weight_map`) and the KV pool. Both are in a
+`MemoryArena`, so no tensor ever moves. On CUDA a launch does not wait for the device: inputs are copied to the device
+in stream order, results are copied to pinned memory, and `RunningStep.result` waits for them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from verl_server.worker.memory_arena import MemoryArena, aligned
 from verl_server.worker.step_attention import StepAttention
 from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, SPECIAL_BYTES, StepMemory
 
-if TYPE_CHECKING:  # they need Triton
+if TYPE_CHECKING:  # these imports need Triton
     from verl_server.models.triton_attention import PagedBackend
     from verl_server.worker.step_graphs import StepGraphs
 
 
 @dataclass
 class RunningStep:
-    """A step that was launched, until the `Scheduler` reads its result: one step later where steps overlap."""
+    """A step that was launched. If steps overlap, the `Scheduler` reads the result after the next launch."""
 
     sampled: Sampled | None
-    """None if nothing is sampled, and on ranks that do not sample."""
+    """Sampled tokens. None if the step samples nothing, and on ranks other than 0."""
     prompt: dict[int, PromptCandidates] = field(default_factory=dict)
+    """Log-probabilities of prompts, by entry of the batch."""
     done: torch.cuda.Event | None = None
-    """Recorded behind the last copy to the host; None if the step was computed while it was launched."""
+    """Event after the last copy to the host. None on the CPU, where the launch computes the step."""
 
     def result(self) -> ForwardOutput:
-        """Wait until the step is computed; what it gave."""
+        """Wait until the step is computed and return its output."""
         if self.done is not None:
             self.done.synchronize()
         output = ForwardOutput([], [], [], []) if self.sampled is None else self.sampled.read()
@@ -65,7 +66,7 @@ class ModelRunner:
     def __init__(
         self, server_args: ServerArgs, tp: TpGroup, device: torch.device, start: StartTimes | None = None
     ) -> None:
-        """`start`, if given, learns when each phase ended: device, weights, kv_cache."""
+        """`start` records the times at which the phases device, weights and kv_cache ended."""
         start = start or StartTimes()
         self.tp, self.device = tp, device
         self._args = server_args
@@ -98,11 +99,11 @@ class ModelRunner:
         self.sampler = Sampler(self.vocab_size, device, choice.choose)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
-        """What each row's latest step sampled; a step may be planned before it is known to the host."""
+        """[rows + 1] token that the latest step sampled for each row. The next step reads it on the device."""
         num_heads = self.config.num_heads // tp.size
         self._attention = StepAttention(choice, num_heads, self.model.rotary, self.kv, server_args)
         self.step_budget: int | None = None
-        """Bound on the sum of `step_bytes` in a step. One rank has none: it can try again in smaller steps."""
+        """Bound on the sum of `step_bytes` in a step. None for a single rank, which can retry in smaller steps."""
         if device.type == "cuda" and tp.size > 1:
             self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
         self._copy_kernels_left = device.type == "cuda" and server_args.fused_weight_copy
@@ -113,10 +114,10 @@ class ModelRunner:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
-        """Begin one step; `specs` (one per `batch.sample` entry) on rank 0, None on the others.
+        """Launch one step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks.
 
-        A step that ran out of memory may be launched again, in parts: nothing below its requests' cached lengths was
-        written.
+        A step that ran out of memory may be launched again in parts, because it wrote nothing below the cached lengths
+        of its requests.
         """
         try:
             return self._launch(batch, specs)
@@ -125,7 +126,7 @@ class ModelRunner:
             raise
 
     def step_bytes(self, spec: SampleSpec) -> int:
-        """Bytes of device memory that sampling takes for a request in a step, beyond a plain draw."""
+        """Return the bytes of device memory that sampling takes for a request beyond a plain draw."""
         return self._step_memory.special(spec)
 
     @torch.inference_mode()
@@ -146,7 +147,7 @@ class ModelRunner:
         return RunningStep(sampled, prompt, self._event())
 
     def _event(self) -> torch.cuda.Event | None:
-        """Behind all that was submitted so far."""
+        """Record an event after all submitted work. Return None on the CPU."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -154,16 +155,16 @@ class ModelRunner:
         return event
 
     def _hidden(self, placement: Placement) -> Tensor:
-        """Hidden states of all new tokens, launched operator by operator."""
+        """Launch the model operator by operator. Return the hidden states [tokens, hidden_size]."""
         step, ids, rows = self._attention.plan(placement)
         if (placement.ids < 0).any():
-            n = placement.num_decodes  # only these can have been sampled in a step that is not read yet
+            n = placement.num_decodes  # only decodes can continue a token that the host has not read yet
             ids[:n] = torch.where(ids[:n] < 0, self._last_tokens[rows[:n]], ids[:n])
         hidden: Tensor = self.model(ids, self.kv.layers, step)
         return hidden
 
     def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
-        """Logits of a step from device tensors alone: what a CUDA graph holds, see `step_graphs.Forward`."""
+        """Compute logits from device tensors only, as a CUDA graph requires. See `step_graphs.Forward`."""
         head, tail = ids[: len(rows)], ids[len(rows) :]
         head = torch.where(head < 0, self._last_tokens[rows], head)
         hidden = self.model(torch.cat([head, tail]) if len(tail) else head, self.kv.layers, step)
@@ -172,7 +173,7 @@ class ModelRunner:
     def _sample(
         self, batch: ForwardBatch, logits: Tensor, placement: Placement, specs: list[SampleSpec] | None
     ) -> Sampled | None:
-        """Sample on rank 0; where steps overlap every rank keeps the tokens on its device, for the next step."""
+        """Sample on rank 0. If steps overlap, broadcast the tokens to the devices of all ranks for the next step."""
         lens = (placement.cached + placement.extend)[batch.sample]
         sampled = None if specs is None else self.sampler.launch(logits, specs, lens)
         if self.overlaps:
@@ -189,7 +190,10 @@ class ModelRunner:
     def _prompt_logprobs(
         self, batch: ForwardBatch, hidden: Tensor, placement: Placement
     ) -> dict[int, PromptCandidates]:
-        """All ranks take part (the logits are gathered); a bounded number of positions at a time."""
+        """Compute log-probabilities of prompts, a bounded number of positions at a time.
+
+        All ranks take part, because the logits are gathered. Return them by entry of the batch.
+        """
         result = {}
         starts = placement.starts
         for (entry, first, top_num, requested), next_id in zip(
@@ -205,9 +209,10 @@ class ModelRunner:
         return result
 
     def synchronize(self) -> None:
-        """Wait until the device has finished what this thread submitted.
+        """Wait until the device has finished the work of this thread's stream.
 
-        Not for other threads: a stager may be receiving what its trainer has not sent yet.
+        It does not wait for the streams of other threads: a stager may wait there for data that its trainer has not
+        sent yet.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -215,27 +220,27 @@ class ModelRunner:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def release_kv_cache(self) -> None:
-        """Give the KV pool's memory back; its contents are lost."""
+        """Free the KV pool's memory. The contents are lost."""
         self._release_scratch()
         self.kv.release()
 
     def resume_kv_cache(self) -> None:
-        """Take memory for the KV pool again; every page is handed out anew."""
+        """Allocate the KV pool's memory again. No page has valid contents."""
         self.kv.resume()
 
     @property
     def can_warm_up(self) -> bool:
-        """Whether `warm_up` has something to do, and the memory for it is there."""
+        """True if `warm_up` has something left to do, and weights and KV pool are present."""
         present = self._weights_arena.is_present and self.kv.is_present
         graphs_left = self._graphs is not None and self._graphs.num_left > 0
         return present and (self._copy_kernels_left or graphs_left)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Load the kernels of weight updates, or capture one more CUDA graph, so that nothing waits for it later.
+        """Load the kernels of weight updates or capture one more CUDA graph, so that no later request waits for it.
 
-        Takes some ten milliseconds, or seconds for what this machine never compiled. All ranks are asked: a release
-        that failed on one may have left their memory unalike.
+        Takes some ten milliseconds, or seconds for a kernel that this machine has not compiled before. All ranks vote,
+        because a release that failed on one rank may have released memory on others.
         """
         if not self.tp.all_agree(self.can_warm_up):
             return
@@ -246,25 +251,26 @@ class ModelRunner:
             self._graphs.capture_next()
 
     def release_cuda_graphs(self) -> None:
-        """Give back the memory of captured graphs; until they are resumed, decode steps run without."""
+        """Free the memory of captured graphs. Until the resume, steps are launched operator by operator."""
         if self._graphs is not None:
             self.synchronize()
             self._graphs.release()
             self._release_scratch()
 
     def resume_cuda_graphs(self) -> None:
+        """Permit CUDA graphs again. They are captured when they are needed."""
         if self._graphs is not None:
             self._graphs.resume()
 
     def release_weights(self) -> None:
-        """Give the weights' memory back; kept in host memory if `enable_weights_cpu_backup`, else lost."""
+        """Free the weights' memory. With `enable_weights_cpu_backup` the contents are kept in host memory."""
         self._release_scratch()
         self._weights_arena.release(keep_contents=self._args.enable_weights_cpu_backup)
 
     def resume_weights(self) -> bool:
-        """Take memory for the weights again; True if they are what they were when they were released.
+        """Allocate the weights' memory again. Return True if the weights are unchanged since the release.
 
-        Else they are zeros (vocabulary padding stays so) until a full update fills them.
+        Otherwise they are zeros until a full update. Rows of vocabulary padding stay zero.
         """
         restored = self._weights_arena.resume()
         if not restored:
@@ -272,7 +278,10 @@ class ModelRunner:
         return restored
 
     def memory_figures(self) -> dict[str, float | int]:
-        """Bytes held now for weights and KV, in whole pages; KV capacity in tokens; CUDA graphs, held and to come."""
+        """Return bytes held for weights and KV pool, KV capacity in tokens, and the numbers of CUDA graphs.
+
+        On CUDA the result also has the free and total bytes of the device.
+        """
         figures: dict[str, float | int] = {
             "weight_bytes": self._weights_arena.bytes_held,
             "kv_cache_bytes": self.kv.bytes_held,
@@ -286,7 +295,7 @@ class ModelRunner:
         return figures
 
     def _release_scratch(self) -> None:
-        """Activations' memory, which the allocators keep for the next step, goes back too."""
+        """Free the memory of activations, which the allocators keep for the next step."""
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -294,14 +303,17 @@ class ModelRunner:
             trim_heap()
 
     def _clear_weights(self) -> None:
-        """Fresh memory must read as zeros: rows of vocabulary padding are never written again."""
+        """Zero new memory on CUDA, because rows of vocabulary padding are never written."""
         if self.device.type == "cuda":
             self._weights_arena.contents.zero_()
 
     # -- construction ------------------------------------------------------------------------------------------
 
     def _build(self, ops: Ops) -> Decoder:
-        """The decoder without memory, then its parameters one after another in the weights arena, all zero."""
+        """Return the decoder with all parameters in the weights arena, zeroed.
+
+        The decoder is built without memory first, to compute the size of the arena.
+        """
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -320,14 +332,17 @@ class ModelRunner:
         return model
 
     def _most_memory(self, paged: bool) -> tuple[int, int]:
-        """Bytes that the largest plain step may take, and that CUDA graphs may take besides."""
+        """Return (bytes that the largest plain step may take, additional bytes for CUDA graphs)."""
         rows, memory = self._args.max_running_requests, self._step_memory
         tokens = self._args.prefill_chunk(self.device.type) + rows
         has_graphs = paged and not self._args.disable_cuda_graph
         return memory.largest(tokens, rows), memory.graph(MOST_GRAPH_TOKENS, rows) if has_graphs else 0
 
     def _kv_budget(self, free_before: int, graphs: int) -> MemoryBudget:
-        """What the KV pool may take; `free_before` loading the weights, and `graphs` beside the largest step."""
+        """Return the memory that the KV pool may take.
+
+        `free_before` bytes were free before the weights were loaded. `graphs` bytes are reserved for CUDA graphs.
+        """
         if self.device.type == "cpu":
             return cpu_budget(self._args.kv_cache_gib)
         special = SPECIAL_BYTES if self.tp.size > 1 else 0

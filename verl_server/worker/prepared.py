@@ -1,8 +1,8 @@
-"""`Prepared`: what staging leaves for the loop to carry out, on one rank.
+"""`Prepared`: a staged request of one rank, which the loop carries out.
 
-Made by `WeightSources` on the stager's thread, carried out by `WeightUpdater` on the loop: `ready`, and when all ranks
-are, `commit`, `nonfinite` and `confirm`, and in any case `discard`. Where all sources are within reach it is the
-receiver's `UpdatePlan` itself; here is what is left for the others.
+`WeightSources` makes it on the stager's thread. `WeightUpdater` calls `ready` on the loop; if all ranks are ready, it
+calls `commit`, `nonfinite` and `confirm`; and in any case `discard`. If all sources can be read in place, the
+receiver's `UpdatePlan` is the `Prepared`. This module has the classes for the other requests.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from torch import Tensor
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 
 Window = list[tuple[str, Tensor]]
-"""(name, tensor) pairs that arrived together."""
+"""(name, tensor) pairs that were received together."""
 
 
 class Prepared(Protocol):
     @property
     def names(self) -> list[str]:
-        """Parameters that `commit` writes; known when it is ready."""
+        """Names of the parameters that `commit` writes. Complete after `ready`."""
 
     def ready(self) -> None:
-        """The last check before the first write, with generation stopped. Raises if writing is impossible by now."""
+        """Check for the last time before the first write, with generation stopped. Raise if the write would fail."""
 
     def commit(self) -> None:
-        """Write; the device may still be busy with it. An error may leave some of it written."""
+        """Start to write the weights. The device may finish after the return. An error may leave a part written."""
 
     def nonfinite(self) -> list[str]:
-        """After the device is done: the tensors, by the trainer's names, that brought NaN or infinity to this rank."""
+        """Return the trainer's names of tensors that hold NaN or infinity. Called when the device has finished."""
 
     def confirm(self, checksums: Mapping[str, str]) -> None:
-        """After the device is done: raise if what was read is not what the trainer meant."""
+        """Raise if the data that was read differs from `checksums`. Called when the device has finished."""
 
     def discard(self) -> None:
-        """Close what was opened, committed or not. Called once, on the loop or the stager's thread."""
+        """Close everything that staging opened. Called once, after or without `commit`, on the loop or the stager."""
 
 
 class Received:
-    """Tensors of a process group, all of them in memory before the first write.
+    """Tensors of a process group, all of which are received before the first write.
 
-    Received while staging, or else in `ready`, with generation stopped.
+    They are received during staging, or in `ready`, with generation stopped.
     """
 
-    def __init__(self, receive: Callable[[], UpdatePlan], let_go: Callable[[], None]) -> None:
-        self._receive, self._let_go = receive, let_go
+    def __init__(self, receive: Callable[[], UpdatePlan], release: Callable[[], None]) -> None:
+        """`receive` returns the plan of the received tensors. `release` runs when they are not needed any more."""
+        self._receive, self._release = receive, release
         self._plan: UpdatePlan | None = None
 
     @property
@@ -70,22 +71,25 @@ class Received:
     def discard(self) -> None:
         if self._plan is not None:
             self._plan.close()
-        self._let_go()
+        self._release()
 
 
 class Streamed:
-    """An update too large to hold at once: received and copied window by window, with generation stopped."""
+    """An update that is too large to hold in memory: `commit` receives and copies it window by window."""
 
     def __init__(
         self,
         names: list[str],
         windows: Iterable[Window],
         write: Callable[[Window], list[str]],
-        let_go: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
-        """`write` waits for the device, and returns what of the window was NaN or infinity."""
+        """`write` copies a window, waits for the device, and returns the names of tensors with NaN or infinity.
+
+        `release` runs when nothing more is received.
+        """
         self.names = names
-        self._windows, self._write, self._let_go = windows, write, let_go
+        self._windows, self._write, self._release = windows, write, release
         self._nonfinite: list[str] = []
 
     def ready(self) -> None:
@@ -102,21 +106,21 @@ class Streamed:
         pass
 
     def discard(self) -> None:
-        self._let_go()
+        self._release()
 
 
 class Done:
-    """A request that staging completed (a registration, a joined group); `undo` runs if it is refused afterwards."""
+    """A request that staging completed: a registration, or a joined group. `undo` runs if it is refused afterwards."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self.names: list[str] = []
-        self._undo, self._wanted = undo, False
+        self._undo, self._committed = undo, False
 
     def ready(self) -> None:
         pass
 
     def commit(self) -> None:
-        self._wanted = True
+        self._committed = True
 
     def nonfinite(self) -> list[str]:
         return []
@@ -125,5 +129,5 @@ class Done:
         pass
 
     def discard(self) -> None:
-        if not self._wanted:
+        if not self._committed:
             self._undo()

@@ -1,12 +1,13 @@
-"""`Stager`: the threads of one rank that do what an update needs before it can be written.
+"""`Stager`: the threads of one rank that prepare updates until they can be written.
 
-Fed by the `TpWorker` in the order of rank 0's commands, so all ranks stage the same requests in the same order, and
-vote on each over a process group of their own while the loop generates. What all ranks staged waits for `take` (its
-turn) or `drop`, exactly one of them. Rank 0's loop is woken after each vote and reads the outcomes with `finished`.
+The `TpWorker` submits requests in the order of rank 0's commands, so all ranks stage the same requests in the same
+order. The ranks vote on each request, over a process group that only the stagers use, while the loop generates. A
+request that all ranks staged is kept until its turn (`take`) or until it is dropped (`drop`). After each vote the
+stager wakes rank 0's loop, which reads the outcomes with `finished`.
 
-Two threads, each with its own order and group: joining a trainer's process group waits for that trainer, which must
-hold up nobody else. A thread may hang in foreign code (an owner that does not answer): nothing but staging waits for
-it. They are daemons, so they do not keep the process alive either.
+There are two threads, each with its own queue and process group. One only joins trainers' process groups: it waits for
+the trainer, which must not delay other requests. A thread may hang in foreign code, for example if the owner of a
+tensor does not answer. Only staging waits for it, and the threads are daemons, so they do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from verl_server.worker.prepared import Prepared
 logger = logging.getLogger(__name__)
 
 Outcome = tuple[int, VerlServerError | None]
-"""(id of a request, None or the error that refused it)."""
+"""(id of a request, error that refused it or None)."""
 
 
 class Sources(Protocol):
-    """The methods of `WeightSources` that staging calls, on the stager's threads."""
+    """The methods of `WeightSources` that the stager's threads call."""
 
     def adopt_thread(self) -> None: ...
 
@@ -44,13 +45,13 @@ class Sources(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """One request on its way through the stager."""
+    """One request in the stager."""
 
     req: StagedReq
     prepared: Prepared | None = None
-    """Set when all ranks agreed."""
+    """Set when all ranks have staged the request."""
     dropped: bool = False
-    """The request was dropped."""
+    """True after `Stager.drop`."""
 
 
 class Stager:
@@ -58,18 +59,18 @@ class Stager:
         """`take_timeout`: seconds that `take` waits for this rank's thread to note the result of the vote."""
         self._rank, self._take_timeout = tp.rank, take_timeout
         self.on_finished: Callable[[], None] = lambda: None
-        """Called on a stager's thread after each vote, and when no vote is possible any more."""
+        """Called on a stager's thread after each vote, and when a vote failed."""
         self._items: dict[int, Staged] = {}
         self._finished: deque[Outcome] = deque()
         self._lost: Exception | None = None
         self._changed = threading.Condition()
-        """Guards `_items` and what is in them."""
-        ends = self._vote_over, self._vote_failed
-        self._updates = _Lane("weight-stager", sources, tp.for_staging(), *ends)
-        self._joins = _Lane("weight-group-joiner", sources, tp.for_joining(), *ends)
+        """Guards `_items` and their fields."""
+        callbacks = self._vote_ended, self._vote_failed
+        self._updates = _Lane("weight-stager", sources, tp.for_staging(), *callbacks)
+        self._joins = _Lane("weight-group-joiner", sources, tp.for_joining(), *callbacks)
 
     def submit(self, req: StagedReq) -> None:
-        """Stage `req` after those before it. Its outcome comes out of `finished`."""
+        """Queue `req` to be staged. `finished` returns its outcome later."""
         item = Staged(req)
         with self._changed:
             self._items[req.id] = item
@@ -77,14 +78,14 @@ class Stager:
 
     @property
     def is_lost(self) -> bool:
-        """True if this rank cannot stage any more; see `finished`."""
+        """True if a vote failed, so that this rank cannot stage any more. `finished` raises then."""
         return self._lost is not None
 
     def finished(self) -> list[Outcome]:
-        """The requests voted on since the last call.
+        """Return the outcomes of the votes since the last call.
 
-        Raises ConnectionError when the ranks could not vote: one is gone, or was silent beyond the group's bound. A
-        group that failed once is lost, so this process must end.
+        Raise ConnectionError if the ranks could not vote, because a rank ended or did not answer in time. A process
+        group that failed once cannot be used again, so this process must end then.
         """
         if self._lost is not None:
             raise ConnectionError(
@@ -96,20 +97,20 @@ class Stager:
         return outcomes
 
     def take(self, request_id: int) -> Staged:
-        """A request that all ranks staged; its `prepared` is the caller's to commit and discard."""
+        """Remove and return a request that all ranks staged. The caller commits and discards its `prepared`."""
         with self._changed:
             item = self._items[request_id]
-            # Rank 0 knows the vote already; this rank's thread may still be on its way back from it.
+            # Rank 0 has already read the vote, but this rank's thread may not have stored the result yet.
             if not self._changed.wait_for(lambda: item.prepared is not None, self._take_timeout):
                 raise RuntimeError(f"rank {self._rank} did not finish staging request {request_id}")
             return self._items.pop(request_id)
 
     def drop(self, request_id: int) -> None:
-        """Discard a request: now, or as soon as its thread has finished with it."""
+        """Discard a request now, or as soon as its thread has staged it."""
         with self._changed:
             item = self._items.get(request_id)
             if item is None:
-                return  # refused by the vote
+                return  # the vote refused it
             item.dropped = True
             if item.prepared is None:
                 return  # its thread will discard it
@@ -117,17 +118,17 @@ class Stager:
         discard(item.prepared)
 
     def close(self, timeout: float) -> None:
-        """End the threads if they are idle; leave behind one that hangs."""
+        """End the threads. Wait up to `timeout` seconds for each, then leave a busy one running."""
         for lane in (self._updates, self._joins):
             lane.close(timeout)
 
     def _vote_failed(self, error: Exception) -> None:
-        logger.error("Staging ended on rank %d", self._rank, exc_info=error)
+        logger.error("Staging ended on rank %d, because the ranks could not vote.", self._rank, exc_info=error)
         self._lost = error
         self.on_finished()
 
-    def _vote_over(self, item: Staged, prepared: Prepared | None, error: VerlServerError | None) -> None:
-        """On a lane's thread: keep what all ranks prepared, unless nobody wants it any more."""
+    def _vote_ended(self, item: Staged, prepared: Prepared | None, error: VerlServerError | None) -> None:
+        """Keep the request if all ranks staged it and it was not dropped. Called on a lane's thread."""
         with self._changed:
             if error is None and not item.dropped:
                 item.prepared, prepared = prepared, None
@@ -141,17 +142,17 @@ class Stager:
 
 
 class _Lane:
-    """One thread that stages one request after the other."""
+    """One thread that stages requests one after another."""
 
     def __init__(
         self,
         name: str,
         sources: Sources,
         tp: TpGroup,
-        vote_over: Callable[[Staged, Prepared | None, VerlServerError | None], None],
+        vote_ended: Callable[[Staged, Prepared | None, VerlServerError | None], None],
         vote_failed: Callable[[Exception], None],
     ) -> None:
-        self._sources, self._tp, self._vote_over, self._vote_failed = sources, tp, vote_over, vote_failed
+        self._sources, self._tp, self._vote_ended, self._vote_failed = sources, tp, vote_ended, vote_failed
         self._queue: deque[Staged] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -169,18 +170,18 @@ class _Lane:
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("%s was still busy when the process ended.", self._thread.name)
+            logger.warning("The thread %s was still busy when the process ended.", self._thread.name)
 
     def _run(self) -> None:
         try:
             self._sources.adopt_thread()
             while self._wait():
-                self._stage(self._queue.popleft())  # no local of ours keeps a request's memory open while we wait
+                self._stage(self._queue.popleft())  # no local variable: it would keep memory open during the wait
         except Exception as error:
             self._vote_failed(error)
 
     def _wait(self) -> bool:
-        """Wait for a request; returns False when the thread must end."""
+        """Wait for a request. Return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             return not self._closing
@@ -190,7 +191,7 @@ class _Lane:
 
         def prepare() -> None:
             nonlocal prepared
-            if item.dropped:  # it still takes part in the vote: all ranks vote on the same requests
+            if item.dropped:  # this rank must still vote, because all ranks vote on the same requests
                 self._sources.abandoned(item.req)
                 raise WeightUpdateError("The request was withdrawn before it was staged.")
             prepared = self._sources.prepare(item.req)
@@ -201,18 +202,18 @@ class _Lane:
         except VerlServerError as error:
             refusal = _without_frames(error)
             self._sources.refused(item.req, error)
-        self._vote_over(item, prepared, refusal)
+        self._vote_ended(item, prepared, refusal)
 
 
 def _without_frames(error: VerlServerError) -> VerlServerError:
-    """The error alone: frames of a traceback hold what was opened in them."""
+    """Return the error without a traceback, because the frames of a traceback keep opened memory alive."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
 
 def discard(prepared: Prepared) -> None:
-    """Close what an update opened. An error in this is only logged."""
+    """Close everything that staging opened. Log an error instead of raising it."""
     try:
         prepared.discard()
     except Exception:
-        logger.exception("Could not close what an update had opened")
+        logger.exception("The memory that an update had opened could not be closed.")

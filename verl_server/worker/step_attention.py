@@ -1,7 +1,7 @@
-"""`StepAttention`: how a step attends, and what it reads on the device.
+"""`StepAttention`: the attention backend of one rank. It plans each step and copies the inputs to the device.
 
-Owned by the `ModelRunner`. The backend is chosen once (`kernel_choice`); every step is planned for it and its inputs
-are copied to the device. Decoder layers call the plan, and `StepGraphs` captures the paged backend's.
+Owned by the `ModelRunner`, which passes the plan to the decoder layers. `kernel_choice` chooses the backend once.
+`StepGraphs` uses the paged backend directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl_server.server_args import ServerArgs
 from verl_server.worker.kernel_choice import KernelChoice
 from verl_server.worker.kv_cache import KVCache
 
-if TYPE_CHECKING:  # it needs Triton
+if TYPE_CHECKING:  # the import needs Triton
     from verl_server.models.triton_attention import PagedBackend
 
 
@@ -27,23 +27,26 @@ class StepAttention:
     def __init__(
         self, choice: KernelChoice, num_heads: int, rotary: RotaryEmbedding, kv: KVCache, server_args: ServerArgs
     ) -> None:
-        """`num_heads`: query heads of this rank."""
+        """`num_heads` is the number of this rank's query heads."""
         self._num_heads, self._rotary, self._kv = num_heads, rotary, kv
         self.paged = self._paged_backend(choice, server_args) if choice.attention == "triton" else None
-        """The backend whose steps CUDA graphs can hold; None where Triton does not attend."""
+        """Backend with Triton's kernels, whose steps can be captured in CUDA graphs. None with another backend."""
         self._cpu_attention = None
         if choice.cpu is not None and choice.attention == "cpp":
             self._cpu_attention = CpuAttention(choice.cpu, rotary, kv, num_heads)
         self._cpu_attends = choice.cpu_attends
 
     def plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The attention of a step, its ids and its rows (at least those that decode), on the device."""
-        if self.paged is not None:
-            return self._upload(self.paged, placement)
-        return self._plan(placement)
+        """Return (attention of the step, int64 token ids [tokens], rows), with both tensors on the device.
 
-    def _plan(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The attention of a step without Triton's kernels, its ids and its rows, on the device."""
+        `rows` starts with the page-table rows of the entries that decode.
+        """
+        if self.paged is not None:
+            return self._plan_paged(self.paged, placement)
+        return self._plan_unpaged(placement)
+
+    def _plan_unpaged(self, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """Plan a step for PyTorch's attention or for the compiled kernels."""
         ids, rows = to_device(placement.ids, self._kv.device), to_device(placement.rows, self._kv.device)
         attends = self._cpu_attends is None or self._cpu_attends(placement.num_decodes)
         if self._cpu_attention is not None and attends:
@@ -60,8 +63,8 @@ class StepAttention:
         )
         return plan, ids, rows
 
-    def _upload(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
-        """The paged attention of a step, its ids and the rows of those that decode, on the device."""
+    def _plan_paged(self, backend: PagedBackend, placement: Placement) -> tuple[AttentionStep, Tensor, Tensor]:
+        """Plan a step for Triton's kernels, whose inputs are copied to the device in one transfer."""
         from verl_server.kernels.paged_attention import SharedKeys
         from verl_server.models.triton_attention import DecodePart, ExtendPart, PagedStep
 

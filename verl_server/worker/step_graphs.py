@@ -1,12 +1,12 @@
-"""`StepGraphs`: steps captured as CUDA graphs, by their kind and size, padded up to the next.
+"""`StepGraphs`: steps captured as CUDA graphs, by kind and size. A step is padded up to the next captured size.
 
-Owned by the `ModelRunner`. A step is hundreds of small kernels: launched one by one, those of a small model or a small
-batch keep the device waiting; replayed as one graph they do not. There are steps that only decode, by their entries,
-and steps that also prefill, by their tokens; both also with keys that decodes share (cascade attention), which one more
-kernel reads. What changes from step to step lies in a buffer at a fixed address, written by one copy before the replay.
-Sizes are captured while the engine is idle, or when they are first needed; each takes some ten milliseconds. Where
-there are several ranks all capture the same sizes in the same order, and hold a graph only if all of them do: the
-collectives in it must meet.
+Owned by the `ModelRunner`. A step is hundreds of small kernels. With a small model or a small batch the device waits
+for the host to launch them one by one; a replayed graph avoids that. Steps that only decode are captured by the number
+of entries, steps that also prefill by the number of tokens. Both kinds are also captured with keys that decodes share
+(cascade attention), which an additional kernel reads. All inputs of a step are in a buffer at a fixed address, which
+one copy fills before the replay. Sizes are captured while the engine is idle, or when they are first needed; each takes
+some ten milliseconds. Several ranks capture the same sizes in the same order, and keep a graph only if all of them
+could capture it, because the collectives in the graph must meet.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 
 
 class _Key(NamedTuple):
-    """Which steps a graph is for."""
+    """The steps that a graph can compute."""
 
     kind: str
     """"decode" or "mixed"."""
     size: int
     shared: bool
-    """With the keys that decodes share in a kernel of their own."""
+    """True if an additional kernel reads the keys that decodes share."""
 
     def __str__(self) -> str:
         return f"{self.kind} step of {self.size}" + (" with shared keys" if self.shared else "")
@@ -56,7 +56,7 @@ class _Captured:
     inputs: PackedInts
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    """What the graph writes: good until the next replay of any graph, for they share their memory."""
+    """Output of the graph, valid until the next replay of any graph, because all graphs share their memory."""
 
 
 class StepGraphs:
@@ -70,7 +70,7 @@ class StepGraphs:
         max_bs: int,
         kept_free: int,
     ) -> None:
-        """`kept_free`: bytes of the device that graphs must leave to steps without a graph."""
+        """`kept_free`: bytes of device memory that captures must leave free for steps without a graph."""
         self._memory, self._kept_free = memory, kept_free
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
         self._max_bs = min(max_bs, kv.max_rows)
@@ -79,23 +79,26 @@ class StepGraphs:
         self._all = self._in_order()
         self._captured: dict[_Key, _Captured] = {}
         self._pool: Any = None
-        """The memory that all graphs share, once there is one."""
+        """Memory pool of all graphs, None before the first capture."""
         self._present = True
         self._is_full = False
-        """The device had no memory for one more graph."""
+        """True after a capture failed for lack of memory. No more graphs are captured then."""
 
     def _in_order(self) -> list[_Key]:
-        """All sizes: of each kind the largest first, for the memory that it takes is enough for the others."""
+        """Return all keys in the order of capture: the largest of each kind first, whose memory the others reuse."""
         decode = [_Key("decode", size, False) for size in reversed(self._decode_sizes)]
         mixed = [_Key("mixed", size, False) for size in reversed(self._mixed_sizes)]
         if not self._backend.cascade:
             return decode + mixed
         shared = [key._replace(shared=True) for key in decode + mixed if key.size > 1]
-        # One with shared keys at once: its kernels take seconds to compile on a machine that never did.
+        # Capture one graph with shared keys early: on a new machine its kernels take seconds to compile.
         return decode[:1] + shared[:1] + decode[1:] + mixed + shared[1:]
 
     def run(self, placement: Placement, sample: list[int]) -> Tensor | None:
-        """Logits [len(sample), vocab_size] of a step, good until the next one; None if there is no graph for it."""
+        """Compute a step. Return its logits [len(sample), vocab_size], valid until the next call.
+
+        Return None, with nothing computed, if there is no graph for the step.
+        """
         n, tokens = len(placement.rows), len(placement.ids)
         decodes = placement.num_decodes == n
         if not self._present or tokens > (self._max_bs if decodes else MOST_GRAPH_TOKENS):
@@ -105,9 +108,9 @@ class StepGraphs:
         last = None if all_sampled else placement.last[sample]
         size = sizes[bisect.bisect_left(sizes, tokens)]
         rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
-        for cascade in (True, False):  # without memory for the one graph there may be the other
+        for cascade in (True, False):  # if one graph could not be captured, the other may exist
             work = self._backend.plan_decodes(rows, lens, cascade=cascade)
-            captured = self._at_hand(_Key(kind, size, work.shared is not None), placement, work, last)
+            captured = self._graph_of(_Key(kind, size, work.shared is not None), placement, work, last)
             if captured is not None or work.shared is None:
                 break
         if captured is None:
@@ -117,33 +120,34 @@ class StepGraphs:
 
     @property
     def num_captured(self) -> int:
+        """Number of captured graphs."""
         return len(self._captured)
 
     @property
     def num_left(self) -> int:
-        """Sizes that can still be captured ahead."""
+        """Number of graphs that can still be captured while the engine is idle."""
         return len(self._all) - len(self._captured) if self._present and not self._is_full else 0
 
     def capture_next(self) -> None:
-        """Capture one more size, ahead of its first step; nothing to do if `num_left` is 0."""
+        """Capture one more graph before its first step. Does nothing if `num_left` is 0."""
         if self.num_left:
             key = next(key for key in self._all if key not in self._captured)
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)
             work = self._backend.empty_work(shared=key.shared)
-            self._at_hand(key, nothing, work, None if key.kind == "decode" else none)
+            self._graph_of(key, nothing, work, None if key.kind == "decode" else none)
 
     def release(self) -> None:
-        """Give back the graphs and their memory, after all work on them is done; until `resume` none is taken."""
+        """Free the graphs and their memory after all work on them has finished. `run` uses none until `resume`."""
         self._captured.clear()
         self._pool, self._present, self._is_full = None, False, False
 
     def resume(self) -> None:
-        """Graphs are captured again when they are needed."""
+        """Permit graphs again. They are captured when they are needed."""
         self._present = True
 
-    def _at_hand(self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None) -> _Captured | None:
-        """The graph of such steps with its inputs written; captured now if this is the first of them."""
+    def _graph_of(self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None) -> _Captured | None:
+        """Return the graph of `key` with its inputs written, or None without memory for it. Capture it if needed."""
         arrays = self._arrays(key.size, placement, work, last)
         captured = self._captured.get(key)
         if captured is not None:
@@ -156,8 +160,8 @@ class StepGraphs:
         except torch.OutOfMemoryError as error:
             self._is_full = True
             logger.warning(
-                "No memory to capture a %s as a CUDA graph (%s). Steps of sizes without a graph are "
-                "launched operator by operator; a smaller mem_fraction_static leaves room for all.",
+                "There is no memory to capture a %s as a CUDA graph (%s). Steps of sizes without a graph are "
+                "launched operator by operator. A smaller mem_fraction_static leaves memory for all graphs.",
                 key,
                 error,
             )
@@ -166,7 +170,7 @@ class StepGraphs:
         return captured
 
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
-        """On all ranks, or torch.OutOfMemoryError on all."""
+        """Capture the graph on all ranks, or raise torch.OutOfMemoryError on all ranks."""
         room = self._room(key) + self._kept_free
         if not self._tp.all_agree(_free_bytes(self._kv.device) >= room):
             raise torch.OutOfMemoryError(f"less than {room >> 20} MiB are left on this or another rank's device")
@@ -178,43 +182,46 @@ class StepGraphs:
         try:
             captured = self._record(key, inputs)
         except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # which refers to what was allocated
+            failure = error.with_traceback(None)  # a traceback keeps what was allocated alive
         if not self._tp.all_agree(captured is not None) or captured is None:
-            raise failure or torch.OutOfMemoryError("another rank has none")
+            raise failure or torch.OutOfMemoryError("another rank ran out of memory")
         logger.debug("Captured a %s in %.0f ms", key, 1e3 * (time.perf_counter() - start))
         return captured
 
     def _run_once(self, key: _Key, inputs: PackedInts) -> None:
-        """Compile kernels and take workspaces, neither of which can be captured."""
+        """Run the step once, to compile kernels and allocate workspaces, neither of which can be captured."""
         try:
             self._step(key, inputs)
         except torch.OutOfMemoryError as error:
             if self._tp.size == 1:
                 raise
             raise RuntimeError(
-                f"Rank {self._tp.rank} ran out of memory in a {key} while the other ranks wait for it in their sums, "
-                f"so the engine ends: {error} Start it with a smaller mem_fraction_static, and look for other "
-                "processes that take memory of this device."
+                f"Rank {self._tp.rank} ran out of memory in a {key}. The other ranks wait for it in a collective, so "
+                f"the engine ends: {error} Start it with a smaller mem_fraction_static, and check whether other "
+                "processes use memory of this device."
             ) from error
 
     def _record(self, key: _Key, inputs: PackedInts) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        # Another thread may be opening a trainer's memory meanwhile: its calls are none of the capture's business.
+        # Another thread may open a trainer's memory meanwhile. Its calls must not make the capture fail.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(key, inputs)
         self._pool = self._pool or graph.pool()
         return _Captured(inputs, graph, logits)
 
     def _room(self, key: _Key) -> int:
-        """Bytes that are enough to capture such a step."""
+        """Return the bytes that are enough to capture the step of `key`."""
         entries = key.size if key.kind == "decode" else min(key.size, self._kv.max_rows)
         return self._memory.graph(key.size, entries)
 
-    # -- what a graph reads --------------------------------------------------------------------------------------
+    # -- the inputs of a graph -----------------------------------------------------------------------------------
 
     def _capacities(self, key: _Key) -> list[int]:
-        """Of ids, positions, slots; for mixed steps then the rows, cached lengths and starts of chunks, and the sampled
-        tokens; and then decoding rows, their lengths, shares of work, and what they share."""
+        """Return the capacity of each array of `_arrays`, in the same order.
+
+        The arrays are ids, positions and slots; for mixed steps the rows, cached lengths and starts of chunks and the
+        sampled tokens; then the rows of decodes, their lengths, and those of `DecodeWork`.
+        """
         size, entries = key.size, min(key.size, self._kv.max_rows)
         decodes = [entries, entries, *self._backend.capacities(entries, shared=key.shared)]
         chunks = [] if key.kind == "decode" else [entries, entries, entries + 1, entries]
@@ -223,7 +230,10 @@ class StepGraphs:
     def _arrays(
         self, size: int, placement: Placement, work: DecodeWork, last: Ints | None
     ) -> list[npt.NDArray[np.integer]]:
-        """Padding tokens write into the padding page; attention leaves them out, so what they compute is undefined."""
+        """Return the inputs of a graph, padded to `size` tokens.
+
+        Padding tokens write into the padding page, and attention omits them, so their results are undefined.
+        """
         kv, n = self._kv, placement.num_decodes
         entries = min(size, kv.max_rows)
         tokens: list[npt.NDArray[np.integer]] = [
@@ -239,7 +249,7 @@ class StepGraphs:
         chunks = [
             _pad(placement.rows[n:], entries, kv.max_rows),
             _pad(placement.cached[n:], entries, 0),
-            _pad(starts, entries + 1, int(starts[-1])),  # chunks of no tokens
+            _pad(starts, entries + 1, int(starts[-1])),  # padding chunks have no tokens
             _pad(last, entries, 0),
         ]
         return tokens + chunks + decodes
@@ -255,7 +265,7 @@ class StepGraphs:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """What the device has left. (What PyTorch keeps of its own may belong to graphs.)"""
+    """Return the free bytes of the device. Memory that torch's allocator keeps does not count: graphs may own it."""
     if device.type == "cpu":
         return math.inf
     torch.cuda.empty_cache()
@@ -264,7 +274,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _decode_sizes(max_bs: int) -> list[int]:
-    """Few where padding is cheap: a product of 17 rows costs what one of 32 does."""
+    """Return the captured numbers of entries. They are sparse where padding is cheap: 17 rows take as long as 32."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_bs, 16)]
     return [size for size in sizes if size < max_bs] + [max_bs]
 

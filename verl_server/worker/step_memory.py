@@ -1,7 +1,7 @@
-"""`StepMemory`: an upper bound on the device memory that one step takes beside weights and KV pool, by arithmetic.
+"""`StepMemory`: computes an upper bound on the device memory that one step takes in addition to weights and KV pool.
 
-Made by the `ModelRunner`. `KVCache` leaves room for the largest step, `StepGraphs` does not take that room for graphs,
-and the scheduler admits requests whose sampling takes more than a plain draw as long as their sum fits what is left.
+Made by the `ModelRunner`. `KVCache` leaves room for the largest step, and `StepGraphs` does not use that room. The
+scheduler admits requests whose sampling takes more than a plain draw as long as their sum fits into the rest.
 """
 
 from __future__ import annotations
@@ -18,63 +18,63 @@ MOST_GRAPH_TOKENS = 4096
 """Tokens of the largest step that is captured as a CUDA graph: beyond it, even a small model computes longer than its
 kernels take to launch."""
 SPECIAL_BYTES = 2**29
-"""What several ranks keep at least for sampling that takes more than a plain draw."""
+"""Least bytes that several ranks reserve for sampling that takes more than a plain draw."""
 _PROMPT_BYTES = 2**29
-"""Bound on what log-probabilities of a prompt take: their logits are computed for a few positions at a time."""
+"""Bound on the bytes for log-probabilities of a prompt. Their logits are computed for a few positions at a time."""
 
 _WORKSPACES = 2**28
-"""What libraries take once, and what graphs take beside the tensors in them."""
+"""Bytes that libraries allocate once, and that graphs take in addition to their tensors."""
 _DRAW = 16
 """Bytes for each token of the vocabulary and each sampled row: scaled logits, exponentials and noise, in fp32."""
 _EDITED = 12
-"""The same for rows that are edited or reported: their logits twice, in fp32, and the exponentials."""
+"""The same for rows that are edited or reported: two copies of the logits in fp32, and the exponentials."""
 _PENALTIES = 34
 """The same for penalties: the counts, old and new while a batch changes, and six temporaries in fp32."""
 _FILTERS = 60
-"""The same for top-k, top-p and min-p: sorted logits, their ids, what the sort takes, and probabilities in fp64."""
+"""The same for top-k, top-p and min-p: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
 _TOP = 40
-"""Bytes for each token of a top-k: value and id, before and after their sort, and what the sort takes."""
+"""Bytes for each token of a top-k: value and id, before and after their sort, and the sort's workspace."""
 _NAMED = 32
-"""Bytes for each token id that a request names: two indices, three values."""
+"""Bytes for each token id in `token_ids_logprob`: two indices, three values."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
     token_bytes: int
-    """Activations of one new token."""
+    """Bytes for the activations of one new token."""
     logit_bytes: int
-    """Logits of one row: this rank's, those of all ranks, and both put together."""
+    """Bytes for the logits of one row: of this rank, gathered from all ranks, and concatenated."""
     vocab_size: int
 
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, dtype: torch.dtype) -> StepMemory:
-        """For one of `tp_size` ranks that computes in `dtype`."""
+        """Return the figures of one of `tp_size` ranks that compute in `dtype`."""
         hidden, size = config.hidden_size, dtype.itemsize
         queries = config.num_heads * config.head_dim // tp_size
         keys_and_values = 2 * max(1, config.num_kv_heads // tp_size) * config.head_dim
-        # The residual, its norm, a projection's output and a sum over ranks; and the wider of attention and MLP.
+        # Residual, norm, output of a projection and sum over ranks; and the wider one of attention and MLP.
         widest = max(3 * queries + keys_and_values, 3 * config.intermediate_size // tp_size)
         activations = (4 * hidden + widest) * size + 8 * hidden  # a norm in plain PyTorch has two temporaries in fp32
         return cls(activations, 3 * size * config.vocab_size, config.vocab_size)
 
     def largest(self, tokens: int, rows: int) -> int:
-        """Bytes of a step with `tokens` new tokens and `rows` sampled rows, all of them drawn plainly, and with
+        """Return the bytes of a step with `tokens` new tokens, `rows` rows that are drawn plainly, and
         log-probabilities of prompts."""
         return tokens * self.token_bytes + rows * (self.logit_bytes + _DRAW * self.vocab_size) + _PROMPT_BYTES
 
     def graph(self, tokens: int, rows: int) -> int:
-        """Bytes that are enough to capture a step with `tokens` new tokens and logits of `rows` rows."""
+        """Return the bytes that are enough to capture a step with `tokens` new tokens and logits of `rows` rows."""
         return _WORKSPACES + tokens * self.token_bytes + rows * self.logit_bytes
 
     def special(self, spec: SampleSpec) -> int:
-        """Bytes that sampling takes for one request beyond a plain draw."""
+        """Return the bytes that sampling takes for one request beyond a plain draw."""
         if not spec.special:
             return 0
         each = _EDITED + _PENALTIES * spec.reads_outputs + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
         return each * self.vocab_size + self._reported(spec.top_logprobs_num, spec.token_ids_logprob)
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
-        """Positions of a prompt whose log-probabilities may be computed at once, at least 1."""
+        """Return the number of prompt positions whose log-probabilities may be computed at once, at least 1."""
         each = self.logit_bytes + _EDITED * self.vocab_size + self._reported(top_num, requested)
         return max(1, _PROMPT_BYTES // each)
 

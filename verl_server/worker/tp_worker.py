@@ -1,8 +1,8 @@
 """`TpWorker`: runs commands on this tensor-parallel rank.
 
-Rank 0's belongs to the `Scheduler`: every command is broadcast to the other ranks first, then carried out here.
-The other ranks have nothing but a worker in `follow()`: they take no decision and hold no queue, so all ranks
-run the same steps, stage the same requests and write the same updates in the same order.
+The `Scheduler` owns the worker of rank 0, which broadcasts every command to the other ranks and then carries it out.
+The other ranks run only `follow()`. They make no decisions and have no queue, so all ranks run the same steps, stage the
+same requests and write the same updates in the same order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class StopCommand(msgspec.Struct, tag=True):
-    """Rank 0 is leaving in good order."""
+    """End `follow`, because rank 0 stops without an error."""
 
 
 class WarmUpCommand(msgspec.Struct, tag=True):
-    """Run `warm_up` while nothing else runs."""
+    """Run `warm_up` of the runner while the engine is idle."""
 
 
 class StageCommand(msgspec.Struct, tag=True):
@@ -58,7 +58,7 @@ class Step(Protocol):
     """A step that was launched."""
 
     def result(self) -> ForwardOutput:
-        """Wait until it is computed; its output. Called once, on rank 0 only, in the order of launches."""
+        """Wait until the step is computed and return its output. Called once, on rank 0 only, in launch order."""
 
 
 class Runner(Protocol):
@@ -71,22 +71,22 @@ class Runner(Protocol):
     vocab_size: int
     device: torch.device
     overlaps: bool
-    """`launch` returns before the step is computed: the next one can be planned meanwhile."""
+    """True if `launch` returns before the step is computed, so that the next step can be planned meanwhile."""
     step_budget: int | None
-    """Bytes of device memory that `step_bytes` of all requests of a step may take together; None: no bound."""
+    """Bound on the sum of `step_bytes` of the requests of a step, None for no bound."""
 
     @property
     def can_warm_up(self) -> bool:
-        """True if `warm_up` has something left to do, and could do it now."""
+        """True if `warm_up` has something left to do and can do it now."""
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
-        """Begin a step; `specs` (one for each of `batch.sample`) on rank 0, None on the others."""
+        """Launch a step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks."""
 
     def step_bytes(self, spec: SampleSpec) -> int:
-        """Bytes of device memory that sampling takes for a request in a step, beyond a plain draw."""
+        """Return the bytes of device memory that sampling takes for a request beyond a plain draw."""
 
     def warm_up(self) -> None:
-        """Prepare a part of what later steps would have to wait for; some ten milliseconds."""
+        """Do one part of the work for which later steps would wait. Takes some ten milliseconds."""
 
     def memory_figures(self) -> dict[str, Any]: ...
 
@@ -123,7 +123,7 @@ class Staging(Protocol):
 
 
 class TpWorker:
-    """One rank's model runner, weight updater and stager behind one sequence of commands."""
+    """Runs one sequence of commands on one rank's model runner, weight updater and stager."""
 
     def __init__(self, runner: Runner, weights: Weights, stager: Staging, tp: TpGroup) -> None:
         self.runner = runner
@@ -132,7 +132,7 @@ class TpWorker:
         self.tp = tp
 
     def launch(self, batch: ForwardBatch, specs: list[SampleSpec]) -> Step:
-        """Begin one step on all ranks (rank 0)."""
+        """Launch one step on all ranks (rank 0)."""
         self._broadcast(batch)
         return self._launch(batch, specs)
 
@@ -144,9 +144,9 @@ class TpWorker:
                 raise
             raise RuntimeError(
                 f"Rank {self.tp.rank} ran out of memory in a step of {len(batch.rows)} requests and "
-                f"{len(batch.input_ids)} new tokens, while the other ranks wait for it in their sums, so the engine "
+                f"{len(batch.input_ids)} new tokens. The other ranks wait for it in a collective, so the engine "
                 f"ends: {error} Start it with a smaller mem_fraction_static, chunked_prefill_size or "
-                "max_running_requests, and look for other processes that take memory of this device."
+                "max_running_requests, and check whether other processes use memory of this device."
             ) from error
 
     def warm_up(self) -> None:
@@ -160,7 +160,7 @@ class TpWorker:
         return self.weights.handle(req)
 
     def stage(self, req: StagedReq) -> None:
-        """Submit `req` to the stagers of all ranks; the outcome is in `stager.finished()` (rank 0)."""
+        """Submit `req` to the stagers of all ranks (rank 0). `stager.finished()` returns the outcome later."""
         self._broadcast(StageCommand(req))
         self.stager.submit(req)
 
@@ -170,21 +170,21 @@ class TpWorker:
         return self._run_staged(req.id)
 
     def drop_staged(self, req: StagedReq) -> None:
-        """Drop a request on all ranks that was submitted by `stage` (rank 0)."""
+        """Drop, on all ranks, a request that `stage` submitted (rank 0)."""
         self._broadcast(DropStagedCommand(req.id))
         self.stager.drop(req.id)
 
     def stop(self) -> None:
-        """Stop the other ranks (rank 0)."""
+        """End `follow` on the other ranks (rank 0)."""
         self._broadcast(StopCommand())
 
     def follow(self) -> None:
-        """Carry out rank 0's commands until it stops. Raises when rank 0 is gone without a word."""
+        """Carry out rank 0's commands until `stop`. Raise ConnectionError if rank 0 ends without it."""
         while True:
             try:
                 data = self.tp.broadcast_command(None)
             except RuntimeError as error:
-                raise ConnectionError(f"rank {self.tp.rank} lost rank 0, which decides what runs: {error}") from error
+                raise ConnectionError(f"rank {self.tp.rank} lost the connection to rank 0: {error}") from error
             command = _COMMANDS.decode(data)
             if isinstance(command, StopCommand):
                 return
@@ -203,10 +203,10 @@ class TpWorker:
                     self.weights.handle(command)
 
     def is_recoverable(self, error: Exception) -> bool:
-        """True if the next step can run after `error` in a step.
+        """Return True if the next step can run after `error` in a step.
 
-        Not with several ranks, which may wait for each other inside a collective, and not on CUDA, where any
-        error but a failed allocation leaves the context unusable.
+        It cannot with several ranks, which may wait for each other inside a collective. On CUDA it can only after a
+        failed allocation, because any other error leaves the context unusable.
         """
         if self.tp.size > 1:
             return False
@@ -222,7 +222,7 @@ class TpWorker:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed, on the device or on the host."""
+    """Return True if `error` is a failed allocation, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the host

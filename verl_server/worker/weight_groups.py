@@ -1,8 +1,9 @@
-"""`WeightGroups`: process groups by name, through which trainers on other hosts send weights.
+"""`WeightGroups`: the process groups, by name, through which trainers on other hosts send weights.
 
-Part of each rank's `WeightSources`. Joining and receiving happen on the stager's threads. What fits
-`weight_receive_bytes` is received completely before anything is written, so a trainer that dies leaves the old
-weights; more is received window by window by the commit, with generation stopped, and a failure is torn.
+Part of each rank's `WeightSources`. Joining and receiving happen on the stager's threads. An update that fits
+`weight_receive_bytes` is received completely before anything is written, so the old weights stay if the trainer dies. A
+larger update is received window by window during the commit, with generation stopped, and a failure leaves the weights
+torn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class WeightGroups:
         self._budget = ReceiveBudget(server_args.weight_receive_bytes, server_args.control_timeout)
 
     def join(self, req: InitWeightsUpdateGroupReq) -> Done:
-        """Join the trainer's group within `control_timeout` seconds. Raises BadRequestError, WeightUpdateError."""
+        """Join the trainer's group within `control_timeout` seconds.
+
+        Raise BadRequestError if the name is taken, WeightUpdateError if the group cannot be joined.
+        """
         with self._lock:
             if req.group_name in self._groups:
                 raise BadRequestError(
@@ -46,7 +50,7 @@ class WeightGroups:
         return Done(lambda: self._undo_join(req.group_name))
 
     def destroy(self, name: str) -> None:
-        """Leave a group within a bounded time; receiving from it fails."""
+        """Leave a group within a bounded time. A receive that is under way fails. Raise BadRequestError if unknown."""
         with self._lock:
             group = self._groups.pop(name, None)
         if group is None:
@@ -54,14 +58,17 @@ class WeightGroups:
         group.close()
 
     def lost(self, name: str) -> None:
-        """Break a group from which some rank cannot receive any more. It stays in the table until it is destroyed."""
+        """Close a group from which a rank cannot receive any more. Its name stays taken until `destroy`."""
         with self._lock:
             group = self._groups.get(name)
         if group is not None:
             group.close()
 
     def receive(self, req: UpdateWeightsFromDistributedReq) -> Prepared:
-        """Receive, or prepare to. An update that will be refused is received too, or the trainer would hang."""
+        """Receive an update, or prepare to receive it during the commit.
+
+        An update that will be refused is received too, because the trainer's broadcasts would hang otherwise.
+        """
         with self._lock:
             group = self._groups.get(req.group_name)
         if group is None:
@@ -77,9 +84,10 @@ class WeightGroups:
                 return self._streamed(req, group, windows, held)
             received = Received(
                 lambda: self._plan([entry for window in windows for entry in window], req),
-                lambda: self._let_go(group, windows, held),
+                lambda: self._release(group, windows, held),
             )
-            # Two NCCL communicators have no common order: beside a tensor-parallel model's, this one could deadlock.
+            # Two NCCL communicators have no common order. A receive could deadlock with the sums of a tensor-parallel
+            # model, so it waits until generation is stopped.
             if not (self._size > 1 and self._runner.device.type == "cuda"):
                 received.ready()
                 self._runner.synchronize()
@@ -104,18 +112,18 @@ class WeightGroups:
         def write(window: Window) -> list[str]:
             part = self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True)
             part.commit()
-            self._runner.synchronize()  # the next window may take this one's memory
+            self._runner.synchronize()  # the next window may reuse the memory of this one
             nonfinite = part.nonfinite()
             part.close()
             return nonfinite
 
-        return Streamed(plan.names, windows, write, lambda: self._let_go(group, windows, held))
+        return Streamed(plan.names, windows, write, lambda: self._release(group, windows, held))
 
     def _plan(self, tensors: Window, req: UpdateWeightsFromDistributedReq) -> UpdatePlan:
         return self._receiver.plan(tensors, strict_dtype=req.strict_dtype, partial=req.partial)
 
-    def _let_go(self, group: WeightGroup, windows: Arriving, held: int) -> None:
-        if not windows.complete:  # the trainer's position in its stream of broadcasts is unknown
+    def _release(self, group: WeightGroup, windows: Arriving, held: int) -> None:
+        if not windows.complete:  # the next broadcast of the trainer is unknown
             group.close()
         self._budget.release(held)
 
@@ -125,10 +133,10 @@ class WeightGroups:
 
 
 class Arriving:
-    """The windows of one update, as they arrive.
+    """Iterator over the windows of one update as they arrive.
 
-    A trainer that goes away raises an error of status 500, not a refusal: by the status all ranks learn that the group
-    is lost.
+    If the trainer ends meanwhile, the iterator raises an error with status 500. The vote sends the status to all ranks,
+    so that they all know that the group is lost.
     """
 
     def __init__(self, windows: Iterator[Window]) -> None:
@@ -144,13 +152,14 @@ class Arriving:
 
 
 class ReceiveBudget:
-    """Bounds the bytes of received tensors that are not written yet. Later requests wait for earlier ones."""
+    """Bounds the bytes of received tensors that are not written yet."""
 
     def __init__(self, nbytes: int, timeout: float) -> None:
         self._free, self._timeout = nbytes, timeout
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
+        """Wait until `nbytes` fit, then count them. Raise ControlTimeoutError after the timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: nbytes <= self._free, self._timeout):
                 raise ControlTimeoutError(
@@ -169,21 +178,23 @@ def check_lists(req: UpdateWeightsFromDistributedReq) -> None:
     """Raise BadRequestError if names, dtypes and shapes do not describe tensors."""
     counts = [len(req.names), len(req.dtypes), len(req.shapes)]
     if len(set(counts)) != 1 or not req.names:
-        raise BadRequestError(f"names, dtypes and shapes must be equally long and not empty; they have {counts}.")
+        raise BadRequestError(f"names, dtypes and shapes must have the same length, at least 1, not {counts}.")
     if req.load_format not in (None, "auto", "flattened_bucket"):
         raise BadRequestError(f"load_format={req.load_format!r} is not supported; use null or 'flattened_bucket'.")
     for name, dtype, shape in zip(req.names, req.dtypes, req.shapes, strict=True):
         torch_dtype(dtype)
         if min(shape, default=0) < 0 or math.prod(shape) >= 2**48:
-            raise BadRequestError(f"'{name[:100]}': {shape[:16]} is no tensor's shape.")
+            raise BadRequestError(f"'{name[:100]}': {shape[:16]} is not the shape of a tensor.")
 
 
 def total_bytes(req: UpdateWeightsFromDistributedReq) -> int:
+    """Return the bytes of all tensors that `req` describes."""
     return sum(math.prod(shape) * torch_dtype(d).itemsize for d, shape in zip(req.dtypes, req.shapes, strict=True))
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name with or without the prefix "torch.". Raise BadRequestError if it is unknown."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise BadRequestError(f"dtype {name[:50]!r} is none of torch's.")
+        raise BadRequestError(f"dtype {name[:50]!r} is not a dtype of torch.")
     return dtype

@@ -1,7 +1,6 @@
-"""Reads the served weights for `get_weights_by_name` and `weights_checker`.
+"""`WeightInspector`: reads the weights for `get_weights_by_name` and `weights_checker`.
 
-Called by `WeightUpdater` on every rank; changes nothing but in `reset`, whose caller then knows that the
-weights are torn.
+Called by `WeightUpdater` on every rank. Only `reset` changes weights; its caller marks them as torn.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from verl_server.weight_sync.checksum import tensor_checksums
 
 
 class _Rows(msgspec.Struct, array_like=True):
-    """A rank's part of the wanted rows: (start, stop) in each dimension of the full tensor, float32 bytes."""
+    """One rank's part of the requested rows."""
 
     ranges: list[tuple[int, int]]
+    """(start, stop) in each dimension of the full tensor."""
     data: bytes
+    """Values as float32, row-major."""
 
 
 class WeightInspector:
@@ -33,7 +34,7 @@ class WeightInspector:
         self._snapshot: dict[str, str] | None = None
 
     def rows(self, req: GetWeightsByNameReq) -> list[Any]:
-        """The first `truncate_size` rows of a full tensor, put together from all ranks."""
+        """Return the first `truncate_size` rows of a full tensor as nested lists, combined from all ranks."""
         slot = self._map.slots.get(self._map.canonical(req.name))
         if slot is None:
             raise BadRequestError(f"Get parameter by name failed: the model has no parameter '{req.name}'.")
@@ -45,7 +46,7 @@ class WeightInspector:
             ranges = [part.indices(n)[:2] for part, n in zip(index, slot.shape, strict=True)]
             first, last = ranges[0]
             if first < rows:
-                # A copy: .numpy() would pin the parameter's own storage to its size for ever.
+                # Copied, because `.numpy()` would make the parameter's own storage non-resizable.
                 part = destination[: min(last, rows) - first].detach().to("cpu", torch.float32, copy=True).contiguous()
                 mine.append(_Rows([(first, min(last, rows)), *ranges[1:]], part.numpy().tobytes()))
         full = torch.zeros(rows, *slot.shape[1:])
@@ -57,34 +58,37 @@ class WeightInspector:
         return values
 
     def check(self, req: WeightsCheckerReq) -> tuple[str, dict[str, Any] | None]:
-        """(message, payload) of the read-only actions of `/weights_checker`."""
+        """Carry out a read-only action of `/weights_checker`. Return (message, payload) of the reply."""
         if req.allow_quant_error or req.selector not in ("all", "target"):
-            raise BadRequestError("Weights are not quantized and there is no draft model: leave these options unset.")
+            raise BadRequestError(
+                "Weights are not quantized and there is no draft model: leave allow_quant_error and selector unset."
+            )
         skip = req.skip_tensor_list or []
         sums = self._checksums([name for name in self._map.slots if not any(part in name for part in skip)])
         if req.action == "checksum":
-            return "Success", self._all_ranks(sums)
+            return "Success", self._payload(sums)
         if req.action == "snapshot":
             self._snapshot = sums
-            return f"Remembered {len(sums)} parameters.", None
+            return f"Stored the checksums of {len(sums)} parameters.", None
         if req.action == "compare":
             return self._compare(sums), None
-        raise BadRequestError(f"Unsupported action={req.action!r}; use checksum, snapshot, compare or reset_tensors.")
+        raise BadRequestError(f"Unsupported action={req.action!r}. Use checksum, snapshot, compare or reset_tensors.")
 
     def reset(self) -> None:
-        """Overwrite everything with noise."""
+        """Overwrite all weights with random noise."""
         with torch.no_grad():
             for slot in self._map.slots.values():
                 for destination, _ in slot.pieces:
                     destination.normal_()
 
     def _checksums(self, names: list[str]) -> dict[str, str]:
-        """Checksum of each parameter; for a parameter in several pieces, their checksums one after the other."""
+        """Return the checksum of each parameter. For a parameter in several pieces, concatenate their checksums."""
         pieces = {name: [destination for destination, _ in self._map.slots[name].pieces] for name in names}
         found = iter(tensor_checksums(piece for held in pieces.values() for piece in held))
         return {name: "".join(itertools.islice(found, len(held))) for name, held in pieces.items()}
 
-    def _all_ranks(self, sums: dict[str, str]) -> dict[str, Any]:
+    def _payload(self, sums: dict[str, str]) -> dict[str, Any]:
+        """Return the checksums of all ranks in the format of SGLang's reply."""
         ranks: list[dict[str, Any]] = []
         for rank, encoded in enumerate(self._tp.gather(msgspec.msgpack.encode(sums))):
             checksums = msgspec.msgpack.decode(encoded, type=dict[str, str])
@@ -96,8 +100,9 @@ class WeightInspector:
         return {"ranks": ranks, "per_engine_checksum": engine}
 
     def _compare(self, sums: dict[str, str]) -> str:
+        """Return the reply if no rank's checksums differ from the snapshot, else raise BadRequestError."""
         if self._snapshot is None:
-            raise BadRequestError("There is nothing to compare with: send action='snapshot' first.")
+            raise BadRequestError("There is no snapshot to compare with. Send action='snapshot' first.")
         mine = [name for name, value in sums.items() if self._snapshot.get(name, value) != value]
         gathered = [msgspec.msgpack.decode(e, type=list[str]) for e in self._tp.gather(msgspec.msgpack.encode(mine))]
         changed = list(dict.fromkeys(name for names in gathered for name in names))

@@ -1,8 +1,9 @@
-"""`WeightSources`: prepares updates of every kind, up to the point where they can be written.
+"""`WeightSources`: prepares updates of every kind until they can be written.
 
-One on each rank. The stager's threads call `prepare`: open the trainer's memory, read a checkpoint, join a process
-group, receive from it, check everything against the model, write nothing. The loop carries out what comes out of it,
-looks registrations up, and on rank 0 asks `check`: what can be refused by looking at the request. Thread-safe.
+One on each rank, and thread-safe. The stager's threads call `prepare`, which opens the trainer's memory, reads a
+checkpoint, joins a process group or receives from it, checks everything against the model, and writes nothing. The loop
+carries out the `Prepared` that it returns, and looks up registrations. On rank 0 the loop also calls `check` to refuse
+requests with wrong fields.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class WeightSources:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def check(self, req: WeightReq) -> None:
-        """Raise BadRequestError if `req` itself is wrong, before anything is opened (rank 0, on arrival)."""
+        """Raise BadRequestError if the fields of `req` are wrong. Called on arrival on rank 0; nothing is opened.
+
+        Raise UnknownRegistrationError if `req` names a registration that this rank does not know.
+        """
         match req:
             case UpdateWeightsFromTensorReq():
                 _check_source(req, self._size)
@@ -57,7 +61,7 @@ class WeightSources:
             case UpdateWeightsFromDiskReq():
                 if req.load_format not in (None, "auto", "safetensors"):
                     raise BadRequestError(
-                        f"load_format={req.load_format!r} is not supported; use 'auto' or 'safetensors'."
+                        f"load_format={req.load_format!r} is not supported. Use 'auto' or 'safetensors'."
                     )
             case UpdateWeightsFromDistributedReq():
                 _check_selector(req.selector)
@@ -66,19 +70,19 @@ class WeightSources:
                 _check_selector(req.selector)
 
     def forget(self, ids: list[str] | None) -> None:
-        """Close registrations, all of them for None. Unknown ids are ignored."""
+        """Close the registrations in `ids`, or all of them if None. Unknown ids are ignored."""
         self._receiver.forget(ids)
 
     def release(self) -> None:
-        """Close every registration: the weights are released, and trainers may free their memory."""
+        """Close every registration because the weights are released. Trainers may then free their memory."""
         self._receiver.forget(None)
 
     # -- the stager ----------------------------------------------------------------------------------------------
 
     def adopt_thread(self) -> None:
-        """Set up the calling thread for `prepare`: this rank's device, a stream of its own, no autograd.
+        """Set this rank's device, a new stream and no autograd for the calling thread, which will call `prepare`.
 
-        (A new thread has device 0 current, where it would make a second context, and records gradients.)
+        A new thread would otherwise use device 0, where it would create a second context, and would record gradients.
         """
         torch.set_grad_enabled(False)
         if self._device.type == "cuda":
@@ -86,7 +90,7 @@ class WeightSources:
             torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def prepare(self, req: StagedReq) -> Prepared:
-        """Do everything except the writing, on this rank. After a failure nothing stays open."""
+        """Do everything except the write on this rank. After an error nothing stays open."""
         match req:
             case UpdateWeightsFromTensorReq():
                 return self._tensors(req)
@@ -101,14 +105,20 @@ class WeightSources:
                 return self.groups.join(req)
 
     def refused(self, req: StagedReq, error: VerlServerError) -> None:
-        """Some rank could not prepare `req`. After a fault (status 500 or more) no rank may use its process group."""
+        """Handle that a rank could not prepare `req`.
+
+        After a fault (status 500 or more), no rank may use the process group of `req` any more.
+        """
         if isinstance(req, UpdateWeightsFromDistributedReq) and error.status_code >= 500:
             self.groups.lost(req.group_name)
 
     def abandoned(self, req: StagedReq) -> None:
-        """`req` will not be prepared: mark its process group as lost, and release references that it counted."""
+        """Handle that `req` will not be prepared.
+
+        Close the process group of `req`, and release the references to memory that SGLang's sender counts for it.
+        """
         if isinstance(req, UpdateWeightsFromDistributedReq):
-            self.groups.lost(req.group_name)  # the next receive would get this update's broadcasts
+            self.groups.lost(req.group_name)  # the next receive would read the broadcasts of this update
         elif isinstance(req, UpdateWeightsFromTensorReq) and req.serialized_named_tensors:
             with contextlib.suppress(VerlServerError):
                 give_back(handle.allocation for _, handle in self._parsed(req))
@@ -127,17 +137,20 @@ class WeightSources:
         return self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
 
     def _parsed(self, req: UpdateWeightsFromTensorReq) -> list[tuple[str, TensorHandle]]:
-        """Handles of this rank's entry in SGLang's pickles."""
+        """Return (name, handle) for the tensors in this rank's entry of SGLang's pickles."""
         payloads = req.serialized_named_tensors or []
         return parse_payload(payloads[self._rank if len(payloads) > 1 else 0], req.load_format, rank=self._rank)
 
     def registered(self, req: UpdateWeightsFromTensorReq) -> UpdatePlan:
-        """The plan of a push by id. Raises UnknownRegistrationError, WeightUpdateError."""
+        """Return the plan of the registration that `req` names.
+
+        Raise UnknownRegistrationError if there is none, WeightUpdateError if it does not fit the options of `req`.
+        """
         plan = self._receiver.registered(req.registration or "")
         if plan is None:
             raise UnknownRegistrationError(
-                f"No weights are registered under '{req.registration}' (any more: the server forgets them when it "
-                "releases its weights, or when their owner ends). Send their description."
+                f"No weights are registered under '{req.registration}'. The server drops a registration when it "
+                "releases its weights, or when the owner of the memory ends. Send their description."
             )
         plan.check(strict_dtype=req.strict_dtype, partial=req.partial)
         return plan
@@ -146,24 +159,27 @@ class WeightSources:
         with Checkpoint(self._folder(req.model_path)) as checkpoint:
             checkpoint.read(self._receiver.compared(checkpoint.tensors))
             plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
-            checkpoint.read(plan.sources)  # this rank's slices
+            checkpoint.read(plan.sources)  # the slices of this rank
         return plan
 
     def _folder(self, model_path: str) -> Path:
-        """A caller must not make the server download what it likes, unless the server's settings permit it."""
+        """Return the folder of `model_path`, downloaded from the hub only if the server's settings permit it.
+
+        Raise BadRequestError for a hub id without that permission: a caller must not choose what the server downloads.
+        """
         if self._allow_hub:
             return resolve_model_folder(model_path)
         folder = local_folder(model_path)
         if folder is None:
             raise BadRequestError(
-                f"model_path={model_path!r} is not a folder on the server's host. (The server takes hub ids, and "
-                "downloads them, only if it was started with allow_hub_updates=True.)"
+                f"model_path={model_path!r} is not a folder on the server's host. (The server downloads hub ids only "
+                "if it was started with allow_hub_updates=True.)"
             )
         return folder
 
 
 def needs_staging(req: StagedReq) -> bool:
-    """True if something must be opened, checked or waited for. A push by id needs nothing: it was prepared before."""
+    """Return True unless `req` is a push by id without checksums, whose plan exists."""
     return not (isinstance(req, UpdateWeightsFromTensorReq) and req.registration is not None and not req.checksums)
 
 
@@ -178,16 +194,16 @@ def _check_source(req: UpdateWeightsFromTensorReq, size: int) -> None:
     payloads = req.serialized_named_tensors
     if payloads is None and req.load_format not in (None, "auto"):
         raise BadRequestError(
-            f"load_format={req.load_format!r} is not supported, but for serialized_named_tensors; leave it unset."
+            f"load_format={req.load_format!r} is supported only with serialized_named_tensors. Leave it unset."
         )
     if payloads is not None and len(payloads) not in (1, size):
         raise BadRequestError(
             f"serialized_named_tensors has {len(payloads)} entries, but this server has {size} tensor-parallel rank(s)."
         )
     if req.keep and req.description is None:
-        raise BadRequestError("keep=True is for a `description`, which it registers.")
+        raise BadRequestError("keep=True registers a `description`, but this request has none.")
 
 
 def _check_selector(selector: str) -> None:
     if selector not in ("all", "target"):
-        raise BadRequestError(f"selector={selector!r}: there is no draft model here; leave it unset.")
+        raise BadRequestError(f"selector={selector!r} is not supported: there is no draft model. Leave it unset.")

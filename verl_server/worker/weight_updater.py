@@ -1,8 +1,8 @@
-"""`WeightUpdater`: the only writer of a rank's weights, of their version, and of what memory is there.
+"""`WeightUpdater`: the only writer of a rank's weights and their version. It also releases and resumes memory.
 
-One in each scheduler process. `handle` runs on every tensor-parallel rank at the same point of the command
-order, with no step in flight; around it the scheduler drains requests and renews its prefix cache. Who may do
-what (docs/scheduler-states.md has the rest: transactions, staging, generation):
+One in each scheduler process. `handle` runs on every tensor-parallel rank at the same point of the command order, with
+no step in flight. The `Scheduler` drains requests before `handle`, and starts a new version of its prefix cache after
+it. The states of the weights (docs/scheduler-states.md has the tables for transactions, staging and generation):
 
     weights     generate  update  release(weights)  resume(weights)  after a success
     ----------  --------  ------  ----------------  ---------------  ---------------------------------
@@ -11,11 +11,12 @@ what (docs/scheduler-states.md has the rest: transactions, staging, generation):
     not_loaded  503       yes     -> asleep         400              was written since
     asleep      503       400     400               -> as before, if a backup restored it; not_loaded
 
-    kv_cache released: generation 503; updates work. Releasing twice or resuming what is there: 400.
+    While the kv_cache is released, generation is answered 503 and updates work. Releasing released memory and resuming
+    present memory is answered 400.
 
-Every write belongs to a transaction (`Transaction`); a single update is a transaction of one call. From the first write
-until its transaction ends the weights count as *torn*, so no fault of any kind, and no writer that goes away, can leave
-half an update being served. All ranks vote before the first write, whether each can, and again after the copy.
+Every write belongs to a `Transaction`; a single update is a transaction of one call. From the first write until the end
+of the transaction the weights count as *torn*. So neither a fault nor a writer that disappears can cause half an update
+to be served. All ranks vote before the first write that each of them can write, and vote again after the copy.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-_IN_TRANSACTION = "a transaction wrote some of them and has not ended"
+_IN_TRANSACTION = "a transaction wrote some parameters and has not ended"
 Outcome = tuple[str, Any]
 """(message, payload) of a reply."""
 
@@ -70,26 +71,27 @@ class WeightUpdater:
         self.state: State = "serving"
         self.version = server_args.weight_version
         self.epoch = 0
-        """Counts up whenever KV pages that were computed before may serve no new request any more."""
+        """Increases whenever no new request may use the KV pages that were computed before."""
         self._newest_number = int(self.version) if self.version.isdecimal() else 0
         self._runner, self._tp, self._sources = runner, tp, sources
         self._inspector = WeightInspector(runner.weight_map, tp)
         self._transaction: Transaction | None = None
         self._unwritten: dict[str, None] = {}
-        """Parameters that must still be written before the weights can serve (torn, not_loaded)."""
+        """Parameters that must be written before torn or not loaded weights can serve."""
         self._torn_by = ""
         self._released: dict[str, None] = {}
         self._before_sleep: tuple[State, dict[str, None]] | None = None
-        """State and unwritten parameters that a backup restores."""
+        """State and unwritten parameters before the release, which a restored backup brings back."""
 
     def check(self, req: WeightReq) -> None:
-        """Raise BadRequestError if `req` itself is wrong (rank 0, on arrival). Opens and changes nothing."""
+        """Raise BadRequestError if the fields of `req` are wrong. Rank 0 calls it on arrival; nothing is opened."""
         self._sources.check(req)
 
     def handle(self, req: WeightReq, prepared: Prepared | None = None) -> ControlReply:
-        """Carry out a request on every rank; rank 0's reply is the answer. Raises only if a rank is dead.
+        """Carry out a request on this rank. Every rank calls it, and rank 0's reply is sent.
 
-        `prepared` is what staging left for a staged request; it is discarded here, whatever the result.
+        `prepared` is the result of the staging of a staged request. It is discarded in any case. Errors become replies,
+        except that a dead rank raises RuntimeError.
         """
         try:
             message, payload = self._dispatch(req, prepared)
@@ -101,11 +103,11 @@ class WeightUpdater:
         return ControlReply(id=req.id, success=True, message=message, payload=payload)
 
     def refusal(self) -> str | None:
-        """Why generation cannot be served now; None if it can."""
+        """Return the reason why generation cannot be served now, None if it can."""
         if self.state == "asleep":
             return "The weights are released. Call resume_memory_occupation(['weights']), then update them."
         if self.state == "not_loaded":
-            return f"The weights are not loaded since they were resumed: {self._still_unwritten()}"
+            return f"The weights were resumed without contents: {self._still_unwritten()}"
         if self.state == "torn":
             return f"The weights are torn ({self._torn_by}): {self._still_unwritten()}"
         if "kv_cache" in self._released:
@@ -167,7 +169,10 @@ class WeightUpdater:
         return self._settle(transaction), payload | {"weight_version": self.version}
 
     def _write(self, transaction: Transaction, req: UpdateReq, prepared: Prepared | None) -> list[str]:
-        """Copy on all ranks, or raise on all. Two votes: a rank that cannot write keeps all others from writing."""
+        """Copy on all ranks, or raise on all ranks. Return the names of the written parameters.
+
+        The ranks vote before the copy, so that no rank writes if one rank cannot write, and after it.
+        """
 
         def find() -> Prepared:
             update = prepared
@@ -178,44 +183,44 @@ class WeightUpdater:
             return update
 
         update = agree(self._tp, find)
-        self._tear("an update failed half way")
+        self._tear("an update failed before it was complete")
         try:
             agree(self._tp, lambda: self._copy(update, req))
         except VerlServerError as error:
             transaction.fail()
             self.epoch += 1
             if error.status_code < 500:
-                self._tear("the last update held NaN or infinity")
+                self._tear("the last update contained NaN or infinity")
             raise
         transaction.wrote(update.names)
         self._tear(_IN_TRANSACTION)
         return update.names
 
     def _copy(self, update: Prepared, req: UpdateReq) -> None:
-        """Copy on this rank. Raises WeightUpdateError for NaN and infinity only; other errors are faults."""
+        """Copy on this rank. Raise WeightUpdateError only for NaN and infinity; all other errors are faults."""
         try:
             update.commit()
             self._runner.synchronize()
             nonfinite = update.nonfinite()
             update.confirm((isinstance(req, UpdateWeightsFromTensorReq) and req.checksums) or {})
-        except (WeightUpdateError, BadRequestError) as error:  # which promise that nothing was changed
+        except (WeightUpdateError, BadRequestError) as error:  # these types would promise unchanged weights
             raise VerlServerError(str(error)) from error
         except RuntimeError as error:
-            # A CUDA context is lost with its first error: torn "until a full update" would be for ever.
+            # The first error makes a CUDA context unusable, so no later update could end the state torn.
             if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
                 raise SystemExit(f"The device failed while weights were copied: {error}") from error
             raise
         if nonfinite and not req.allow_nonfinite:
             raise WeightUpdateError(
                 f"The update holds NaN or infinity in {len(nonfinite)} of {len(update.names)} tensors: "
-                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters were pushed "
-                "again. (allow_nonfinite=True serves such weights.)"
+                f"{_listed(nonfinite)}. It was written, so generation is refused until all parameters are pushed "
+                "again. (With allow_nonfinite=True such weights are served.)"
             )
         if nonfinite:
-            logger.warning("Weights with NaN or infinity are served, as was asked for: %s", _listed(nonfinite))
+            logger.warning("Weights with NaN or infinity are served (allow_nonfinite): %s", _listed(nonfinite))
 
     def _settle(self, transaction: Transaction) -> str:
-        """Make what the transaction wrote the new version; returns the message of the reply."""
+        """Make the written weights the new version. Return the message of the reply."""
         self._unwritten = transaction.still_unwritten() if not transaction.failed else {}
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
@@ -238,13 +243,13 @@ class WeightUpdater:
 
     def _end(self, req: EndWeightUpdateReq) -> Outcome:
         transaction = self._transaction
-        assert transaction is not None, "rank 0 refuses to end what is not open"
+        assert transaction is not None, "rank 0 refuses an end without an open transaction"
         if req.discard:
             self._transaction = None
             if not transaction.touched:
-                return "Success The transaction wrote nothing; the old weights go on.", None
+                return "Success The transaction wrote nothing. The old weights are served.", None
             self.epoch += 1
-            self._tear("a transaction wrote some of them and was given up")
+            self._tear("a transaction wrote some parameters and was discarded")
             return f"Success The weights are torn: {self._still_unwritten()}", None
         missing = transaction.missing(self._runner.weight_map.slots)
         if missing:
@@ -265,7 +270,7 @@ class WeightUpdater:
         self._unwritten = dict.fromkeys(self._runner.weight_map.slots)
 
     def _label(self, version: str) -> None:
-        """Set the version. Default labels count on from the largest number seen, so that none is used twice."""
+        """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
         self.version = version
         if version.isdecimal():
             self._newest_number = max(self._newest_number, int(version))
@@ -275,9 +280,9 @@ class WeightUpdater:
         if req.action != "reset_tensors":
             return self._inspector.check(req)
         self.epoch += 1
-        self._tear("they were reset by weights_checker")
+        self._tear("weights_checker reset them")
         agree(self._tp, self._inspector.reset)
-        return "The weights are noise now; update all of them.", None
+        return "The weights are random noise now. Update all of them.", None
 
     def _need_weights(self, what: str) -> None:
         if self.state == "asleep":
@@ -293,8 +298,8 @@ class WeightUpdater:
 
     def _release(self, tags: list[str] | None) -> Outcome:
         present = [tag for tag in MEMORY_TAGS if tag not in self._released]
-        for tag in _chosen(tags, present, "released already"):
-            # Marked before it is done: if it fails on one rank, resume repairs all ranks.
+        for tag in _chosen(tags, present, "already released"):
+            # Set before the release: if the release fails on one rank, `_resume` repairs all ranks.
             self._released[tag] = None
             self.epoch += 1
             if tag == "weights":
@@ -312,26 +317,26 @@ class WeightUpdater:
     def _resume(self, tags: list[str] | None) -> Outcome:
         for tag in _chosen(tags, list(self._released), "not released"):
             if tag == "weights":
-                restored = self._take_or_none(self._runner.resume_weights, self._runner.release_weights)
+                restored = self._resume_all(self._runner.resume_weights, self._runner.release_weights)
                 everywhere = all(flag == b"1" for flag in self._tp.gather(b"1" if restored else b"0"))
                 if everywhere and self._before_sleep is not None:
                     self.state, self._unwritten = self._before_sleep
                 else:
                     self.state, self._unwritten = "not_loaded", dict.fromkeys(self._runner.weight_map.slots)
             elif tag == "kv_cache":
-                self._take_or_none(self._runner.resume_kv_cache, self._runner.release_kv_cache)
+                self._resume_all(self._runner.resume_kv_cache, self._runner.release_kv_cache)
             else:
                 self._runner.resume_cuda_graphs()
             del self._released[tag]
         return "Success", None
 
-    def _take_or_none(self, take: Callable[[], T], give_back: Callable[[], None]) -> T:
-        """Run `take` on all ranks. If memory is short on one of them, no rank keeps it."""
+    def _resume_all(self, resume: Callable[[], T], release: Callable[[], None]) -> T:
+        """Run `resume` on all ranks. If it fails on one rank, `release` the memory on all ranks and raise."""
         try:
-            return agree(self._tp, take)
+            return agree(self._tp, resume)
         except VerlServerError:
             with contextlib.suppress(Exception):
-                give_back()
+                release()
             raise
 
 
@@ -340,10 +345,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _chosen(tags: list[str] | None, possible: list[str], why_not: str) -> list[str]:
-    """The tags that a request names (all possible ones if it names none); BadRequestError if one is not possible."""
+    """Return the memory tags that a request names, or all `possible` tags if it names none.
+
+    Raise BadRequestError, with `why_not`, if a tag is not among `possible`.
+    """
     unknown = [tag for tag in tags or [] if tag not in MEMORY_TAGS]
     if unknown:
-        raise BadRequestError(f"Unknown memory tags {unknown}; known: {', '.join(MEMORY_TAGS)}.")
+        raise BadRequestError(f"Unknown memory tags {unknown}. The known tags are {', '.join(MEMORY_TAGS)}.")
     wrong = [tag for tag in tags or [] if tag not in possible]
     if wrong or not possible:
         raise BadRequestError(f"{', '.join(wrong or MEMORY_TAGS)}: {why_not}.")

@@ -1,4 +1,4 @@
-"""Fused operators for the CPU in C++: compiled by the machine's own compiler the first time they are needed.
+"""Fused operators for the CPU in C++, compiled by the machine's own compiler when they are first needed.
 
-`library` compiles and loads them, `ops` and `models.cpu_attention` call them. All is float32.
+`library` compiles and loads them, `kernels` wraps them as functions of tensors. All operators compute in float32.
 """

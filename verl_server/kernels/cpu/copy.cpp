@@ -1,4 +1,4 @@
-// Copies of weights that see NaN and infinity in what passes through the registers.
+// Copies of weights that also detect NaN and infinity.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ constexpr long kBytes = 32;
 #else
 constexpr long kBytes = 16;
 #endif
-constexpr long kAhead = 1024;  // bytes between a load and what is fetched for later ones
+constexpr long kAhead = 1024;  // bytes between a load and the prefetch for later loads
 
 typedef uint64_t Words __attribute__((vector_size(kBytes)));
 
@@ -25,7 +25,7 @@ Words load(const char *from) {
     return words;
 }
 
-// A streamed store writes past the caches, which saves reading the line that it replaces. `to` is aligned to kBytes.
+// A streamed store bypasses the caches, so that the overwritten cache line need not be read. `to` is aligned to kBytes.
 template <Store kStore>
 void store(char *to, Words words) {
     if constexpr (kStore == kStreamed) {
@@ -40,7 +40,7 @@ void store(char *to, Words words) {
     if constexpr (kStore != kNone) std::memcpy(to, &words, kBytes);
 }
 
-// Up to kBytes bytes; the rest of the words is 0, which is finite.
+// Copies and returns up to kBytes bytes. The other bytes of the result are 0, which is finite.
 template <Store kStore>
 Words move_some(char *to, const char *from, long bytes) {
     Words words = {};
@@ -49,7 +49,8 @@ Words move_some(char *to, const char *from, long bytes) {
     return words;
 }
 
-// The result has a sign bit where a number with a whole exponent was seen, see finite.py.
+// Copies one row. Sets the sign bit of a number in the result if all exponent bits were set in a number at its position
+// (see finite.py).
 template <Store kStore>
 Words move_row(char *to, const char *from, long bytes, Words exponents, Words lowest) {
     Words seen[4] = {};
@@ -85,9 +86,9 @@ Words move_rows(char *to, const char *from, long rows, long bytes, long to_strid
 
 }  // namespace
 
-// Copies `rows` rows of `bytes` bytes, `to_stride` and `from_stride` bytes apart, and returns whether a number in them
-// is NaN or infinity. `exponents` is the exponent's mask of the numbers' type, repeated over 8 bytes; 0 to look at
-// nothing. `to` may be null: then it only looks. `streamed`: the copy is too large for the caches to be of use.
+// Copies `rows` rows of `bytes` bytes, which start `to_stride` and `from_stride` bytes apart. Returns true if a number in
+// them is NaN or infinity. `exponents` is the exponent mask of the numbers' type, repeated over 8 bytes, or 0 to skip that
+// check. If `to` is null, nothing is copied. `streamed`: the copy is so large that the stores should bypass the caches.
 extern "C" bool copy_rows(char *to, const char *from, long rows, long bytes, long to_stride, long from_stride,
                           uint64_t exponents, bool streamed) {
     const uint64_t lowest = exponents & ~(exponents << 1);
@@ -100,7 +101,7 @@ extern "C" bool copy_rows(char *to, const char *from, long rows, long bytes, lon
     } else {
         seen = move_rows<kStreamed>(to, from, rows, bytes, to_stride, from_stride, every, low);
 #ifdef __SSE2__
-        _mm_sfence();  // before another thread is told that it is written
+        _mm_sfence();  // streamed stores must be visible before another thread reads them
 #endif
     }
     uint64_t any = 0;

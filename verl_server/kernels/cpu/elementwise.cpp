@@ -1,4 +1,4 @@
-// Norm, residual sum and activation, each in one pass over memory.
+// RMS norm with residual sum, and activation, each in one pass over memory.
 
 #include <omp.h>
 
@@ -8,7 +8,8 @@
 
 constexpr long kWorthThreads = 1 << 14;
 
-// y = x / rms(x) * weight, of rows of `size` floats. With `residual`, x is added to that in place, and the sum normed.
+// y = x / rms(x) * weight, for rows of `size` floats. If `residual` is not null, x is first added to it in place, and y is
+// computed from the sum.
 extern "C" void rms_norm(const float *x, float *residual, const float *weight, float eps, float *y, long rows,
                          long size, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size >= kWorthThreads)
@@ -35,7 +36,7 @@ extern "C" void rms_norm(const float *x, float *residual, const float *weight, f
     }
 }
 
-// y [rows, size] = silu(gate) * up, of gate_up [rows, 2 * size].
+// y [rows, size] = silu(gate) * up, where gate_up is [rows, 2 * size].
 extern "C" void silu_mul(const float *gate_up, float *y, long rows, long size, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size >= kWorthThreads)
     for (long row = 0; row < rows; row++) {

@@ -1,8 +1,8 @@
 """`CpuKernels`: the compiled operators as functions of tensors.
 
-`kernel_choice` makes one where a C++ compiler is there; `models.ops` and `models.cpu_attention` call it. Every tensor
-is float32 on the CPU, and contiguous where nothing else is said. Calls release Python's lock, and use as many threads
-as torch did when this was made.
+`worker.kernel_choice` makes one if there is a C++ compiler; `models.ops` and `models.cpu_attention` call it. Every
+tensor is float32 on the CPU, and contiguous unless a docstring permits otherwise. Calls release the interpreter's lock,
+and use as many threads as torch did when the `CpuKernels` was made.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from verl_server.kernels import draw
 from verl_server.kernels.cpu.library import load_library
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
-"""That attention is compiled for."""
+"""Values of head_dim for which attention is compiled."""
 
 LANES = 16
-"""The most floats of a vector on any processor: what scratch memory is padded to."""
+"""Largest number of floats in a vector register of any processor. Scratch memory is padded to a multiple of it."""
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
 class AttentionArgs(ctypes.Structure):
-    """`struct Attention` of attention.cpp, where its fields are described."""
+    """`struct Attention` of attention.cpp, which describes the fields."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "q_weight", "k_weight", "pool", "out", "scores", "cosines", "sines")),
@@ -37,7 +37,10 @@ class AttentionArgs(ctypes.Structure):
 
 
 class CpuKernels:
-    """Raises `KernelsUnavailableError` where they cannot be compiled. `arch` is a processor as `-march` names it."""
+    """The compiled operators for the processor `arch`, a value of the compiler's option `-march`.
+
+    The constructor raises `KernelsUnavailableError` if they cannot be compiled.
+    """
 
     def __init__(self, arch: str = "native") -> None:
         self.library = load_library(arch)
@@ -53,7 +56,7 @@ class CpuKernels:
         self.threads = torch.get_num_threads()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, in] @ weight [out, in].T + bias [out] or None. No row's result depends on the others."""
+        """Return x [rows, in] @ weight [out, in].T + bias [out] or 0. A row's result does not depend on other rows."""
         rows, size = x.shape
         x, out = x.contiguous(), x.new_empty(rows, weight.shape[0])
         columns = x.new_empty(-(-rows // LANES) * LANES, size)
@@ -62,14 +65,15 @@ class CpuKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x [..., size] / sqrt(mean(x^2) + eps) * weight [size]."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds `x` to `residual` in place and norms the sum."""
+        """Add `x` to `residual` in place and return the `rms_norm` of the sum."""
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        assert residual is None or residual.is_contiguous()  # it is added to in place
+        assert residual is None or residual.is_contiguous()  # the kernel adds to it in place
         x, size = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
         rows = x.numel() // size
@@ -78,18 +82,19 @@ class CpuKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up [rows, size] of gate_up [rows, 2 * size]."""
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         gate_up, out = gate_up.contiguous(), gate_up.new_empty(rows, size)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, self.threads)
         return out
 
     def attend(self, args: AttentionArgs) -> None:
-        """Norms and rotates, stores keys and values, and attends from decoded tokens. See attention.cpp."""
+        """Compute the attention of a step as attention.cpp describes. Raise ValueError for another head_dim."""
         if not self._attend(ctypes.addressof(args)):
-            raise ValueError(f"head_dim={args.head_dim} is not compiled; there are {HEAD_DIMS}.")
+            raise ValueError(f"Attention is not compiled for head_dim={args.head_dim}, only for {HEAD_DIMS}.")
 
     def choose(self, logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """`kernels.draw.choose`. Rows of `logits` may lie apart, their elements not."""
+        """Return the same as `kernels.draw.choose`. Only the last dimension of `logits` must be contiguous."""
         logits = logits.float()
         assert logits.stride(1) == 1
         ids, logprobs = keys.new_empty(len(logits)), scales.new_empty(len(logits))

@@ -1,7 +1,7 @@
-"""`load_library`: the C++ beside this file, compiled for this machine, once, and kept in the user's cache folder.
+"""`load_library`: compiles the C++ files of this folder for this machine, once, and keeps the library in a cache.
 
-`CpuKernels` calls it. A library is named by all it is made of (sources, command, compiler and the processor's features
-as the compiler sees them), so one home folder may serve different machines, and nothing there is ever out of date.
+`CpuKernels` calls it. The name of a library is a hash of its sources, the command, the compiler and the processor's
+features. So different machines may share one home folder, and a library in the cache is never out of date.
 """
 
 from __future__ import annotations
@@ -26,25 +26,30 @@ _COMPILE_SECONDS = 120
 
 
 class KernelsUnavailableError(Exception):
-    """There is no compiler, or it failed; says what to do about it."""
+    """The kernels cannot be compiled or loaded. The message says why and names the remedy."""
 
 
 @dataclass(frozen=True)
 class Library:
+    """A loaded library of compiled kernels."""
+
     code: ctypes.CDLL
     name: str
-    """Differs wherever the compiled code may."""
+    """Name that differs whenever the compiled code may differ."""
     folder: Path | None
-    """The cache folder that holds it; None where there is none."""
+    """The cache folder with the library, None if the cache cannot be used."""
 
 
 def load_library(arch: str = "native") -> Library:
-    """The compiled library for a processor as `-march` names it. Compiling takes some seconds, loading milliseconds."""
+    """Return the library for the processor `arch`, a value of `-march`. Compile it if the cache does not have it.
+
+    Compiling takes some seconds, loading takes milliseconds. Raise KernelsUnavailableError if one of them fails.
+    """
     try:
         compiler, flags = _compiler(), (*_FLAGS, f"-march={arch}")
         sources = sorted(Path(__file__).parent.glob("*.cpp"))
         content = b"".join(path.read_bytes() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")]))
-        # The predefined macros: the compiler's version, and the features of the processor.
+        # The predefined macros contain the compiler's version and the features of the processor.
         macros = _run([*compiler, f"-march={arch}", "-E", "-dM", "-x", "c++", os.devnull])
         digest = hashlib.sha256(b"\0".join([content, shlex.join([*compiler, *flags]).encode(), macros])).hexdigest()
         name, command = f"cpu-kernels-{digest[:32]}", [*compiler, *flags, *map(str, sources), "-o"]
@@ -58,12 +63,12 @@ def _compiler() -> list[str]:
     found = shutil.which(wanted[0]) if wanted else next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
         missing = f"CXX={wanted[0]!r} was not found" if wanted else "no C++ compiler was found"
-        raise KernelsUnavailableError(f"{missing}; install one (apt install g++) or name it in CXX.")
+        raise KernelsUnavailableError(f"{missing}. Install one (apt install g++) or name it in CXX.")
     return [found, *wanted[1:]]
 
 
 def _from_cache(name: str, command: list[str]) -> Library | None:
-    """The library of that name, compiled if it is not there; None where the cache is of no use."""
+    """Return the library `name` from the cache, compiled first if necessary. None if the cache cannot be used."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl-server"
         path = folder / f"{name}.so"
@@ -73,13 +78,13 @@ def _from_cache(name: str, command: list[str]) -> Library | None:
         if path.stat().st_uid not in (os.getuid(), 0):
             return None  # another user's code
         return Library(ctypes.CDLL(str(path)), name, folder)
-    except (OSError, RuntimeError) as error:  # no home, read-only, full, no programs allowed there, a broken file
+    except (OSError, RuntimeError) as error:  # no home folder, read-only, full, mounted noexec, or a broken file
         logger.info("The cache of compiled kernels cannot be used, so they are compiled at each start: %s", error)
         return None
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compiles into a file of its own that then takes `path`: of several processes any may win."""
+    """Compile into a temporary file, then rename it to `path`, because several processes may compile at once."""
     began = time.monotonic()
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
     try:
@@ -92,11 +97,11 @@ def _compile(command: list[str], path: Path) -> None:
         raise
     finally:
         os.close(descriptor)
-    logger.info("Compiled the CPU's kernels in %.1f s: %s", time.monotonic() - began, path)
+    logger.info("Compiled the kernels for the CPU in %.1f s: %s", time.monotonic() - began, path)
 
 
 def _without_cache(name: str, command: list[str]) -> Library:
-    with tempfile.TemporaryDirectory(prefix="verl-server-") as folder:  # what is loaded outlives its file
+    with tempfile.TemporaryDirectory(prefix="verl-server-") as folder:  # a loaded library does not need its file
         path = Path(folder) / "cpu-kernels.so"
         _compile(command, path)
         return Library(ctypes.CDLL(str(path)), name, None)
@@ -109,5 +114,5 @@ def _run(command: list[str]) -> bytes:
         raise KernelsUnavailableError(f"{command[0]} could not be run: {error}.") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[:2000]
-        raise KernelsUnavailableError(f"{command[0]} failed; it needs C++17 and OpenMP. It said:\n{said}")
+        raise KernelsUnavailableError(f"{command[0]} failed. It must support C++17 and OpenMP. Its output:\n{said}")
     return done.stdout
