@@ -146,7 +146,9 @@ class StepGraphs:
         """Permit graphs again. They are captured when they are needed."""
         self._present = True
 
-    def _graph_of(self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None) -> _Captured | None:
+    def _graph_of(
+        self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None
+    ) -> _Captured | None:
         """Return the graph of `key` with its inputs written, or None without memory for it. Capture it if needed."""
         arrays = self._arrays(key.size, placement, work, last)
         captured = self._captured.get(key)

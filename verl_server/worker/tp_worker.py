@@ -1,8 +1,8 @@
 """`TpWorker`: runs commands on this tensor-parallel rank.
 
 The `Scheduler` owns the worker of rank 0, which broadcasts every command to the other ranks and then carries it out.
-The other ranks run only `follow()`. They make no decisions and have no queue, so all ranks run the same steps, stage the
-same requests and write the same updates in the same order.
+The other ranks run only `follow()`. They make no decisions and have no queue, so all ranks run the same steps, stage
+the same requests and write the same updates in the same order.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(compiler: Path, tmp_path: Path) -> None:
     compiler.write_text('#!/bin/sh\ncase "$*" in *-shared*) echo "omp.h: no such file" >&2; exit 1;; esac\n')
-    with pytest.raises(KernelsUnavailableError, match=r"C\+\+17 and OpenMP\. It said:\nomp\.h: no such file"):
+    with pytest.raises(KernelsUnavailableError, match=r"C\+\+17 and OpenMP\. Its output:\nomp\.h: no such file"):
         load_library()
     assert not list((tmp_path / "cache" / "verl-server").iterdir())
 

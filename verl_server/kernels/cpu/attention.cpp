@@ -1,8 +1,8 @@
-// Attention of a step: norms and rotates queries and keys, stores keys and values in the pool, and for tokens that are
-// decoded attends to their pages where they lie. (Prompts' tokens are attended to by their caller, many at a time.)
+// Attention of a step: normalizes and rotates queries and keys, and stores keys and values in the pool. For decoded
+// tokens it also computes attention over their pages in place. (The caller computes attention of prompt tokens.)
 //
-// A layer of the pool is [pages][2 (k, v)][kv_heads][page_size][head_dim]. One thread takes one KV head of one token:
-// nobody else writes the key and value that it stores, nobody else needs them in this step.
+// A layer of the pool is [pages][2 (k, v)][kv_heads][page_size][head_dim]. One thread computes one KV head of a token. No
+// other thread writes the key and value that it stores, or reads them in this step.
 
 #include <omp.h>
 
@@ -11,21 +11,21 @@
 #include "lanes.h"
 
 extern "C" struct Attention {
-    float *qkv;               // [tokens][heads + 2 * kv_heads][head_dim]; normed and rotated in place
-    const float *q_weight;    // [head_dim], or none: heads are not normed
+    float *qkv;               // [tokens][heads + 2 * kv_heads][head_dim], overwritten by normalized and rotated heads
+    const float *q_weight;    // [head_dim], or null if heads are not normalized
     const float *k_weight;
     float *pool;              // one layer
     float *out;               // [decodes][heads][head_dim]
     float *scores;            // scratch [threads][heads / kv_heads][stride]
     const float *cosines;     // [positions][head_dim]
-    const float *sines;       // the first half of each row negated
+    const float *sines;       // [positions][head_dim], the first half of each row negated
     const int64_t *positions; // [tokens]
     const int64_t *slots;     // [tokens] page * page_size + offset
-    const int64_t *rows;      // [decodes] of the table
+    const int64_t *rows;      // [decodes] rows of the table
     const int64_t *table;     // [rows][columns] pages
     int64_t columns, tokens, decodes;  // the first `decodes` tokens are decoded
     int64_t heads, kv_heads, head_dim, page_size, threads;
-    int64_t stride;           // the most keys of a decoded token, and sixteen more, in full sixteens
+    int64_t stride;           // largest number of keys of a decoded token, rounded up to a multiple of 16, plus 16
     float eps;
 };
 
@@ -49,10 +49,10 @@ void norm_and_rotate(const Attention &a, float *head, const float *weight, long 
     }
 }
 
-// Products of G queries with the keys of one page: scores [G][stride].
+// Computes scores [G][stride], the products of G queries with the keys of one page.
 template <int V, int G>
 void score(const float *queries, const float *keys, long count, float *scores, long stride) {
-    constexpr long at_once = 4;  // keys, so that a query is loaded once for all of them and no sum waits for itself
+    constexpr long at_once = 4;  // keys: one load of a query serves four of them, and their sums do not wait
     Lanes query[G][V];
     for (int g = 0; g < G; g++)
         for (int v = 0; v < V; v++) query[g][v] = load(queries + (g * V + v) * kLanes);
@@ -60,7 +60,7 @@ void score(const float *queries, const float *keys, long count, float *scores, l
         Lanes parts[G][kLanes] = {};
         for (long i = 0; i < std::min(kLanes, count - first); i += at_once) {
             const float *key = keys + (first + i) * V * kLanes;
-            // Keys behind the last one are read again in its place.
+            // Beyond the last key, the last key is read again.
             const long last = std::min(at_once, count - first - i) - 1;
             Lanes part[G][at_once] = {};
 #pragma GCC unroll 8
@@ -72,15 +72,15 @@ void score(const float *queries, const float *keys, long count, float *scores, l
             for (int g = 0; g < G; g++)
                 for (long j = 0; j < at_once; j++) parts[g][i + j] = part[g][j];
         }
-        // Writes up to kLanes - 1 beyond `count`: what comes there is written later, or is room that the caller has.
+        // Writes up to kLanes - 1 scores beyond `count`: the next page overwrites them, or they are in the padding.
         for (int g = 0; g < G; g++) store(scores + g * stride + first, sums(parts[g]));
     }
 }
 
-// Adds to G rows of `out` the values of one page, weighted by probabilities [G][stride].
+// Adds the values of one page, weighted by probabilities [G][stride], to G rows of `out`.
 template <int V, int G>
 void weigh(const float *probabilities, long stride, const float *values, long count, float *out) {
-    constexpr int at_once = std::min<long>(V, kRegisters / 4);  // of V, whose G sums stay in registers
+    constexpr int at_once = std::min<long>(V, kRegisters / 4);  // of V vectors, whose G sums each stay in registers
     for (int first = 0; first < V; first += at_once) {
         Lanes total[G][at_once];
         for (int g = 0; g < G; g++)
@@ -95,7 +95,7 @@ void weigh(const float *probabilities, long stride, const float *values, long co
     }
 }
 
-// Turns scores [0..count] into e^(scale * (score - highest)) and returns their sum. May write kLanes - 1 beyond `count`.
+// Replaces scores [0..count] by e^(scale * (score - highest)) and returns the sum. May write kLanes - 1 floats more.
 float exponentiate(float *scores, long count, float scale) {
     for (long i = count; i % kLanes; i++) scores[i] = -INFINITY;
     Lanes highest = Lanes{} - INFINITY;
@@ -113,7 +113,7 @@ float exponentiate(float *scores, long count, float scale) {
     return sum(total);
 }
 
-// One KV head of one decoded token: all queries of its group.
+// Computes attention of one decoded token for all queries of one KV head.
 template <int V>
 void attend_head(const Attention &a, long token, long kv_head) {
     constexpr int size = V * kLanes;
@@ -125,7 +125,7 @@ void attend_head(const Attention &a, long token, long kv_head) {
     auto head_of_page = [&](long first, long kind) {
         return a.pool + ((pages[first / a.page_size] * 2 + kind) * a.kv_heads + kv_head) * a.page_size * size;
     };
-    // A page's keys are too few for the processor to see that they are read in order: it is told, a page ahead.
+    // A page has too few keys for the processor to detect the access pattern, so the next page is prefetched.
     auto fetch = [&](const float *page) {
         for (long i = 0; i < a.page_size * size; i += kLanes) __builtin_prefetch(page + i);
     };
@@ -174,7 +174,7 @@ void run(const Attention &a) {
 
 }  // namespace
 
-// False for a head_dim that is not compiled.
+// Returns false for a head_dim that is not compiled.
 extern "C" bool attend(const Attention *a) {
     switch (a->head_dim) {
         case 16: run<16 / kLanes>(*a); return true;

@@ -49,8 +49,7 @@ Words move_some(char *to, const char *from, long bytes) {
     return words;
 }
 
-// Copies one row. Sets the sign bit of a number in the result if all exponent bits were set in a number at its position
-// (see finite.py).
+// Copies one row. A sign bit in the result is set if all exponent bits of a number were set (see finite.py).
 template <Store kStore>
 Words move_row(char *to, const char *from, long bytes, Words exponents, Words lowest) {
     Words seen[4] = {};
@@ -86,9 +85,9 @@ Words move_rows(char *to, const char *from, long rows, long bytes, long to_strid
 
 }  // namespace
 
-// Copies `rows` rows of `bytes` bytes, which start `to_stride` and `from_stride` bytes apart. Returns true if a number in
-// them is NaN or infinity. `exponents` is the exponent mask of the numbers' type, repeated over 8 bytes, or 0 to skip that
-// check. If `to` is null, nothing is copied. `streamed`: the copy is so large that the stores should bypass the caches.
+// Copies `rows` rows of `bytes` bytes, which start `to_stride` and `from_stride` bytes apart. Returns true if a number
+// in them is NaN or infinity. `exponents` is the exponent mask of the numbers' type, repeated over 8 bytes, or 0 not to
+// check. If `to` is null, nothing is copied. `streamed`: the copy is so large that it should bypass the caches.
 extern "C" bool copy_rows(char *to, const char *from, long rows, long bytes, long to_stride, long from_stride,
                           uint64_t exponents, bool streamed) {
     const uint64_t lowest = exponents & ~(exponents << 1);

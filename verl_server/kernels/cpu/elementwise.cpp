@@ -8,8 +8,8 @@
 
 constexpr long kWorthThreads = 1 << 14;
 
-// y = x / rms(x) * weight, for rows of `size` floats. If `residual` is not null, x is first added to it in place, and y is
-// computed from the sum.
+// y = x / rms(x) * weight, for rows of `size` floats. If `residual` is not null, x is first added to it in place, and y
+// is computed from the sum.
 extern "C" void rms_norm(const float *x, float *residual, const float *weight, float eps, float *y, long rows,
                          long size, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size >= kWorthThreads)

@@ -1,7 +1,7 @@
-// The floats that one register of the processor holds, worked on at once in the compiler's own vector types.
+// Vectors of floats as wide as one register of the processor, in the compiler's vector types.
 //
-// Wider vectors than the processor's would be correct, and several times slower: the compiler splits each one into
-// registers, runs out of them, and keeps sums in memory.
+// Wider vectors would be correct, but several times slower: the compiler splits each of them into several registers,
+// runs out of registers, and keeps sums in memory.
 
 #pragma once
 
@@ -30,7 +30,7 @@ static inline Lanes load(const float *from) {
 
 static inline void store(float *to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
-// The same of `count` lanes, where a row ends; when loaded, the others are zero.
+// Loads and stores only the first `count` lanes, at the end of a row. The other lanes are loaded as zero.
 static inline Lanes load(const float *from, long count) {
     if (count >= kLanes) return load(from);
     Lanes lanes = {};
@@ -49,14 +49,14 @@ static inline float sum(Lanes lanes) {
     return total;
 }
 
-// A vector of lanes of a (0 to kLanes - 1) and of b (from kLanes on).
+// A vector of selected lanes: 0 to kLanes - 1 are those of a, higher numbers those of b.
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, IntLanes{__VA_ARGS__})
 #endif
 
-// Every second lane, from lane 0 or from lane 1 on; and the lanes of the lower or upper halves, one of a, one of b.
+// EVEN and ODD select every second lane of a and b. ZIP_LOW and ZIP_HIGH interleave the lower or upper halves.
 #if defined(__AVX512F__)
 #define EVEN(a, b) PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD(a, b) PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
@@ -80,10 +80,10 @@ static inline float largest(Lanes lanes) {
     return most;
 }
 
-// Sums of neighbouring lanes: those of a, then those of b.
+// The sums of neighbouring lanes, first of a, then of b.
 static inline Lanes add_pairs(Lanes a, Lanes b) { return EVEN(a, b) + ODD(a, b); }
 
-// The sums of kLanes vectors, one a lane. Overwrites them.
+// Returns the sum of each of kLanes vectors, one in each lane. Overwrites the vectors.
 static inline Lanes sums(Lanes *vectors) {
     for (long left = kLanes / 2; left; left /= 2)
         for (long i = 0; i < left; i++) vectors[i] = add_pairs(vectors[2 * i], vectors[2 * i + 1]);
@@ -94,7 +94,7 @@ static inline Lanes sums(Lanes *vectors) {
 template <int N>
 static inline void transpose(Lanes (&vectors)[N]) {
     for (int stage = 1; stage < N; stage *= 2) {
-        // Each stage moves the highest bit of the vector's number below the lane's.
+        // Each stage moves the highest bit of the vector index below the bits of the lane index.
         Lanes next[N];
         for (int i = 0; i < N / 2; i++) {
             next[2 * i] = ZIP_LOW(vectors[i], vectors[i + N / 2]);
@@ -104,17 +104,17 @@ static inline void transpose(Lanes (&vectors)[N]) {
     }
 }
 
-// e^x to an ulp or two; zero below -87, of 88 above that.
+// Returns e^x with an error of one or two ulps: 0 for x < -87, e^88 for x > 88.
 static inline Lanes exponential(Lanes x) {
     const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
     const IntLanes vanishes = x < low;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    // e^x = 2^n e^r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer; ln 2 is taken off in two parts.
+    // e^x = 2^n e^r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer. ln 2 is subtracted in two parts.
     const Lanes magic = Lanes{} + 12582912.0f;
     const Lanes n = (x * 1.44269504f + magic) - magic;
     const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes e = Lanes{} + 1.0f / 5040;  // Taylor's series: its next term is below 6e-9
+    Lanes e = Lanes{} + 1.0f / 5040;  // Taylor series, whose next term is below 6e-9
     e = e * r + 1.0f / 720;
     e = e * r + 1.0f / 120;
     e = e * r + 1.0f / 24;

@@ -1,8 +1,8 @@
-// Products of few rows with a weight matrix: what a decode step is made of. Each weight is read from memory once.
+// Products of few rows with a weight matrix, as in decode steps. Each weight is read from memory once.
 //
-// The rows of x are the lanes of vectors: x is first laid out by columns, and one weight is then multiplied with a
-// strip of kLanes rows at once. So no sum crosses lanes, and weights are read in order as they lie. Up to kLanes rows
-// the product is bound by reading the weights (1 row takes as long as kLanes), from then on by arithmetic.
+// The rows of x are the lanes of vectors: x is first transposed into columns, and each weight is then multiplied with a
+// strip of kLanes rows at once. So no sum crosses lanes, and weights are read in memory order. Up to kLanes rows, the
+// product is bound by reading the weights (1 row takes as long as kLanes rows), beyond that by arithmetic.
 
 #include <omp.h>
 
@@ -11,15 +11,15 @@
 namespace {
 
 constexpr long kStrips = 2;       // strips multiplied at once
-constexpr long kSummed = 256;     // products added up in a row before they join the total, which rounds them again
+constexpr long kSummed = 256;     // products summed before the sum is added to the total, to limit rounding errors
 constexpr long kWorthThreads = 1 << 16;
 
-// Rows of weights multiplied at once with S strips: 8 or 16 sums, 12 where there are 16 registers, which also hold S
-// columns of x and a weight. Fewer than eight sums would wait for each other.
+// Rows of weights that are multiplied with S strips at once. That makes 8 or 16 sums, or 12 with 16 registers, which
+// also hold S columns of x and a weight. With fewer than eight sums, an addition would wait for the one before.
 template <int S>
 constexpr long kOutputs = S == 2 && kRegisters == 16 ? 6 : 8;
 
-// Writes sums of N outputs, [N] vectors of one row a lane, to `rows` rows of y: the first `count` outputs.
+// Writes the first `count` of N outputs to `rows` rows of y. `sums` is [N] vectors with one row in each lane.
 template <int N>
 void write(const Lanes *sums, float *y, long stride, long rows, long count) {
     constexpr int taken = N >= 8 ? 8 : N >= 4 ? 4 : N >= 2 ? 2 : 1;  // a power of two, as `transpose` needs
@@ -35,8 +35,8 @@ void write(const Lanes *sums, float *y, long stride, long rows, long count) {
         if (count > taken) write<N - taken>(sums + taken, y + taken, stride, rows, count - taken);
 }
 
-// y[0..rows][0..count] = x @ weight[0..count].T, of S * kLanes rows of x laid out as [k][S][kLanes]. Where `count` is
-// below N, the last row of weights is multiplied as often as it takes: one way of adding up for all outputs.
+// y[0..rows][0..count] = x @ weight[0..count].T for S * kLanes rows of x, laid out as [k][S][kLanes]. If `count` < N,
+// the last row of weights is multiplied repeatedly, so that all outputs are summed in the same order.
 template <int S, int N>
 void multiply(const float *__restrict x, const float *__restrict weight, long size, const float *bias,
               float *__restrict y, long stride, long rows, long count) {
@@ -57,8 +57,8 @@ void multiply(const float *__restrict x, const float *__restrict weight, long si
         };
         long k = first;
         for (; k + line <= end; k += line) {
-            // Rows that lie a multiple of 4096 bytes apart share one set of the first-level cache. Where the set has
-            // eight places, the next rows would push out these.
+            // Rows at a distance of a multiple of 4096 bytes share one set of the first-level cache. In a set with
+            // eight ways, the prefetched rows would evict the current ones, so only AVX-512 processors prefetch.
             if (kLanes == 16)
                 for (int n = 0; n < N; n++) __builtin_prefetch(weights[n] + N * size + k);
 #pragma GCC unroll 16
@@ -75,7 +75,7 @@ void multiply(const float *__restrict x, const float *__restrict weight, long si
     }
 }
 
-// Outputs first..end of up to S * kLanes rows.
+// Computes outputs first..end for up to S * kLanes rows.
 template <int S>
 void multiply_panel(const float *x, const float *weight, long size, const float *bias, float *y, long stride,
                     long rows, long first, long end) {
@@ -84,8 +84,8 @@ void multiply_panel(const float *x, const float *weight, long size, const float 
                                  std::min(end - n, kOutputs<S>));
 }
 
-// x [rows, size] by columns: [rows / 2 / kLanes][size][2][kLanes], a last part of at most kLanes rows as
-// [size][1][kLanes], padded with zeros.
+// Transposes x [rows, size] into columns [rows / 2 / kLanes][size][2][kLanes]. A last part of at most kLanes rows
+// becomes [size][1][kLanes]. Missing rows are zeros.
 void lay_out(const float *x, long rows, long size, float *columns) {
 #pragma omp for schedule(static)
     for (long k = 0; k < size; k += kLanes)
@@ -101,8 +101,8 @@ void lay_out(const float *x, long rows, long size, float *columns) {
 
 }  // namespace
 
-// y [rows, outputs] = x [rows, size] @ weight [outputs, size].T + bias [outputs], or none; all contiguous. `columns` is
-// scratch for x, of rows in full strips, aligned as vectors are.
+// y [rows, outputs] = x [rows, size] @ weight [outputs, size].T + bias [outputs]. All arrays are contiguous. `bias` may
+// be null. `columns` is scratch memory for x, with the rows rounded up to full strips, aligned to a vector.
 extern "C" void linear(const float *x, const float *weight, const float *bias, float *y, float *columns, long rows,
                        long outputs, long size, long threads) {
 #pragma omp parallel num_threads(threads) if (rows * outputs * size >= kWorthThreads)

@@ -1,5 +1,5 @@
-// One token from each row of logits, and its log-probability. The definition is in kernels/draw.py; this is it, row by
-// row, so that a row is read from memory once and no tensor of its size is made.
+// Draws one token from each row of logits, and computes its log-probability, as kernels/draw.py defines. It works row
+// by row, so that a row is read from memory once and no temporary tensor of that size is needed.
 
 #include <omp.h>
 
@@ -22,12 +22,13 @@ double gumbel(uint64_t key, int64_t counter) {
     return -std::log(-std::log((bits + 0.5) * 0x1p-52));
 }
 
-// Calls `take(lanes, real)` for the row's lanes from `first` to `end`, scaled; those behind `real` are missing.
+// Calls `take(lanes, real)` for the scaled logits from `first` to `end`. Only the first `real` lanes are logits.
 template <typename Take>
 void each(const float *logits, float scale, long first, long end, Take take) {
     for (; first < end; first += kLanes) {
         Lanes scaled = load(logits + first, end - first) * scale;
-        // Rounded here, as the definition does: fused with a subtraction, the largest would not be its own top.
+        // Forces rounding here, as in the definition: the compiler could fuse the product with a subtraction, and then
+        // the largest logit minus the top would not be 0.
         asm("" : "+m"(scaled));
         take(scaled, std::min(kLanes, end - first));
     }
@@ -37,12 +38,12 @@ struct Row {
     const float *logits;
     float scale;
     long vocab;
-    float *tops, *sums;  // of each block: its largest logit; the sum of e^(logit - largest of all)
+    float *tops, *sums;  // for each block: the largest logit; the sum of e^(logit - largest logit of the row)
 
     long blocks() const { return (vocab + kBlock - 1) / kBlock; }
     long end(long block) const { return std::min(vocab, (block + 1) * kBlock); }
 
-    // The largest logit; what is NaN does not count, but is seen in `sums`.
+    // Returns the largest logit. NaN is ignored here, and makes the result of `find_sums` NaN.
     float find_tops() {
         float top = -INFINITY;
         for (long block = 0; block < blocks(); block++) {
@@ -94,8 +95,8 @@ struct Row {
 
 }  // namespace
 
-// Of logits [rows, vocab], `stride` apart: `ids` [rows] and `logprobs` [rows]. `scales`, `greedy` and `keys` [rows];
-// `scratch` [threads][2][blocks].
+// Writes `ids` [rows] and `logprobs` [rows] for logits [rows, vocab], whose rows start `stride` floats apart. `scales`,
+// `greedy` and `keys` are [rows], `scratch` is [threads][2][blocks].
 extern "C" void choose(const float *logits, const float *scales, const bool *greedy, const int64_t *keys, int64_t *ids,
                        float *logprobs, float *scratch, long rows, long vocab, long stride, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
@@ -104,7 +105,7 @@ extern "C" void choose(const float *logits, const float *scales, const bool *gre
         row.tops = scratch + omp_get_thread_num() * 2 * row.blocks();
         row.sums = row.tops + row.blocks();
         const float top = row.find_tops();
-        const double norm = std::log(row.find_sums(top));  // less `top`
+        const double norm = std::log(row.find_sums(top));  // without `top`
         ids[i] = row.best_token(row.best_block(greedy[i], keys[i]), greedy[i], keys[i]);
         const float logit = row.logits[ids[i]] * row.scale;
         const double logprob = static_cast<double>(logit) - top - norm;
