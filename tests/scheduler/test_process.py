@@ -284,7 +284,7 @@ def test_two_ranks_agree_with_one_and_end_with_rank_0(ranks: Ranks, tiny_llama: 
         os.kill(two.children[0].pid, signal.SIGKILL)
         deadline = time.monotonic() + 20
         assert two.children[1].popen.wait(timeout=max(0.1, deadline - time.monotonic())) != 0
-        assert "lost rank 0" in two.children[1].log_tail()
+        assert "lost the connection to rank 0" in two.children[1].log_tail()
 
 
 def collect_all(ranks: Ranks, count: int) -> dict[str, list[int]]:

@@ -165,7 +165,7 @@ def test_ranks_take_the_choice_of_rank_0(compiled: list[CpuChoice]) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def missing() -> CpuKernels:
-        raise KernelsUnavailableError("no C++ compiler was found; install one (apt install g++) or name it in CXX.")
+        raise KernelsUnavailableError("no C++ compiler was found. Install one (apt install g++) or name it in CXX.")
 
     monkeypatch.setattr(kernel_choice, "CpuKernels", missing)
     with caplog.at_level(logging.WARNING):

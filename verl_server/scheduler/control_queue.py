@@ -100,7 +100,7 @@ class ControlQueue:
         """Requests that were refused with 504 before the stager finished them; by request id."""
         self._flushes: list[_PendingFlush] = []
         self._step_taken = True
-        """True if a step was taken since the last update. The next update waits for it."""
+        """True if a step was taken since the last update. If not, the next update waits for one."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.paused = False
         self.draining = False
@@ -421,7 +421,7 @@ class ControlQueue:
         self._reply(ControlReply(id=req.id, success=True))
 
     def _is_busy(self) -> bool:
-        """Return True if any request runs, or waits while generation is not held."""
+        """Return True if a request runs, or if one waits and generation is not held."""
         planner = self._scheduler.planner
         return bool(planner.running) or (bool(planner.waiting) and not self.holds_generation)
 

@@ -108,7 +108,7 @@ class SchedulerSockets:
         self._button.close()
 
     def _watch_messages(self) -> None:
-        """Poll the message socket for what can be read or sent.
+        """Register the message socket with the poller, for reading and, if messages are unsent, for writing.
 
         A closed peer is not polled, because it would wake every wait. `child_main` or SIGTERM ends this process then.
         """

@@ -1,4 +1,4 @@
-"""`TransactionFence`: which calls may change weights while a transaction is open, and until when it stays open.
+"""`TransactionFence`: decides which calls may change weights while a transaction is open, and until when it stays open.
 
 Owned by rank 0's `ControlQueue`, which checks each weight call here. Each rank's `worker/transaction.py` records what
 the calls of a transaction wrote. A transaction without an id comes from an SGLang client, and calls without an id

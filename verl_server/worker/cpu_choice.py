@@ -170,7 +170,7 @@ def _key(shape: Shape) -> str:
 
 
 def _runs(names: Sequence[str]) -> str:
-    """["torch", "cpp", "cpp"] -> "torch from 1, cpp from 2"."""
+    """Format kernel names for the log: ["torch", "cpp", "cpp"] becomes "torch from 1, cpp from 2"."""
     starts: Iterator[tuple[int, str]] = ((2 ** (i - 1) + 1 if i else 1, name) for i, name in enumerate(names))
     groups = itertools.groupby(starts, key=lambda item: item[1])
     return ", ".join(f"{name} from {next(members)[0]}" for name, members in groups)

@@ -60,7 +60,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def trim_heap() -> None:
-    """Return freed blocks to the system, which glibc keeps if they are smaller than its mmap threshold."""
+    """Make glibc free the unused blocks that it keeps because they are smaller than its mmap threshold."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

@@ -10,7 +10,7 @@ import msgspec
 
 
 class ForwardBatch(msgspec.Struct, tag=True, kw_only=True):
-    """One step over a mixed batch: entry i extends request `rows[i]` from cached_lens[i] by extend_lens[i].
+    """One step over a mixed batch: entry i extends request `rows[i]` from cached_lens[i] by extend_lens[i] tokens.
 
     A decode (one new token), a chunk of a prefill and the rest of a prompt after a prefix-cache hit are all this one
     operation.

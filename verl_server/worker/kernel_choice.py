@@ -1,8 +1,8 @@
 """`choose_kernels`: chooses the kernels of a rank by its device, its dtype and the settings in `ServerArgs`.
 
-`ModelRunner` calls it once, before it builds the model. If a setting names a kernel that the machine lacks, it raises.
-If `auto` would choose a kernel that the machine lacks, a warning names the remedy, and plain PyTorch runs instead. On
-the CPU, `auto` chooses the kernels that were measured to be the fastest (`cpu_choice`).
+`ModelRunner` calls it once, before it builds the model. If a setting names a kernel that the machine lacks, it
+raises BadRequestError. If `auto` would choose such a kernel, a warning names the remedy, and plain PyTorch runs
+instead. On the CPU, `auto` chooses the kernels that were measured to be the fastest (`cpu_choice`).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def gpu_budget(free_before: int, free: int, fraction: float, step: int) -> Memor
     """
     kept = round(free_before * (1.0 - fraction))
     explanation = (
-        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} after, so "
+        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} are free after, so "
         f"the weights took {_gib(free_before - free)}. mem_fraction_static={fraction:g} keeps {_gib(kept)} free."
     )
     if step > kept:

@@ -117,7 +117,7 @@ class HostRegion:
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Return all pages to the system. An access before `map` is harmless: it reads zeros and takes a page."""
+        """Free all pages. An access before `map` is harmless: it reads zeros and takes a page."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.is_mapped = False
 

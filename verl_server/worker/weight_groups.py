@@ -50,7 +50,7 @@ class WeightGroups:
         return Done(lambda: self._undo_join(req.group_name))
 
     def destroy(self, name: str) -> None:
-        """Leave a group within a bounded time. A receive that is under way fails. Raise BadRequestError if unknown."""
+        """Leave a group within a bounded time. A receive under way fails. Raise BadRequestError if there is none."""
         with self._lock:
             group = self._groups.pop(name, None)
         if group is None:

@@ -107,7 +107,7 @@ class WeightUpdater:
         if self.state == "asleep":
             return "The weights are released. Call resume_memory_occupation(['weights']), then update them."
         if self.state == "not_loaded":
-            return f"The weights were resumed without contents: {self._still_unwritten()}"
+            return f"The weights are not loaded (they were resumed without contents): {self._still_unwritten()}"
         if self.state == "torn":
             return f"The weights are torn ({self._torn_by}): {self._still_unwritten()}"
         if "kv_cache" in self._released:

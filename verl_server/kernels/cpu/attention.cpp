@@ -1,8 +1,8 @@
 // Attention of a step: normalizes and rotates queries and keys, and stores keys and values in the pool. For decoded
 // tokens it also computes attention over their pages in place. (The caller computes attention of prompt tokens.)
 //
-// A layer of the pool is [pages][2 (k, v)][kv_heads][page_size][head_dim]. One thread computes one KV head of a token. No
-// other thread writes the key and value that it stores, or reads them in this step.
+// A layer of the pool is [pages][2 (k, v)][kv_heads][page_size][head_dim]. One thread computes one KV head of a token.
+// No other thread writes the key and value that it stores, or reads them in this step.
 
 #include <omp.h>
 

@@ -89,7 +89,7 @@ class CpuKernels:
         return out
 
     def attend(self, args: AttentionArgs) -> None:
-        """Compute the attention of a step as attention.cpp describes. Raise ValueError for another head_dim."""
+        """Compute attention as attention.cpp describes. Raise ValueError if head_dim is not in `HEAD_DIMS`."""
         if not self._attend(ctypes.addressof(args)):
             raise ValueError(f"Attention is not compiled for head_dim={args.head_dim}, only for {HEAD_DIMS}.")
 
