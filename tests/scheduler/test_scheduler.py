@@ -8,6 +8,7 @@ import torch
 from tests.scheduler.fakes import VOCAB, Harness, generate, logprob_of, prompt
 from verl_server.io_struct import FinishReq, TokenizedGenerateReq, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler import batch_planner
 
 
 def test_mixed_lengths_match_the_reference() -> None:
@@ -111,6 +112,26 @@ def test_prompt_logprobs_over_chunks_and_cached_prefixes(start: int, warm: bool)
     assert len(got.top) == len(got.requested) == 30 - start and got.top[0] is None
     assert h.last["a"][0].cached_tokens == [min(start, 29) // 4 * 4 if warm else 0]
     assert h.tokens["a"] == generate(ids, 2, 0)
+
+
+@pytest.mark.parametrize("start", [0, 10])
+@pytest.mark.parametrize("candidates", [3, 500])
+def test_prompt_logprobs_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch, candidates: int, start: int) -> None:
+    """With a bound of 40 numbers, steps report ten tokens with three candidates, or one token with 500."""
+    monkeypatch.setattr(batch_planner, "_MOST_REPORTED", 40)
+    h = Harness(chunked_prefill_size=64)
+    options = {"return_logprob": True, "logprob_start_len": start}
+    for rid, n in (("a", 1), ("b", 2)):
+        h.add(rid, prompt(n, 30), 3, token_ids_logprob=[9] * candidates, **options)
+    h.add("plain", prompt(3, 30), 3)
+    h.run()
+    for batch in h.runner.batches:
+        reported = [batch.extend_lens[entry] - first for entry, first, _, _ in batch.prompt_logprobs]
+        assert sum(reported) <= (10 if candidates == 3 else 1)
+    for rid, n in (("a", 1), ("b", 2), ("plain", 3)):
+        assert h.tokens[rid] == generate(prompt(n, 30), 3, 0)
+    (got,) = [p for m in h.sent for i, p in m.prompt_logprobs.items() if m.rids[i] == "b"]
+    assert got.logprobs == [None] + [logprob_of(prompt(2, 30)[p], p, 0) for p in range(start + 1, 30)]
 
 
 # -- prefix cache --------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ Policy: every running request decodes in every step. Prefills fill the rest of t
 tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it keeps its
 tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there
 is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain draw (penalties,
-filters, log-probabilities of many tokens). If a step runs out of memory nevertheless, steps become smaller
-(`StepLimits`).
+filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of prompt tokens, so
+that a prompt with hundreds of candidates for each token does not delay the tokens of other requests. If a step runs out
+of memory nevertheless, steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from verl_server.scheduler.step_limits import StepLimits
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
+_MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
 _MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
 
 
@@ -73,6 +75,8 @@ class BatchPlanner:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._reserve_ratio = _RESERVE_START
+        self._reported_room = _MOST_REPORTED
+        """Log-probabilities of prompt tokens that the step being planned may still report."""
         self._num_retracted = 0
         """Number of waiting requests that were retracted."""
 
@@ -227,6 +231,7 @@ class BatchPlanner:
         """Return up to `room` requests that fill the step: `prefills`, oldest first; then, with `admit`, waiting
         requests."""
         budget = self.limits.tokens
+        self._reported_room = _MOST_REPORTED
         prefills.sort(key=_arrival)
         chunks = []
         for req in prefills:
@@ -245,12 +250,27 @@ class BatchPlanner:
     def _take_chunk(self, req: Req, budget: int) -> int:
         """Plan the next chunk of a prefill, as long as `budget` and pages allow. Return the length in tokens."""
         room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
-        chunk = min(budget, len(req.token_ids) - req.cached_len, room)
+        chunk = min(budget, len(req.token_ids) - req.cached_len, room, self._reportable_tokens(req))
         if chunk <= 0:
             return 0
+        if req.prompt_logprobs is not None:
+            self._reported_room -= req.prompt_logprobs.num_reported(req.cached_len, chunk)
         req.device_len = req.cached_len + chunk
         self._grow(req, self._num_pages(req.device_len) - len(req.pages))
         return chunk
+
+    def _reportable_tokens(self, req: Req) -> int:
+        """Return how many of the request's next tokens this step may compute within `_MOST_REPORTED`.
+
+        It is at least one for the first request with prompt log-probabilities in a step, whatever it reports for one
+        token: otherwise the request would wait for ever.
+        """
+        prompt = req.prompt_logprobs
+        if prompt is None:
+            return self.max_tokens()
+        first = self._reported_room == _MOST_REPORTED
+        reported = max(int(first), self._reported_room // prompt.per_token)
+        return max(0, prompt.start - req.cached_len) + reported if reported else 0
 
     # -- admission -------------------------------------------------------------------------------------------
 
@@ -270,7 +290,7 @@ class BatchPlanner:
                 break
             if len(admitted) == room:
                 break
-            if only_started and not req.started:
+            if (only_started and not req.started) or self._reportable_tokens(req) == 0:
                 skipped.append(req)
                 continue
             node = self._match(req)

@@ -43,6 +43,15 @@ class PromptLogprobState:
     top: list[TokenLogprobs | None] = field(default_factory=list)
     requested: list[TokenLogprobs | None] = field(default_factory=list)
 
+    @property
+    def per_token(self) -> int:
+        """Number of log-probabilities that are reported for each token of the prompt."""
+        return 1 + self.top_num + len(self.requested_ids or ())
+
+    def num_reported(self, cached_len: int, chunk: int) -> int:
+        """Return how many log-probabilities the `chunk` tokens after the first `cached_len` ones report."""
+        return max(0, cached_len + chunk - max(cached_len, self.start)) * self.per_token
+
     def clear(self) -> None:
         self.logprobs, self.top, self.requested = [], [], []
 
