@@ -83,8 +83,11 @@ class StepResult:
     """An environment's answer to `reset` (reward None) or `step`."""
 
     observation: Observation
+    """Observation after the action."""
     reward: float | None
+    """Reward of the action, None if the environment returned none."""
     done: bool
+    """True if the episode is over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,15 @@ class Turn(msgspec.Struct, kw_only=True):
     """One observation and the action that answered it. Spans are token positions [start, end)."""
 
     observation: dict[str, Any]
+    """Observation that the environment returned."""
     observation_span: tuple[int, int]
+    """[start, end) of the tokens that the policy read."""
     action_span: tuple[int, int] = (0, 0)
+    """[start, end) of the tokens that the policy sampled."""
     action: dict[str, Any] | None = None
     """The action that was sent to the environment, None if the episode ended before."""
     reward: float | None = None
+    """Reward of the action, None if the environment returned none."""
     finish_reason: str | None = None
     """Finish type of the generation: stop, length or abort."""
 
@@ -78,12 +82,16 @@ class Event(msgspec.Struct, array_like=True):
     kind: str
     """What the episode waited for: queue (a place), env or generate."""
     start: float
+    """Start of the wait."""
     end: float
+    """End of the wait."""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
     task: Task
+    """Task that the episode played."""
     tokens: list[int] = []
+    """Token ids of all observations and actions, in order."""
     loss_mask: list[int] = []
     """1 for a token that the policy sampled, 0 for a token that it read."""
     logprobs: list[float] = []
@@ -91,16 +99,19 @@ class Trajectory(msgspec.Struct, kw_only=True):
     weight_versions: list[str] = []
     """Version of the weights that sampled each token. "" for tokens that were read."""
     turns: list[Turn] = []
+    """Turns of the episode, in order."""
     final_observation: dict[str, Any] | None = None
     """The observation after the last action. The policy did not read it."""
     reward: float | None = None
     """Sum of the turns' rewards, None if the episode has no reward."""
     stop_reason: StopReason | None = None
+    """Why the episode ended, None while it runs."""
     error: str | None = None
     """Why the episode failed, None if it did not."""
     resumes: int = 0
     """Number of generations that the server aborted and the episode resumed."""
     events: list[Event] = []
+    """Waits of the episode, in order."""
 
     @property
     def is_trainable(self) -> bool:
@@ -159,15 +170,21 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     """Figures of a set of trajectories."""
 
     trajectories: int
+    """Number of trajectories."""
     trainable: int
+    """Number of trajectories with a reward and a sampled token."""
     stop_reasons: dict[str, int]
+    """Number of trajectories for each stop reason."""
     mean_reward: float | None
     """Mean over the trajectories that have a reward."""
     mean_turns: float
+    """Mean number of turns."""
     sampled_tokens: int
+    """Number of sampled tokens."""
     generate_seconds: float
     """Sum over the trajectories, which run side by side: it exceeds the wall time."""
     env_seconds: float
+    """Sum of the times in which trajectories waited for their environments."""
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> RolloutStats:

@@ -25,6 +25,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """Unique over owners and time: the receiver caches the opened region under it."""
     kind: Literal["shm", "cuda", "shm_name"]
+    """Kind of the memory, which decides which of the other fields are used."""
     nbytes: Count
     """Size of the shared storage in bytes."""
     pid: Count = 0
@@ -35,14 +36,18 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inode: Count = 0
     """st_ino of the memfd: pids and descriptors are reused, and namespaces give them other meanings."""
     device_uuid: str = ""
+    """cuda: UUID of the GPU that holds the segment."""
     handle: bytes = b""
     """cudaIpcMemHandle as torch exports it."""
     storage_offset_bytes: Count = 0
     """Start of the storage inside the exported segment."""
     ref_counter_handle: bytes = b""
+    """cuda, from SGLang's pickles only: name of the shared-memory file with torch's reference count of the storage."""
     ref_counter_offset: Count = 0
     event_handle: bytes = b""
+    """cuda, from SGLang's pickles only: IPC handle of the CUDA event that follows the last write of the owner."""
     event_sync_required: bool = False
+    """cuda, from SGLang's pickles only: true if the reader must wait for that event."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,6 +58,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     allocation: Count
+    """Index into the description's `allocations`."""
     shape: list[Count]
     offset: list[Count]
     """Start of the box in the full tensor. A whole tensor has only zeros here, and its full `shape`."""
@@ -70,11 +76,13 @@ class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    """Name of the parameter, as in the Hugging Face checkpoint."""
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
     shape: list[Count]
     """Shape of the full tensor."""
     shards: list[Shard]
+    """All shards of the tensor, of all owners."""
 
 
 class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,14 +92,18 @@ class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
+    """Registration id, with which later pushes name this description."""
     allocations: list[Allocation]
+    """Memory regions that the shards refer to by index."""
     tensors: list[DescribedTensor]
+    """Tensors that the description covers."""
 
 
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
     """A strided view into an `Allocation`."""
 
     allocation: Allocation
+    """Memory that holds the tensor."""
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"."""
     shape: list[Count]
@@ -108,6 +120,7 @@ class LocalSerializedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     values: list[TensorHandle]
+    """One handle for each trainer rank, or a single handle for all server ranks."""
 
     def get(self, rank: int) -> TensorHandle:
         return self.values[rank if len(self.values) > 1 else 0]

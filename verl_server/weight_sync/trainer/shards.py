@@ -29,6 +29,7 @@ class TensorShard:
     """
 
     tensor: torch.Tensor
+    """This rank's part of the full tensor."""
     shape: Sequence[int]
     """Shape of the full tensor."""
     offset: Sequence[int]
