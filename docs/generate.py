@@ -8,6 +8,7 @@ whose request is no struct with a `route` (`BODIES`).
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -237,7 +238,7 @@ def add_route(page: Page, routes: list[Route], requests: dict[str, Class]) -> li
     route = routes[0]
     methods = " or ".join(sorted((route.methods or set()) - {"HEAD"}))
     page.add(f"### {methods} " + ", ".join(f"`{r.path}`" for r in routes))
-    page.add(prose(route.endpoint.__doc__ or ""))
+    page.add(prose(inspect.getdoc(route.endpoint) or ""))
     if "POST" not in (route.methods or ()) or route.path in UNDECLARED_BODIES:
         return []
     if route.path not in requests:
