@@ -430,7 +430,7 @@ def test_memory_is_cut_off_during_the_copy(served: Served) -> None:
 # -- a server rank is killed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("served", "when"), [(1, "idle"), (2, "copying")], indirect=["served"])
+@pytest.mark.parametrize(("served", "when"), at_depth([(2, "copying"), (1, "idle")]), indirect=["served"])
 def test_a_server_rank_is_killed(served: Served, trainer: Ranks, when: str) -> None:
     victim = served.schedulers()[served.last_rank]
     if when == "idle":

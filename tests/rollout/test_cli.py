@@ -71,6 +71,7 @@ def test_no_example_shadows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
+@pytest.mark.exhaustive
 def test_the_reasoning_gym_example_starts_in_another_folder(tmp_path: Path) -> None:
     assert "--step-timeout" in _run_reasoning_gym_example(tmp_path, "--help")
 
