@@ -105,7 +105,7 @@ class WeightSources:
                 return self.groups.join(req)
 
     def refused(self, req: StagedReq, error: VerlServerError) -> None:
-        """Handle that a rank could not prepare `req`.
+        """Clean up after a rank could not prepare `req`.
 
         After a fault (status 500 or more), no rank may use the process group of `req` any more.
         """
@@ -113,7 +113,7 @@ class WeightSources:
             self.groups.lost(req.group_name)
 
     def abandoned(self, req: StagedReq) -> None:
-        """Handle that `req` will not be prepared.
+        """Clean up after `req`, which will not be prepared.
 
         Close the process group of `req`, and release the references to memory that SGLang's sender counts for it.
         """
