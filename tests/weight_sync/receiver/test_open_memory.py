@@ -125,7 +125,7 @@ def test_an_owner_that_is_gone_is_named_with_the_possible_causes(owner: Owner) -
 def test_memory_that_was_freed_is_not_taken_for_what_came_after(owner: Owner) -> None:
     inode = msgspec.structs.replace(owner.handle.allocation, inode=owner.handle.allocation.inode + 1)
     pipe = msgspec.structs.replace(owner.handle.allocation, fd=0)
-    # Of a restarted trainer that has the same pid, descriptor and inode by chance.
+    # A restarted trainer has the same pid, descriptor and inode by chance.
     arena = msgspec.structs.replace(owner.handle.allocation, id="0" * 32)
     for other in (inode, pipe, arena):
         with pytest.raises(WeightUpdateError, match="not the memory that was described"):
