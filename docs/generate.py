@@ -1,8 +1,7 @@
 """Writes docs/reference/ from the code: `make docs`. With `--check` it writes nothing and fails if a page is stale.
 
-The routes are those that the HTTP application mounts. Everything else is read from declarations: fields, defaults,
-signatures and docstrings. A route, field, option or setting that is added therefore needs no edit here, except a route
-whose request is no struct with a `route` (`BODIES`).
+The routes are the operations that the HTTP application mounts. Everything else is read from declarations: fields,
+defaults, signatures and docstrings. A route, field, option or setting that is added therefore needs no edit here.
 """
 
 from __future__ import annotations
@@ -13,25 +12,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 from declarations import Class, ClassName, Field, Function, Package
-from starlette.routing import Route
+
+from verl_server.server.app import operations
+from verl_server.server.auth import AccessRules
+from verl_server.server.dialects.operation import Operation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 
-BODIES = {
-    "/generate": "GenerateReqInput",
-    "/v1/completions": "CompletionRequest",
-    "/v1/chat/completions": "ChatCompletionRequest",
-    "/tokenize": "TokenizeRequest",
-    "/detokenize": "DetokenizeRequest",
-}
-"""Request structs below `verl_server.server`; those of `io_struct` are found by their `route`."""
-UNDECLARED_BODIES = {"/post_process_weights"}
-"""Routes that read a body and use nothing of it."""
 INTERNAL_METHODS = {"send_update", "send_registration", "send_unregistration", "send_healing"}
 """Public for other modules of `verl_server.engine` only."""
 COMMANDS = {
@@ -202,16 +193,14 @@ def http_page(site: Site) -> None:
         "Bodies are JSON objects. A field that is null has its default. An unknown field is ignored and counted in "
         "`/metrics`; in `sampling_params` it is refused. Answers are JSON where nothing else is said."
     )
-    requests = request_classes(site.package)
-    groups: dict[str, dict[Any, list[Route]]] = {}
-    for route in mounted_routes():
-        handlers = groups.setdefault(route.endpoint.__module__, {})
-        handlers.setdefault(getattr(route.endpoint, "__func__", route.path), []).append(route)
+    groups: dict[str, list[Operation]] = {}
+    for operation in mounted_operations():
+        groups.setdefault(operation.handler.__module__, []).append(operation)
     used: list[ClassName] = []
-    for module, handlers in groups.items():
+    for module, group in groups.items():
         page.add(f"## {SECTIONS[module]}", prose(site.package.module(module).doc.partition("\n\n")[0]))
-        for same in handlers.values():
-            used += add_route(page, same, requests)
+        for operation in group:
+            used += add_operation(site, page, operation)
     page.add_class(site.package.class_of("verl_server.sampling_params", "SamplingParams"))
     generate = importlib.import_module("verl_server.server.generate_request")
     refused = [(f"`{name}`", cell(remedy)) for name, remedy in generate.UNSUPPORTED_FIELDS.items()]
@@ -233,41 +222,26 @@ def http_page(site: Site) -> None:
     site.add_data(page, used)
 
 
-def add_route(page: Page, routes: list[Route], requests: dict[str, Class]) -> list[ClassName]:
-    """One handler under all of its paths. Returns the classes that its request refers to."""
-    route = routes[0]
-    methods = " or ".join(sorted((route.methods or set()) - {"HEAD"}))
-    page.add(f"### {methods} " + ", ".join(f"`{r.path}`" for r in routes))
-    page.add(prose(inspect.getdoc(route.endpoint) or ""))
-    if "POST" not in (route.methods or ()) or route.path in UNDECLARED_BODIES:
+def add_operation(site: Site, page: Page, operation: Operation) -> list[ClassName]:
+    """Describe an operation under all of its paths. Return the classes that its request refers to."""
+    methods = " or ".join(operation.methods)
+    page.add(f"### {methods} " + ", ".join(f"`{path}`" for path in operation.paths))
+    page.add(prose(inspect.getdoc(operation.handler) or ""))
+    if operation.query:
+        page.add(table(("query", "meaning"), [(f"`{name}`", cell(what)) for name, what in operation.query.items()]))
+    if operation.body is None:
         return []
-    if route.path not in requests:
-        raise LookupError(f"No request struct is known for {route.path}: add it to BODIES in docs/generate.py.")
-    request = requests[route.path]
+    request = site.package.class_of(operation.body.__module__, operation.body.__name__)
     fields = [f for f in request.fields() if f.name != "id"]
     page.add(prose(request.doc))
     page.add_fields(fields)
     return [name for field in fields for name in field.classes]
 
 
-def request_classes(package: Package) -> dict[str, Class]:
-    """Path -> the struct of its body."""
-    requests = {path: package.find_class("verl_server.server", name) for path, name in BODIES.items()}
-    module = package.module("verl_server.io_struct")
-    for name, node in module.definitions.items():
-        if type(node).__name__ == "ClassDef" and (path := package.class_of(module.name, name).constant("route")):
-            requests[path] = package.class_of(module.name, name)
-    return requests
-
-
-def mounted_routes() -> list[Route]:
-    """The routes of the real application, made without a server behind it."""
-    app = importlib.import_module("verl_server.server.app")
-    arguments = importlib.import_module("verl_server.server_args")
-    layer: Any = app.create_app(MagicMock(), arguments.ServerArgs(model_path="model"))
-    while not hasattr(layer, "routes"):
-        layer = layer._app  # a middleware around the application
-    return [route for route in layer.routes if isinstance(route, Route)]
+def mounted_operations() -> list[Operation]:
+    """The operations of the real application, made without a server behind it."""
+    arguments = importlib.import_module("verl_server.server_args").ServerArgs(model_path="model")
+    return operations(MagicMock(), arguments, AccessRules(arguments))
 
 
 def engines_page(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP application of one TokenizerManager: the routes of all dialects, behind `AuthMiddleware`.
+"""The HTTP application of one TokenizerManager: the operations of all dialects, behind `AuthMiddleware`.
 
 `http_process` serves the application on the TokenizerManager's event loop. If a route does not convert an error into a
 response, this module does.
@@ -7,6 +7,7 @@ response, this module does.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +18,8 @@ from starlette.types import ASGIApp
 from verl_server.errors import VerlServerError
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.openai.routes import OpenAIApi
-from verl_server.server.dialects.sglang.admin_routes import CONTROL_PATHS, ControlApi
+from verl_server.server.dialects.operation import Operation
+from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
@@ -28,20 +30,39 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
-    """Return the ASGI application with all routes and middlewares."""
+    """Return the ASGI application with all operations and middlewares."""
     rules = AccessRules(server_args)
-    native, control = NativeApi(manager, server_args), ControlApi(manager, server_args, rules)
-    routes = [*native.routes(), *control.routes(), *OpenAIApi(manager, server_args).routes()]
+    mounted = operations(manager, server_args, rules)
+    control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
-        routes=routes,
+        routes=[route for operation in mounted for route in operation.routes()],
         exception_handlers={
             VerlServerError: _on_error,
             HTTPException: _on_http_exception,
-            ClientDisconnectedError: native.on_disconnect,
+            ClientDisconnectedError: disconnect_handler(manager),
             Exception: _on_crash,
         },
     )
-    return InstanceMiddleware(AuthMiddleware(app, rules, CONTROL_PATHS), manager.instance_id)
+    return InstanceMiddleware(AuthMiddleware(app, rules, control_paths), manager.instance_id)
+
+
+def operations(manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> list[Operation]:
+    """Return the operations of all dialects."""
+    return [
+        *NativeApi(manager, server_args).operations(),
+        *ControlApi(manager, server_args, rules).operations(),
+        *OpenAIApi(manager, server_args).operations(),
+    ]
+
+
+def disconnect_handler(manager: TokenizerManager) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return the handler for clients that disconnect before the response."""
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        manager.metrics.client_disconnected()
+        return Response(status_code=499)  # the client does not receive this response
+
+    return on_disconnect
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -59,8 +59,15 @@ UNSUPPORTED_FIELDS = {
 }
 """SGLang's request fields that are refused if they are set, each with the reason or the alternative."""
 
-ACCEPTED_HINTS = ("session_id", "routing_key", "no_logs", "log_metrics", "custom_labels", "background")
-"""SGLang's request fields that are accepted and have no effect. They change no result in SGLang either."""
+ACCEPTED_HINTS = {
+    "session_id": "the prefix cache finds the session's prefix by itself",
+    "routing_key": "a router in front of the server reads it",
+    "no_logs": "requests are not logged",
+    "log_metrics": "metrics count every request",
+    "custom_labels": "metrics have no labels of requests",
+    "background": "the answer is sent when the request ends",
+}
+"""SGLang's request fields that are accepted and have no effect, each with the reason."""
 
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 

@@ -17,7 +17,7 @@ R = TypeVar("R", bound="OpenAIRequest")
 
 _NO_TOOLS = "tool calls are not parsed; put the tools in the messages and read the text"
 _NO_GRAMMAR = "constrained decoding is not implemented"
-_UNSUPPORTED = UNSUPPORTED_FIELDS | {
+UNSUPPORTED = UNSUPPORTED_FIELDS | {
     "tools": _NO_TOOLS,
     "functions": _NO_TOOLS,
     "suffix": "fill-in-the-middle is not implemented",
@@ -31,27 +31,26 @@ _UNSUPPORTED = UNSUPPORTED_FIELDS | {
     "prediction": "speculative decoding is not implemented",
     "web_search_options": "the server has no tools",
 }
-_HINTS = (
-    *ACCEPTED_HINTS,
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "store",
-    "metadata",
-    "service_tier",
-    "parallel_tool_calls",
-    "tool_choice",
-    "separate_reasoning",
-    "stream_reasoning",
-    "reasoning_effort",
-    "verbosity",
-    "response_format",
-    "best_of",
-    "modalities",
-    "return_cached_tokens_details",
-    "return_prompt_token_ids",
-    "return_meta_info",
-)
+HINTS = ACCEPTED_HINTS | {
+    "user": "it names the caller to OpenAI",
+    "safety_identifier": "it names the caller to OpenAI",
+    "prompt_cache_key": "the prefix cache finds every prefix by itself",
+    "store": "nothing is stored",
+    "metadata": "nothing is stored",
+    "service_tier": "there is one class of service",
+    "parallel_tool_calls": "tool calls are not parsed",
+    "tool_choice": "tool calls are not parsed",
+    "separate_reasoning": "reasoning is not parsed",
+    "stream_reasoning": "reasoning is not parsed",
+    "reasoning_effort": "reasoning is not parsed",
+    "verbosity": "the model has no such setting",
+    "response_format": "checked: only text",
+    "best_of": "checked: only the value of n",
+    "modalities": "checked: only text",
+    "return_cached_tokens_details": "the details are always returned",
+    "return_prompt_token_ids": "use return_token_ids",
+    "return_meta_info": "use /generate",
+}
 """Known fields that have no effect on tokens, or that `parse_openai` checks separately."""
 
 
@@ -182,7 +181,7 @@ def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
     modalities = given.get("modalities")
-    for name, remedy in _UNSUPPORTED.items():
+    for name, remedy in UNSUPPORTED.items():
         if given.get(name) not in (None, False, 0, "", [], {}) and not (
             name == "modalities" and modalities == ["text"]
         ):
@@ -197,7 +196,7 @@ def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error).replace("`$.", "`")) from None
     known = kind.__struct_fields__
-    unknown = sum(1 for key in body if key not in known and key not in _UNSUPPORTED and key not in _HINTS)
+    unknown = sum(1 for key in body if key not in known and key not in UNSUPPORTED and key not in HINTS)
     return request, unknown
 
 

@@ -11,20 +11,28 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.dialects.openai.choices import ChatChoices, Choices, TextChoices
-from verl_server.server.dialects.openai.protocol import OpenAIRequest
+from verl_server.server.dialects.openai.protocol import (
+    HINTS,
+    UNSUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    OpenAIRequest,
+)
 from verl_server.server.dialects.openai.reading import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
     TOKENIZE,
+    DetokenizeRequest,
     ReadChat,
     ReadCompletion,
     TextReply,
+    TokenizeRequest,
 )
+from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
 from verl_server.server.responses import (
@@ -56,17 +64,15 @@ class OpenAIApi:
         self._args = server_args
         self._created = int(time.time())
 
-    def routes(self) -> list[Route]:
-        post = ["POST"]
+    def operations(self) -> list[Operation]:
+        generation: dict[str, Any] = {"refused": UNSUPPORTED, "without_effect": HINTS, "media_types": (JSON, EVENTS)}
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", self.completions, methods=post),
-            Route("/v1/chat/completions", self.chat_completions, methods=post),
-            Route("/tokenize", self.tokenize, methods=post),
-            Route("/v1/tokenize", self.tokenize, methods=post),
-            Route("/detokenize", self.detokenize, methods=post),
-            Route("/v1/detokenize", self.detokenize, methods=post),
+            Operation("/v1/models", self.models),
+            Operation("/v1/models/{name:path}", self.model),
+            Operation("/v1/completions", self.completions, POST, body=CompletionRequest, **generation),
+            Operation("/v1/chat/completions", self.chat_completions, POST, body=ChatCompletionRequest, **generation),
+            Operation("/tokenize", self.tokenize, POST, aliases=("/v1/tokenize",), body=TokenizeRequest),
+            Operation("/detokenize", self.detokenize, POST, aliases=("/v1/detokenize",), body=DetokenizeRequest),
         ]
 
     # -- models ---------------------------------------------------------------------------------------------

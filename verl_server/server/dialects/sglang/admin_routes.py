@@ -6,13 +6,11 @@ and counted, and an empty body is {}. The struct is sent to the scheduler, and t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from verl_server.errors import BadRequestError, WeightUpdateError, error_for_status
 from verl_server.io_struct import (
@@ -25,7 +23,6 @@ from verl_server.io_struct import (
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
     FlushCacheReq,
-    GetInternalStateReq,
     GetWeightsByNameReq,
     InitWeightsUpdateGroupReq,
     PauseGenerationReq,
@@ -40,6 +37,7 @@ from verl_server.io_struct import (
     WeightsCheckerReq,
 )
 from verl_server.server.auth import AccessRules
+from verl_server.server.dialects.operation import BOTH, POST, TEXT, Handler, Operation
 from verl_server.server.responses import (
     bad_request,
     error_headers,
@@ -57,8 +55,15 @@ _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
-_BASE_FIELDS = ("rid", "http_worker_ipc", "selector", "torch_empty_cache", "is_async", "recapture_cuda_graph")
-"""Keys of SGLang's control bodies that are accepted and have no effect. They do not count as unknown."""
+_BASE_FIELDS = {
+    "rid": "a control request needs no name",
+    "http_worker_ipc": "it names a process inside SGLang",
+    "selector": "there is one model, and no draft model",
+    "torch_empty_cache": "the weights are written in place, so there is no cache to empty",
+    "is_async": "every update prepares while requests run",
+    "recapture_cuda_graph": "CUDA graphs read the weights in place and stay valid",
+}
+"""Keys of SGLang's control bodies that are accepted and have no effect, each with the reason."""
 
 _PLAIN_REQS: tuple[type[ControlReq], ...] = (
     UpdateWeightsFromTensorReq,
@@ -74,15 +79,6 @@ _PLAIN_REQS: tuple[type[ControlReq], ...] = (
 _PAYLOAD_KEYS = ("weight_version", "num_tensors", "lease_seconds", "registration", "seconds")
 """Further keys of such a response, if the scheduler's reply has them."""
 
-_POST_PROCESS = "/post_process_weights"
-
-CONTROL_PATHS = {
-    AcceptRestartReq.route,
-    _POST_PROCESS,
-    *(req.route for req in get_args(ControlReq) if req is not GetInternalStateReq),
-}
-"""Routes that affect the whole server. `/abort_request` does so with `abort_all` only, and is not one of them."""
-
 
 class ControlApi:
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> None:
@@ -90,22 +86,22 @@ class ControlApi:
         self._args = server_args
         self._rules = rules
 
-    def routes(self) -> list[Route]:
-        both = ["GET", "POST"]
+    def operations(self) -> list[Operation]:
+        timeout = {"timeout": "Longest wait for an idle scheduler, in seconds."}
         return [
-            Route(FlushCacheReq.route, self.flush_cache, methods=both),
-            Route(AbortReq.route, self.abort_request, methods=["POST"]),
-            Route(PauseGenerationReq.route, self.pause_generation, methods=["POST"]),
-            Route(ContinueGenerationReq.route, self.continue_generation, methods=["POST"]),
-            *(Route(kind.route, self._plain(kind), methods=["POST"]) for kind in _PLAIN_REQS),
-            Route(UpdateWeightsFromDiskReq.route, self.update_weights_from_disk, methods=["POST"]),
-            Route(UpdateWeightVersionReq.route, self.update_weight_version, methods=["POST"]),
-            Route(AcceptRestartReq.route, self.accept_restart, methods=["POST"]),
-            Route(_POST_PROCESS, self.post_process_weights, methods=["POST"]),
-            Route(GetWeightsByNameReq.route, self.get_weights_by_name, methods=both),
-            Route(WeightsCheckerReq.route, self.weights_checker, methods=both),
-            Route(ReleaseMemoryOccupationReq.route, self.release_memory_occupation, methods=both),
-            Route(ResumeMemoryOccupationReq.route, self.resume_memory_occupation, methods=both),
+            Operation(FlushCacheReq.route, self.flush_cache, BOTH, control=True, query=timeout, media_types=(TEXT,)),
+            _operation(AbortReq, self.abort_request, control=False),
+            _operation(PauseGenerationReq, self.pause_generation),
+            _operation(ContinueGenerationReq, self.continue_generation),
+            *(_operation(kind, self._plain(kind)) for kind in _PLAIN_REQS),
+            _operation(UpdateWeightsFromDiskReq, self.update_weights_from_disk),
+            _operation(UpdateWeightVersionReq, self.update_weight_version),
+            _operation(AcceptRestartReq, self.accept_restart),
+            Operation("/post_process_weights", self.post_process_weights, POST, control=True),
+            _operation(GetWeightsByNameReq, self.get_weights_by_name, BOTH),
+            _operation(WeightsCheckerReq, self.weights_checker, BOTH),
+            _operation(ReleaseMemoryOccupationReq, self.release_memory_occupation, BOTH),
+            _operation(ResumeMemoryOccupationReq, self.resume_memory_occupation, BOTH),
         ]
 
     # -- cache, abort, pause --------------------------------------------------------------------------------
@@ -146,7 +142,7 @@ class ControlApi:
 
     # -- weights --------------------------------------------------------------------------------------------
 
-    def _plain(self, kind: type[ControlReq]) -> Callable[[Request], Awaitable[Response]]:
+    def _plain(self, kind: type[ControlReq]) -> Handler:
         """Return the handler of one of `_PLAIN_REQS`."""
 
         async def change_weights(request: Request) -> Response:
@@ -231,6 +227,15 @@ class ControlApi:
             return msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+
+
+def _operation(
+    kind: type[msgspec.Struct], handler: Handler, methods: tuple[str, ...] = POST, control: bool = True
+) -> Operation:
+    """Return the operation of a request of `io_struct`, whose route the request names."""
+    others = {name: reason for name, reason in _BASE_FIELDS.items() if name not in kind.__struct_fields__}
+    path: str = kind.route  # type: ignore[attr-defined]
+    return Operation(path, handler, methods, control=control, body=kind, without_effect=others)
 
 
 def _success(reply: ControlReply, **extra: Any) -> Response:

@@ -14,9 +14,9 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from verl_server import __version__
+from verl_server.columns import MSGPACK
 from verl_server.errors import (
     BadRequestError,
     ControlTimeoutError,
@@ -25,7 +25,9 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.io_struct import GetInternalStateReq
-from verl_server.server.generate_request import GENERATE, GenerateReqInput
+from verl_server.results import GenerateResult, ModelInfo, ServerInfo
+from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
+from verl_server.server.generate_request import ACCEPTED_HINTS, GENERATE, UNSUPPORTED_FIELDS, GenerateReqInput
 from verl_server.server.generation import Generation
 from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.metrics import CONTENT_TYPE
@@ -64,30 +66,32 @@ class NativeApi:
         self._args = server_args
         self._started = time.time()
 
-    def routes(self) -> list[Route]:
+    def operations(self) -> list[Operation]:
         return [
-            Route("/", self.root),
-            Route("/generate", self.generate, methods=["POST", "PUT"]),
-            Route("/health", self.health),
-            Route("/health_generate", self.health_generate),
-            Route("/ready", self.ready),
-            Route("/ping", self.health),
-            Route("/model_info", self.model_info),
-            Route("/get_model_info", self.model_info),
-            Route("/server_info", self.server_info),
-            Route("/get_server_info", self.server_info),
-            Route("/get_weight_version", self.weight_version),
-            Route("/v1/loads", self.loads),
-            Route("/metrics", self.metrics),
+            Operation("/", self.root, media_types=(TEXT,)),
+            Operation(
+                "/generate",
+                self.generate,
+                ("POST", "PUT"),
+                body=GenerateReqInput,
+                refused=UNSUPPORTED_FIELDS,
+                without_effect=ACCEPTED_HINTS,
+                answer=GenerateResult | list[GenerateResult],
+                media_types=(JSON, EVENTS, MSGPACK),
+            ),
+            Operation("/health", self.health, aliases=("/ping",), media_types=()),
+            Operation("/health_generate", self.health_generate, media_types=()),
+            Operation("/ready", self.ready, media_types=()),
+            Operation("/model_info", self.model_info, aliases=("/get_model_info",), answer=ModelInfo),
+            Operation("/server_info", self.server_info, aliases=("/get_server_info",), answer=ServerInfo),
+            Operation("/get_weight_version", self.weight_version),
+            Operation("/v1/loads", self.loads, query={"include": "Parts of the answer, separated by commas."}),
+            Operation("/metrics", self.metrics, media_types=(TEXT,)),
         ]
 
     async def root(self, request: Request) -> Response:
         """Return a line of text."""
         return PlainTextResponse("verl-server is running.\n")
-
-    async def on_disconnect(self, request: Request, error: Exception) -> Response:
-        self._manager.metrics.client_disconnected()
-        return Response(status_code=499)  # the client does not receive this response
 
     # -- generate -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,62 @@
+"""`Operation`: one route of a dialect, with everything that its request and its answer may hold.
+
+The API class of each dialect returns its operations. `app.create_app` mounts them. `/openapi.json`, the reference in
+docs/ and the test that sends every field read the same table. A known field of a body is in exactly one of three
+places: in the struct (implemented), in `refused`, or in `without_effect`. Other fields are ignored and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+JSON = "application/json"
+TEXT = "text/plain"
+EVENTS = "text/event-stream"
+GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A handler, the paths and methods that it serves, and the description of its requests and answers."""
+
+    path: str
+    handler: Handler
+    """The docstring of the handler describes the answer."""
+    methods: tuple[str, ...] = GET
+    aliases: tuple[str, ...] = ()
+    """Other paths of the same handler, for example names of older versions."""
+    control: bool = False
+    """True for a route that affects the whole server. If an admin key is set, the route requires it."""
+    body: type[msgspec.Struct] | None = None
+    """Struct of the JSON body. Its fields are implemented, except for `id` of a control request, which is internal."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Known field that is not implemented -> what to do instead. A request that sets the field is answered 400."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Known field that is accepted and changes nothing -> why nothing is lost."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """Name of a query parameter -> its meaning."""
+    answer: Any = None
+    """Type of the JSON answer with status 200. None: the docstring of the handler says what the answer holds."""
+    media_types: tuple[str, ...] = (JSON,)
+    """Content types of the answer with status 200."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.aliases)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the implemented fields of the body."""
+        return () if self.body is None else tuple(name for name in self.body.__struct_fields__ if name != "id")
+
+    def routes(self) -> list[Route]:
+        return [Route(path, self.handler, methods=list(self.methods)) for path in self.paths]
