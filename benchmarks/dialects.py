@@ -82,8 +82,9 @@ class Wire:
         if self.name == "generate":
             return int(content["meta_info"]["completion_tokens"])
         usage = (content.get("response") or content).get("usage") or {}
-        if "completion_tokens" in usage or "output_tokens" in usage:
-            return int(usage.get("completion_tokens", usage.get("output_tokens")))
+        for name in ("completion_tokens", "output_tokens"):
+            if name in usage:
+                return int(usage[name])
         choices = content.get("choices") or []
         return sum(len(choice.get("token_ids") or ()) for choice in choices)
 
@@ -146,7 +147,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
     make_model_folder(folder, "qwen3", weights=False, tokenizer=tokenizer, **SHAPES[args.shape])
     rng = random.Random(0)
     prompts = [[rng.randrange(261, len(tokenizer)) for _ in range(args.prompt_len)] for _ in range(args.requests)]
-    texts = [tokenizer.decode(ids) for ids in prompts]
+    texts = [str(tokenizer.decode(ids)) for ids in prompts]
     wires = [wire for wire in WIRES if wire.name in args.wires]
     variants = [(wire, stream) for stream in (False, True) for wire in wires]
     settings = engine_settings(

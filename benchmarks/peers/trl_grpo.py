@@ -45,9 +45,11 @@ def train(args: argparse.Namespace, folder: Path, url: str) -> list[dict[str, An
         def __init__(self) -> None:
             self._last = time.perf_counter()
 
-        def on_log(self, _: Any, state: Any, control: Any, logs: dict[str, Any], **rest: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
             now = time.perf_counter()
-            kept = {k: v for k, v in logs.items() if "reward" in k or "sampling" in k or k in ("loss", "num_tokens")}
+            kept = {
+                k: v for k, v in (logs or {}).items() if "reward" in k or "sampling" in k or k in ("loss", "num_tokens")
+            }
             print(json.dumps({"name": "trl_step", "step": state.global_step, "seconds": now - self._last} | kept))
             self._last = now
 
