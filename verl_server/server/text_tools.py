@@ -45,8 +45,7 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
     """Largest number of prompt tokens that the KV cache can hold."""
 
     def room_for_prompt(self, max_new_tokens: int | None) -> int:
-        """Return the most prompt tokens that can be served with `max_new_tokens`; None leaves room for one. At least 1.
-        """
+        """Return the most prompt tokens that can be served with `max_new_tokens`; None leaves room for one."""
         new = max_new_tokens if max_new_tokens is not None else 1
         room = self.context_length - max(new, 1)
         if self.max_req_input_len is not None:  # the last sampled token needs no place in the KV cache
