@@ -73,8 +73,8 @@ def _serve(args: list[str]) -> int:
     from verl_server.errors import VerlServerError
     from verl_server.server_args import ServerArgs
 
-    keys = _keys_of_environment()
-    parsed = tyro.cli(_unchecked(ServerArgs), prog="verl-server serve", args=[*keys, *args], description=_SERVE_HELP)
+    given = [*_keys_of_environment(), *(_ALIASES.get(arg, arg) for arg in args)]
+    parsed = tyro.cli(_unchecked(ServerArgs), prog="verl-server serve", args=given, description=_SERVE_HELP)
     try:
         server_args = ServerArgs(**vars(parsed))
         from verl_server.server.launch import configure_logging, run_server
@@ -117,6 +117,8 @@ def _with_flags(message: str, names: Sequence[str]) -> str:
 
 
 _SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are SGLang's and OpenAI's."
+_ALIASES = {"--stream-output": "--incremental-streaming-output"}
+"""Older names of SGLang's flags."""
 _KEY_FLAGS = {"VERL_SERVER_API_KEY": "--api-key", "VERL_SERVER_ADMIN_API_KEY": "--admin-api-key"}
 
 

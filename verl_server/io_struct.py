@@ -51,6 +51,12 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     """Number of the most likely candidates that are returned for each position."""
     token_ids_logprob: list[int] | None = None
     """Token ids whose log-probabilities are returned for each position."""
+    bad_words_ids: list[list[int]] = []
+    """Token sequences of `sampling.bad_words`."""
+    namespace: str = ""
+    """Namespace of the prefix cache. Only requests of one namespace share pages."""
+    priority: int = 0
+    """Requests of a larger priority leave the waiting queue first."""
 
 
 class AbortReq(msgspec.Struct, tag=True, kw_only=True):

@@ -8,7 +8,7 @@ scheduler receives the settings inside `TokenizedGenerateReq`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,10 +17,14 @@ from verl_server.errors import BadRequestError
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary."""
 
+LogprobsMode = Literal["default", "raw", "sampling"]
+"""The distribution of the log-probabilities of output tokens; see `SamplingParams.logprobs_mode`."""
+
 _GREEDY_BELOW = 1e-6
 _INT_BOUND = 1 << 31
+_MOST_STOP_REGEX, _MOST_STOP_REGEX_BYTES = 32, 256
+"""Most `stop_regex` patterns, and most bytes of one. Source: SGLang."""
 _UNSUPPORTED = {
-    "stop_regex": "use `stop` strings or `stop_token_ids`",
     "beam_width": "use `n` independent samples",
     "json_schema": "constrained decoding is not implemented",
     "regex": "constrained decoding is not implemented",
@@ -55,6 +59,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Divides positive logits and multiplies negative logits of tokens in prompt or output, in (0, 2]."""
     stop: str | list[str] | None = None
     """Strings that end the output."""
+    stop_regex: str | list[str] | None = None
+    """Regular expressions (RE2 syntax) that end the output. A match that is longer than 1024 bytes may not be found."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the output, beside EOS."""
     n: int = 1
@@ -66,11 +72,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     spaces_between_special_tokens: bool = True
     """Put spaces between special tokens in `text`."""
     no_stop_trim: bool = False
-    """Keep the matched stop string or token in `text`."""
+    """Keep the matched stop string, the match of a stop regex or the stop token in `text`."""
     stream_interval: int | None = None
     """Tokens between two frames of a stream."""
     logit_bias: dict[str, float] | None = None
     """Token id (as a string) -> value added to its logit."""
+    allowed_token_ids: list[int] | None = None
+    """Only these token ids can be sampled. The name is vLLM's."""
+    bad_words: list[str] | None = None
+    """Words that cannot be sampled: the last token of a word is forbidden while the output ends with the other tokens
+    of the word. Each word counts with and without a leading space. The name is vLLM's."""
+    logprobs_mode: LogprobsMode = "default"
+    """Distribution of the log-probabilities of output tokens. "default": over the allowed tokens, after penalties and
+    temperature, before top-k, top-p and min-p. "raw": the model's logits at temperature 1, without penalty, bias or
+    mask. "sampling": the distribution that the token was drawn from, with all filters; greedy sampling has
+    log-probability 0 for its token. Log-probabilities of prompt tokens are always raw."""
     sampling_seed: int | None = None
     """64-bit seed. A sample is a function of (seed, position, distribution), independent of the rest of the batch."""
 
@@ -137,6 +153,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.stop:
             _check(all(self.stop), "stop", self.stop, "non-empty strings")
             _check(all(_is_utf8(text) for text in self.stop), "stop", "a lone surrogate", "valid Unicode")
+        self._verify_stop_regex()
+        _check(self.allowed_token_ids != [], "allowed_token_ids", [], "null or at least one token id")
+        for word in self.bad_words or []:
+            _check(bool(word.strip()), "bad_words", word, "words that are not empty")
+            _check(_is_utf8(word), "bad_words", "a lone surrogate", "valid Unicode")
         for token, bias in (self.logit_bias or {}).items():
             # int() raises an error of its own for very long numbers, so the length is limited.
             _check(token.isascii() and token.isdigit() and len(token) < 20, "logit_bias", token, "token ids as keys")
@@ -146,10 +167,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.top_k == -1:
             self.top_k = TOP_K_ALL
 
+    def _verify_stop_regex(self) -> None:
+        """Check number and length of the patterns. `server.stop_regex` compiles them where the text is."""
+        if isinstance(self.stop_regex, str):
+            self.stop_regex = [self.stop_regex]
+        patterns = self.stop_regex or []
+        most, longest = _MOST_STOP_REGEX, _MOST_STOP_REGEX_BYTES
+        _check(len(patterns) <= most, "stop_regex", f"{len(patterns)} patterns", f"at most {most} patterns")
+        for pattern in patterns:
+            _check(bool(pattern), "stop_regex", pattern, "patterns that are not empty")
+            _check(_is_utf8(pattern), "stop_regex", "a lone surrogate", "valid Unicode")
+            length = len(pattern.encode())
+            _check(length <= longest, "stop_regex", f"a pattern of {length} bytes", f"at most {longest} bytes each")
+
     def verify_vocab(self, vocab_size: int) -> None:
         """Raise BadRequestError if a token id is outside the vocabulary: it would be an invalid index on the device."""
-        for token in self.stop_token_ids or []:
-            _check(0 <= token < vocab_size, "stop_token_ids", token, f"a token id in 0..{vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or []:
+                _check(0 <= token < vocab_size, name, token, f"a token id in 0..{vocab_size - 1}")
         for key in self.logit_bias or {}:
             _check(int(key) < vocab_size, "logit_bias", key, f"a token id in 0..{vocab_size - 1}")
 

@@ -27,6 +27,9 @@ _COUNTS_FROM_ZERO = (
     "max_stop_length",
     "max_stop_token_ids",
     "max_logit_bias",
+    "max_allowed_token_ids",
+    "max_bad_words",
+    "max_bad_words_length",
 )
 """Limits that may be 0. With 0 the server refuses the feature."""
 
@@ -179,6 +182,12 @@ class ServerArgs:
     """Most `stop_token_ids`."""
     max_logit_bias: int = 1024
     """Most entries in `logit_bias`."""
+    max_allowed_token_ids: int = 16384
+    """Most entries in `allowed_token_ids`."""
+    max_bad_words: int = 256
+    """Most `bad_words`."""
+    max_bad_words_length: int = 4096
+    """Most characters in all `bad_words` of a request together."""
 
     # -- HTTP ----------------------------------------------------------------------------------------------
     host: str = "127.0.0.1"
@@ -198,6 +207,9 @@ class ServerArgs:
     """File that contains `admin_api_key`."""
     allow_unauthenticated: bool = False
     """Permit an address that is not loopback without a key."""
+    incremental_streaming_output: bool = False
+    """Send only the new text, token ids and log-probabilities in each event of a stream of `/generate`, instead of
+    everything so far."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes in a request body. A larger request is answered 413."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

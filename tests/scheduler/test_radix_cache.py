@@ -14,9 +14,9 @@ def make(pages: int = 16) -> tuple[PagePool, RadixCache]:
     return pool, RadixCache(pool, PAGE)
 
 
-def insert(pool: PagePool, cache: RadixCache, tokens: list[int]) -> PageNode:
+def insert(pool: PagePool, cache: RadixCache, tokens: list[int], namespace: str = "") -> PageNode:
     """Insert what a finished request leaves: its full pages, unlocked. Return the last node."""
-    node = cache.match(tokens, len(tokens))
+    node = cache.match(tokens, len(tokens), namespace)
     cache.lock(node)
     count = len(tokens) // PAGE
     pages = cache.path_pages(node) + pool.alloc(count - node.depth)
@@ -31,9 +31,9 @@ def test_match_finds_full_pages_within_the_limit() -> None:
     node = insert(pool, cache, tokens)
     assert cache.match(tokens, 12) is node and len(cache.path_pages(node)) == 3
     assert cache.match(tokens, 11).depth == 2, "the last token is not matched, because it must be computed"
-    assert cache.match(tokens, 3) is cache.root
+    assert cache.match(tokens, 3).depth == 0
     assert cache.match([*tokens[:8], 99, 99, 99, 99], 12).depth == 2
-    assert cache.match([99, *tokens[1:]], 12) is cache.root
+    assert cache.match([99, *tokens[1:]], 12).depth == 0
 
 
 def test_extend_swaps_pages_that_the_tree_has() -> None:
@@ -41,8 +41,9 @@ def test_extend_swaps_pages_that_the_tree_has() -> None:
     tokens = list(range(8))
     insert(pool, cache, tokens)
     mine = pool.alloc(3)
-    cache.lock(cache.root)
-    node, swapped = cache.extend(cache.root, [*tokens, 50, 51, 52, 53], mine, 3)
+    root = cache.match([], 0)
+    cache.lock(root)
+    node, swapped = cache.extend(root, [*tokens, 50, 51, 52, 53], mine, 3)
     pages = cache.path_pages(node)
     assert [index for index, _ in swapped] == [0, 1] and [page for _, page in swapped] == pages[:2]
     assert pages[2] == mine[2] and set(mine[:2]) <= set(pool.free_pages()), "the request's own copies were freed"
@@ -82,7 +83,7 @@ def test_start_version_hides_old_pages_and_frees_them_with_their_last_holder() -
     cache.lock(first)
     cache.lock(first)
     cache.start_version()
-    assert cache.match([1] * 8, 8) is cache.root and cache.match([2] * 8, 8) is cache.root
+    assert cache.match([1] * 8, 8).depth == 0 and cache.match([2] * 8, 8).depth == 0
     assert (cache.evictable, cache.num_shareable, cache.detached) == (2, 0, 2)
     cache.check_invariants([first, first])
     assert cache.evict(8) == 2 and pool.available == 6
@@ -133,3 +134,56 @@ def test_check_invariants_notices_a_lost_lock() -> None:
     with pytest.raises(AssertionError, match="more often"):
         cache.unlock(node)
         cache.unlock(node)
+
+
+def test_namespaces_share_no_page() -> None:
+    pool, cache = make()
+    tokens = list(range(8))
+    plain, salted = insert(pool, cache, tokens), insert(pool, cache, tokens, "salt")
+    assert cache.match(tokens, 8) is plain and cache.match(tokens, 8, "salt") is salted
+    assert not set(cache.path_pages(plain)) & set(cache.path_pages(salted))
+    assert cache.match(tokens, 8, "other").depth == 0 and cache.num_namespaces == 2
+    cache.check_invariants([])
+
+
+def test_eviction_takes_the_oldest_page_of_any_namespace_and_drops_empty_namespaces() -> None:
+    pool, cache = make()
+    for namespace in ("a", "b", "c"):
+        insert(pool, cache, [1] * 4, namespace)
+    cache.evict(1)
+    assert cache.num_namespaces == 2 and cache.match([1] * 4, 4, "a").depth == 0
+    held = cache.match([1] * 4, 4, "b")
+    cache.lock(held)
+    assert cache.evict(100) == 1 and cache.num_namespaces == 1
+    cache.check_invariants([held])
+    cache.unlock(held)
+    cache.evict(100)
+    assert cache.num_namespaces == 0 and pool.available == 16
+
+
+def test_a_namespace_without_pages_ends_with_its_last_holder() -> None:
+    _, cache = make()
+    root = cache.match([1] * 4, 4, "salt")
+    assert cache.num_namespaces == 0, "a match alone adds nothing"
+    cache.lock(root)
+    cache.lock(cache.match([2] * 4, 4, "salt"))
+    cache.check_invariants([root, root])
+    cache.unlock(root)
+    assert cache.num_namespaces == 1
+    cache.unlock(root)
+    assert cache.num_namespaces == 0
+
+
+def test_a_new_version_keeps_nothing_of_the_namespaces_of_older_versions() -> None:
+    pool, cache = make()
+    for version in range(50):  # each version has a namespace of its own, and a request without pages that outlives it
+        insert(pool, cache, [version] * 4, f"v{version}")
+        root = cache.match([], 0, f"empty{version}")
+        cache.lock(root)
+        cache.start_version()
+        assert cache.num_namespaces == 0 and cache.match([version] * 4, 4, f"v{version}").depth == 0
+        cache.check_invariants([root])
+        cache.unlock(root)
+        cache.evict(1)
+    assert pool.available == 16 and cache.num_namespaces == 0 and not list(cache.outdated())
+    assert len(cache._outdated) <= 1

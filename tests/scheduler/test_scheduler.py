@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scheduler.fakes import VOCAB, Harness, generate, logprob_of, prompt
-from verl_server.io_struct import FinishReq, TokenizedGenerateReq, TokenLogprobs
+from verl_server.io_struct import FinishReq, PauseGenerationReq, TokenizedGenerateReq, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler import batch_planner
 
@@ -185,6 +185,50 @@ def test_disabled_cache_shares_nothing() -> None:
         assert h.last[rid][0].cached_tokens == [0]
         assert h.tokens[rid] == generate(prompt(1, 20), 4, 0)
     assert h.scheduler.planner.pages.available == 64
+
+
+def test_requests_share_pages_within_their_namespace_only() -> None:
+    h = Harness(chunked_prefill_size=64)
+    ids = prompt(1, 21)
+    for rid, namespace in (("plain", ""), ("salted", "salt"), ("group", "salt"), ("other", "other")):
+        h.add(rid, ids, 4, namespace=namespace)
+    h.steps()
+    started = {rid for rid, req in h.scheduler.requests.items() if req.started}
+    assert started == {"plain", "salted", "other"}, "a request waits for a running prefill of its own namespace only"
+    h.run()
+    h.add("later", ids, 4, namespace="other")
+    h.add("new", ids, 4, namespace="new")
+    h.run()
+    cached = {rid: message.cached_tokens[index] for rid, (message, index) in h.last.items()}
+    assert cached == {"plain": 0, "salted": 0, "group": 20, "other": 0, "later": 20, "new": 0}
+    assert all(tokens == generate(ids, 4, 0) for tokens in h.tokens.values())
+
+
+def test_larger_priorities_leave_the_queue_first() -> None:
+    h = Harness(max_rows=1, chunked_prefill_size=64)
+    h.add("running", prompt(0, 4), 3)
+    h.steps()
+    for rid, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 7)):
+        h.add(rid, prompt(1, 4), 3, priority=priority)
+    h.abort("first")
+    h.add("third", prompt(1, 4), 3)
+    h.run()
+    order = [rid for message in h.sent for rid, end in zip(message.rids, message.finish_reasons, strict=True) if end]
+    assert order == ["first", "running", "high", "second", "third", "low"], "a running request is not interrupted"
+
+
+def test_a_retracted_request_keeps_its_place_in_its_priority() -> None:
+    h = Harness(chunked_prefill_size=64)
+    for rid, priority in (("old", 0), ("older priority", 3)):
+        h.add(rid, prompt(1, 9), 30, priority=priority)
+    h.steps(3)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="retract"))
+    h.steps()
+    h.add("new", prompt(2, 9), 30)
+    h.add("urgent", prompt(2, 9), 30, priority=5)
+    h.add("also 3", prompt(2, 9), 30, priority=3)
+    waiting = [req.rid for req in h.scheduler.planner.waiting]
+    assert waiting == ["urgent", "older priority", "also 3", "old", "new"]
 
 
 def test_eviction_under_pressure_keeps_outputs_right() -> None:

@@ -94,6 +94,8 @@ class Monkey:
                 logprob_start_len=rng.choice([-1, -1, 0, len(ids) // 2]),
                 stop_ids=rng.sample(range(9, VOCAB), 40) if rng.random() < 0.3 else [],
                 frequency_penalty=rng.choice([0.0] * 19 + [1.0]),
+                namespace=["", "", "salt", f"v{self.h.runner.salt}"][len(self.prompts) % 4],
+                priority=[0, 0, 0, 5, -5][len(self.prompts) % 5],
             )
 
     def disturb(self) -> None:
@@ -108,10 +110,10 @@ class Monkey:
             h.scheduler.handle(FinishReq(rid=rid))
         elif dice < 0.095:
             h.scheduler.handle(AbortReq(abort_all=True))
-        elif dice < 0.1:
+        elif dice < 0.11:
             few, broken = MemoryError("at its launch"), RuntimeError("an operator failed")
             h.runner.fail_with = few if len(self.prompts) % 2 else broken
-        elif dice < 0.105:
+        elif dice < 0.12:
             h.runner.fail_later_with = MemoryError("while it ran")
         elif dice < 0.16:
             self.send(UpdateWeightsFromTensorReq(named_tensors=[], mode=rng.choice(self.modes)))
@@ -170,6 +172,7 @@ class Monkey:
         assert h.runner.uncollected == 0
         planner = h.scheduler.planner
         planner.cache.evict(planner.pages.num_pages)
+        assert planner.cache.num_namespaces == 0
         assert planner.pages.available == planner.pages.num_pages
 
 

@@ -6,13 +6,15 @@ removes requests. One step may be in flight while the next is planned. Pages and
 writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
-`chunked_prefill_size` prompt tokens. Admission is first come, first served and optimistic: only a fraction of the
-tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it keeps its
-tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there
-is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain draw (penalties,
-filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of prompt tokens, so
-that a prompt with hundreds of candidates for each token does not delay the tokens of other requests. If a step runs out
-of memory nevertheless, steps become smaller (`StepLimits`).
+`chunked_prefill_size` prompt tokens. Waiting requests start in the order of their priority, and in the order of arrival
+within one priority. Priority matters in the queue only: no running request makes room for a waiting one, and a waiting
+request of low priority may wait for as long as requests of higher priority arrive. Admission is optimistic: only a
+fraction of the tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it
+keeps its tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at
+arrival), so there is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain
+draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of
+prompt tokens, so that a prompt with hundreds of candidates for each token does not delay the tokens of other requests.
+If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class BatchPlanner:
         self.rows = PageTableRows(max_rows)
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
         self.waiting: list[Req] = []
-        """Waiting requests in order of arrival, including retracted ones."""
+        """Waiting requests in the order of `Req.place`, including retracted ones."""
         self.running: list[Req] = []
         self.num_retractions = 0
         self.num_prompt_tokens = 0
@@ -87,13 +89,13 @@ class BatchPlanner:
         return self.pages.num_pages * self.page_size
 
     def add(self, req: Req) -> None:
-        """Queue a request in order of arrival."""
-        bisect.insort(self.waiting, req, key=_arrival)
+        """Queue a request by priority and arrival."""
+        bisect.insort(self.waiting, req, key=_place)
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
         if req.row < 0:
-            del self.waiting[bisect.bisect_left(self.waiting, req.arrival, key=_arrival)]
+            del self.waiting[bisect.bisect_left(self.waiting, req.place, key=_place)]
             self._num_retracted -= req.started
             return
         self.running.remove(req)
@@ -293,7 +295,7 @@ class BatchPlanner:
             if (only_started and not req.started) or self._reportable_tokens(req) == 0:
                 skipped.append(req)
                 continue
-            node = self._match(req)
+            node = self.cache.match(req.token_ids, req.reuse_limit(), req.namespace)
             # Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than
             # computing the prompt for each of them. The wait is short, because prefills run oldest first.
             shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
@@ -308,10 +310,6 @@ class BatchPlanner:
                 break
         self.waiting[: len(admitted) + len(skipped)] = skipped
         return admitted
-
-    def _match(self, req: Req) -> PageNode:
-        cache = self.cache
-        return cache.root if cache.disabled else cache.match(req.token_ids, req.reuse_limit())
 
     def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
         """Return the key of the page that a running prefill will share next through the prefix cache."""
@@ -443,6 +441,10 @@ class BatchPlanner:
 
 def _arrival(req: Req) -> int:
     return req.arrival
+
+
+def _place(req: Req) -> tuple[int, int]:
+    return req.place
 
 
 def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:

@@ -1,14 +1,18 @@
-"""`RadixCache`: a prefix tree over KV pages, so that equal prefixes are computed once.
+"""`RadixCache`: prefix trees over KV pages, so that equal prefixes are computed once.
+
+Each namespace has a tree of its own, so requests of different namespaces share no page. A tree exists as long as it has
+pages or a request holds its root, and no longer, because callers may use a new namespace for every weight version. All
+trees share one limit: eviction ignores namespaces.
 
 One node is one full page of tokens, so nodes never split. The `BatchPlanner` calls `match` and `lock` when it admits a
 request, `extend` when pages of the request were computed, `unlock` when the request ends, and `evict` when pages run
 out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first, the least
 recently used leaf first.
 
-`start_version` is called when the weights changed. It detaches the whole tree, so that no page of older weights can be
-matched again, in constant time for a tree of any size. Detached pages without a holder are collected when pages are
-needed, before any page of the current tree is evicted. Running requests keep the detached pages that they hold until
-they unlock them.
+`start_version` is called when the weights changed. It detaches all trees, so that no page of older weights can be
+matched again. It visits the roots only, so its time does not depend on the number of pages. Detached pages without a
+holder are collected when pages are needed, before any page of the current trees is evicted. Running requests keep the
+detached pages that they hold until they unlock them.
 """
 
 from __future__ import annotations
@@ -48,11 +52,14 @@ class PagePool:
 
 
 class PageNode:
-    """One cached page. `key` is its tokens; the tokens before them are those of the nodes above."""
+    """One cached page. `key` is its tokens; the tokens before them are those of the nodes above. A root has no page."""
 
-    __slots__ = ("children", "depth", "key", "last_access", "lock_ref", "page", "parent", "version")
+    __slots__ = ("children", "depth", "key", "last_access", "lock_ref", "namespace", "page", "parent", "version")
 
-    def __init__(self, key: tuple[int, ...], page: int, parent: PageNode | None, version: int) -> None:
+    def __init__(
+        self, key: tuple[int, ...], page: int, parent: PageNode | None, version: int, namespace: str = ""
+    ) -> None:
+        self.namespace: str = namespace if parent is None else parent.namespace
         self.key = key
         self.page = page
         self.parent = parent
@@ -66,18 +73,19 @@ class PageNode:
 
 
 class RadixCache:
-    """The prefix tree of the current weight version, and the detached pages of older versions."""
+    """The prefix trees of the current weight version, and the detached pages of older versions."""
 
     def __init__(self, pool: PagePool, page_size: int, disabled: bool = False) -> None:
         self.pool = pool
         self.page_size = page_size
         self.disabled = disabled
         self.version = 0
-        self.root = PageNode((), _FREED, None, self.version)
+        self._roots: dict[str, PageNode] = {}
+        """Root of each namespace of the current version. A root has children or a holder."""
         self.evictable = 0
-        """Number of pages that no request holds: in the tree, and detached pages that were not collected yet."""
+        """Number of pages that no request holds: in the trees, and detached pages that were not collected yet."""
         self.protected = 0
-        """Number of pages in the tree that a request holds."""
+        """Number of pages in the trees that a request holds."""
         self.detached = 0
         """Number of pages of older versions that a request still holds."""
         self._tick = 0  # order of use is counted, not timed, so that every replay evicts the same pages
@@ -95,12 +103,24 @@ class RadixCache:
 
     @property
     def num_shareable(self) -> int:
-        """Number of pages in the tree, which new requests can share."""
+        """Number of pages in the trees, which new requests can share."""
         return self.evictable + self.protected - self._uncollected
 
-    def match(self, token_ids: Sequence[int], limit: int) -> PageNode:
-        """Return the deepest node whose path equals a prefix of `token_ids[:limit]`. Changes nothing."""
-        node = self.root
+    @property
+    def num_namespaces(self) -> int:
+        """Number of namespaces that have pages or a running request."""
+        return len(self._roots)
+
+    def match(self, token_ids: Sequence[int], limit: int, namespace: str = "") -> PageNode:
+        """Return the deepest node of the namespace whose path equals a prefix of `token_ids[:limit]`.
+
+        Changes nothing. The root of a new namespace belongs to the cache once it is locked.
+        """
+        node = self._roots.get(namespace)
+        if node is None:
+            return PageNode((), _FREED, None, self.version, namespace)
+        if self.disabled:
+            return node
         size = self.page_size
         for start in range(0, limit - size + 1, size):
             child = node.children.get(tuple(token_ids[start : start + size]))
@@ -120,10 +140,13 @@ class RadixCache:
 
     def lock(self, node: PageNode) -> None:
         """Protect `node` and all nodes above it from eviction until `unlock`."""
+        assert node.version == self.version, "pages of an older version must not be used for a new request"
         self._tick += 1
         while node.parent is not None:
             self._lock_one(node)
             node = node.parent
+        node.lock_ref += 1
+        self._roots[node.namespace] = node
 
     def unlock(self, node: PageNode) -> None:
         """Undo one `lock`. A page of an older version is freed when its last lock ends."""
@@ -143,6 +166,8 @@ class RadixCache:
                     self.evictable += 1
                     self._push_if_evictable(node)
             node = node.parent
+        node.lock_ref -= 1
+        self._drop_if_unused(node)
         self.pool.free(freed)
 
     def extend(
@@ -190,18 +215,19 @@ class RadixCache:
             node.page = _FREED
             del parent.children[node.key]
             self._push_if_evictable(parent)
+            self._drop_if_unused(parent)
         self.evictable -= len(freed)
         self.pool.free(freed)
         return len(freed)
 
     def start_version(self) -> None:
-        """Detach the tree. Pages without a holder can be evicted at once, the others when their last lock ends."""
-        self._outdated.append(self.root)
+        """Detach all trees. Pages without a holder can be evicted at once, the others when their last lock ends."""
+        self._outdated.extend(root for root in self._roots.values() if root.children)
         self._uncollected = self.evictable
         self.detached += self.protected
         self.protected = 0
         self.version += 1
-        self.root = PageNode((), _FREED, None, self.version)
+        self._roots = {}
         self._leaves.clear()
 
     def _collect(self, count: int) -> list[int]:
@@ -218,8 +244,8 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Iterator[PageNode]:
-        """Return all nodes of the current tree except the root."""
-        return _below([self.root])
+        """Return all nodes of the current trees except the roots."""
+        return _below(self._roots.values())
 
     def outdated(self) -> Iterator[PageNode]:
         """Yield the nodes of older versions whose page is still to be collected."""
@@ -242,6 +268,7 @@ class RadixCache:
                     assert node.page != _FREED and node.lock_ref > 0, "a held page of an older version was freed"
                     detached[id(node)] = node.page
                 node = node.parent
+            locks[id(node)] = locks.get(id(node), 0) + 1
         evictable = protected = 0
         for node in self.nodes():
             expected = locks.get(id(node), 0)
@@ -249,6 +276,10 @@ class RadixCache:
             assert node.page != _FREED and node.version == self.version
             evictable += expected == 0
             protected += expected > 0
+        for namespace, root in self._roots.items():
+            assert root.namespace == namespace and root.version == self.version
+            assert root.lock_ref == locks.get(id(root), 0), "the root of a namespace has a wrong number of holders"
+            assert root.children or root.lock_ref, "an empty namespace was not dropped"
         uncollected = sum(1 for _ in self.outdated())
         assert uncollected == self._uncollected, f"{uncollected} pages are outdated, {self._uncollected} are counted"
         evictable += uncollected
@@ -262,6 +293,11 @@ class RadixCache:
             self.protected += 1
         node.lock_ref += 1
         node.last_access = self._tick
+
+    def _drop_if_unused(self, node: PageNode) -> None:
+        """Drop the tree of a namespace if `node` is its root and has neither pages nor holders."""
+        if node.parent is None and not node.children and not node.lock_ref and node.version == self.version:
+            del self._roots[node.namespace]
 
     def _push_if_evictable(self, node: PageNode) -> None:
         if node.parent is None or node.children or node.lock_ref:

@@ -87,12 +87,14 @@ class Req:
         "device_len",
         "last_turn",
         "max_new_tokens",
+        "namespace",
         "node",
         "num_pending",
         "num_retractions",
         "output_ids",
         "page_updates",
         "pages",
+        "place",
         "prefilling",
         "private",
         "prompt_ids",
@@ -112,7 +114,11 @@ class Req:
     def __init__(self, message: TokenizedGenerateReq, arrival: int, max_new_tokens: int, seed: int) -> None:
         self.rid = message.rid
         self.arrival = arrival
-        """Number in the order of arrival. The oldest request is admitted first and retracted last."""
+        """Number in the order of arrival. The oldest request is retracted last."""
+        self.place = (-message.priority, arrival)
+        """Waiting requests are ordered by this. The first one is admitted first."""
+        self.namespace = message.namespace
+        """Namespace of the prefix cache."""
         self.prompt_ids = message.input_ids
         self.output_ids: list[int] = []
         self.token_ids = list(message.input_ids)

@@ -23,7 +23,7 @@ from verl_server.server.text_tools import Ids, Job, ModelBounds, TextTools
 
 _NO_MULTIMODAL = "only text and token ids are served"
 _NO_INTERNALS = "this server returns tokens and log-probabilities only"
-_NO_ROUTING = "this server has one data-parallel rank and no priority classes"
+_NO_ROUTING = "this server has one data-parallel rank, 0"
 UNSUPPORTED_FIELDS = {
     "input_embeds": "send input_ids or text",
     "image_data": _NO_MULTIMODAL,
@@ -47,11 +47,8 @@ UNSUPPORTED_FIELDS = {
     "return_flat_raw_top_logprobs_b64": "use top_logprobs_num",
     "max_thinking_tokens": "use max_new_tokens",
     "require_reasoning": "constrained decoding is not implemented",
-    "priority": _NO_ROUTING,
     "routed_dp_rank": _NO_ROUTING,
     "data_parallel_rank": _NO_ROUTING,
-    "extra_key": "the prefix cache has one namespace",
-    "cache_salt": "the prefix cache has one namespace",
     "kv_hints": "the prefix cache takes no hints",
     "bootstrap_host": "prefill and decode are not disaggregated",
     "bootstrap_port": "prefill and decode are not disaggregated",
@@ -100,6 +97,17 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     """Return the text of the token as the third entry of each [log-probability, token id, text]."""
     return_prompt_token_ids: bool = False
     """Return the token ids of the prompt as `prompt_token_ids`."""
+    extra_key: str | list[str | None] | None = None
+    """Namespace of the prefix cache. A request shares the KV cache only with requests of the same `extra_key` and
+    `cache_salt`."""
+    cache_salt: str | list[str | None] | None = None
+    """A second part of the namespace of the prefix cache."""
+    priority: int | None = None
+    """Requests of a larger priority leave the waiting queue first. Null counts as 0. A running request is never
+    interrupted. A request of low priority may wait for as long as requests of higher priority keep the server full."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens at the end of each prompt. -1: as many as the model can serve together with
+    `max_new_tokens`."""
     columnar: bool = False
     """Return token ids and log-probabilities as arrays (`verl_server.columns`). SGLang ignores this field."""
 
@@ -138,6 +146,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         tops = _per_prompt("top_logprobs_num", self.top_logprobs_num, count, n)
         wanted = self._token_ids_logprob(count, n)
         rids = self._rids(count, n, is_single, limits)
+        namespaces = self._namespaces(count, limits)
+        _check_int64("priority", self.priority)
         if self.columnar and self.return_text_in_logprobs:
             raise BadRequestError("columnar replies hold no text of tokens: leave return_text_in_logprobs unset.")
         return (
@@ -150,6 +160,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 logprob_start_len=starts[i],
                 top_logprobs_num=tops[i],
                 token_ids_logprob=wanted[i],
+                namespace=namespaces[i],
             )
             for i in range(count)
         )
@@ -197,6 +208,26 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             raise BadRequestError("token_ids_logprob mixes token ids and lists.")
         return _per_prompt("token_ids_logprob", raw, count, n)  # type: ignore[arg-type]
 
+    def _namespaces(self, count: int, limits: Limits) -> list[str]:
+        """Return the namespace of the prefix cache of each prompt: `extra_key` and `cache_salt`, joined."""
+        parts = []
+        for name in ("extra_key", "cache_salt"):
+            keys = _entries(name, getattr(self, name), count)
+            for key in keys:
+                limits.check_namespace(name, key or "")
+            parts.append(keys)
+        return [_namespace(extra_key or "", salt or "") for extra_key, salt in zip(*parts, strict=True)]
+
+    def kept_tokens(self, count: int, bounds: ModelBounds) -> list[int | None]:
+        """Return how many tokens at the end of each of `count` prompts are kept; None keeps all."""
+        keep = self.truncate_prompt_tokens
+        if keep is None or keep >= 1:
+            return [keep] * count
+        if keep != -1:
+            raise BadRequestError(f"truncate_prompt_tokens must be -1 or at least 1, not {keep}.")
+        params = [p if isinstance(p, SamplingParams) else SamplingParams.parse(p) for p in self._sampling_params(count)]
+        return [bounds.room_for_prompt(p.max_new_tokens) for p in params]
+
     def _rids(self, count: int, n: int, is_single: bool, limits: Limits) -> list[str]:
         """Return the request ids of all samples, or [] if the caller chose none."""
         rid = self.rid
@@ -226,6 +257,8 @@ class Samples:
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
+    namespace: str
+    """Namespace of the prefix cache."""
 
     def sampling_of(self, k: int) -> SamplingParams:
         """Return the settings of sample `k`.
@@ -276,7 +309,7 @@ def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
     tools.limits.check_samples(len(given), 1)
     return ReadRequest(
         request=msgspec.structs.replace(request, text=None, input_ids=None),
-        prompts=tools.prompts(given),
+        prompts=tools.prompts(given, request.kept_tokens(len(given), tools.bounds)),
         is_single=request.is_single,
     )
 
@@ -305,15 +338,36 @@ def check_samples(samples: Samples, prompt_tokens: int, bounds: ModelBounds, has
             "the limit."
         )
     bounds.check_ids("sampling_params.stop_token_ids", samples.sampling.stop_token_ids)
+    bounds.check_ids("sampling_params.allowed_token_ids", samples.sampling.allowed_token_ids)
     bounds.check_ids("sampling_params.logit_bias", [int(token) for token in samples.sampling.logit_bias or ()])
     bounds.check_ids("token_ids_logprob", samples.token_ids_logprob)
-    if samples.sampling.stop and not has_tokenizer:
-        raise BadRequestError("`stop` strings need a tokenizer: use stop_token_ids on a skip_tokenizer_init server.")
+    for name, remedy in (("stop", "stop_token_ids"), ("stop_regex", "stop_token_ids"), ("bad_words", "logit_bias")):
+        if getattr(samples.sampling, name) and not has_tokenizer:
+            raise BadRequestError(f"`{name}` needs a tokenizer: use {remedy} on a skip_tokenizer_init server.")
     start = samples.logprob_start_len
     if start < -1 or start > count:
         raise BadRequestError(f"logprob_start_len must be -1 or in 0..{count} (the prompt's length), not {start}.")
     if not 0 <= samples.top_logprobs_num <= bounds.vocab_size:
         raise BadRequestError(f"top_logprobs_num must be in 0..{bounds.vocab_size}, not {samples.top_logprobs_num}.")
+
+
+def _entries(name: str, value: Any, count: int) -> list[Any]:
+    """Return the entry of each prompt: `value`, or the entries of `value` if it is a list."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompt(s).")
+    return value
+
+
+def _namespace(extra_key: str, cache_salt: str) -> str:
+    """Join both parts. The length of the first one keeps two different pairs apart."""
+    return f"{len(extra_key)}:{extra_key}{cache_salt}" if extra_key or cache_salt else ""
+
+
+def _check_int64(name: str, value: int | None) -> None:
+    if value is not None and not -(2**63) <= value < 2**63:
+        raise BadRequestError(f"{name} must be a 64-bit integer, not {value}.")
 
 
 def _is_unset(value: Any) -> bool:
@@ -325,9 +379,7 @@ def _per_prompt(name: str, value: Any, count: int, n: int) -> list[Any]:
         return [value] * count
     if n > 1:
         raise BadRequestError(f"{name} must not be a list when sampling_params.n > 1.")
-    if len(value) != count:
-        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompt(s).")
-    return value
+    return _entries(name, value, count)
 
 
 def _checked_samples(limits: Limits, n: int, sampling: Any, **fields: Any) -> Samples:

@@ -17,6 +17,8 @@ _CHARACTERS_PER_TOKEN = 8
 """More characters than a token has on average, so that the default accepts every text that fits the context."""
 _MAX_RID_LENGTH = 1024
 """Largest length of a request id in characters. Every frame of a stream repeats the id."""
+_MAX_NAMESPACE_LENGTH = 1024
+"""Largest length of `extra_key` and of `cache_salt` in characters. Every message of a sample contains them."""
 
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True):
@@ -35,6 +37,9 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     max_stop_length: int
     max_stop_token_ids: int
     max_logit_bias: int
+    max_allowed_token_ids: int
+    max_bad_words: int
+    max_bad_words_length: int
 
     @classmethod
     def of(cls, server_args: ServerArgs, context_length: int) -> Limits:
@@ -58,6 +63,12 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         if len(rid) > _MAX_RID_LENGTH:
             raise BadRequestError(f"rid has {len(rid)} characters; this server accepts at most {_MAX_RID_LENGTH}.")
 
+    def check_namespace(self, name: str, part: str) -> None:
+        if len(part) > _MAX_NAMESPACE_LENGTH:
+            raise BadRequestError(
+                f"{name} has {len(part)} characters; this server accepts at most {_MAX_NAMESPACE_LENGTH}."
+            )
+
     def check_sampling(self, sampling: SamplingParams) -> None:
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
         self._check("max_stop_strings", "sampling_params.stop has {} strings", len(stop))
@@ -66,6 +77,11 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         ids = len(sampling.stop_token_ids or ())
         self._check("max_stop_token_ids", "sampling_params.stop_token_ids has {} entries", ids)
         self._check("max_logit_bias", "sampling_params.logit_bias has {} entries", len(sampling.logit_bias or ()))
+        allowed = len(sampling.allowed_token_ids or ())
+        self._check("max_allowed_token_ids", "sampling_params.allowed_token_ids has {} entries", allowed)
+        words = sampling.bad_words or ()
+        self._check("max_bad_words", "sampling_params.bad_words has {} words", len(words))
+        self._check("max_bad_words_length", "sampling_params.bad_words has {} characters", sum(map(len, words)))
 
     def check_candidates(self, top_logprobs: int, token_ids: list[int] | None) -> None:
         """Check the number of candidates at one position, which are returned beside the sampled token."""

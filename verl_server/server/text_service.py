@@ -62,8 +62,9 @@ class TextService:
         try:
             return read_prompts(self._on_loop, request)
         except NeedsWorkerError:
-            texts = msgspec.msgpack.encode(request.prompts())
-            encoded = await self.in_worker(ENCODE, texts)
+            given = request.prompts()
+            body = {"texts": given, "kept": request.kept_tokens(len(given), self.bounds)}
+            encoded = await self.in_worker(ENCODE, msgspec.msgpack.encode(body))
         return ReadRequest(
             request=msgspec.structs.replace(request, text=None, input_ids=None),
             prompts=encoded.prompts,

@@ -44,6 +44,14 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
     max_req_input_len: int | None = None
     """Largest number of prompt tokens that the KV cache can hold."""
 
+    def room_for_prompt(self, max_new_tokens: int | None) -> int:
+        """Return the most prompt tokens that can be served with `max_new_tokens`; None leaves room for one."""
+        new = max_new_tokens if max_new_tokens is not None else 1
+        room = self.context_length - max(new, 1)
+        if self.max_req_input_len is not None:  # the last sampled token needs no place in the KV cache
+            room = min(room, self.max_req_input_len - max(new - 1, 0))
+        return max(room, 1)
+
     def check_length(self, count: int) -> None:
         """Raise BadRequestError if a prompt of `count` tokens cannot be served.
 
@@ -107,14 +115,19 @@ class TextTools:
     def decoder(self, skip_special_tokens: bool) -> Decoder:
         return self._tokens.decoder(skip_special_tokens)
 
-    def prompts(self, given: Sequence[str | list[int]]) -> list[Ids]:
-        """Return the token ids of prompts, checked against the model. The prompts must be all texts or all ids."""
+    def prompts(self, given: Sequence[str | list[int]], kept: Sequence[int | None] | None = None) -> list[Ids]:
+        """Return the token ids of prompts, checked against the model. The prompts must be all texts or all ids.
+
+        `kept` is the number of tokens that are kept at the end of each prompt, None for all.
+        """
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         prompts = self.encode(texts) if texts else [prompt for prompt in given if isinstance(prompt, list)]
-        return [self.prompt(ids) for ids in prompts]
+        return [self.prompt(ids, keep) for ids, keep in zip(prompts, kept or [None] * len(prompts), strict=True)]
 
-    def prompt(self, ids: list[int]) -> Ids:
-        """Check the token ids of one prompt against the model, and return them."""
+    def prompt(self, ids: list[int], keep: int | None = None) -> Ids:
+        """Check the last `keep` token ids of one prompt against the model, and return them."""
+        if keep is not None:
+            ids = ids[-keep:]
         self.bounds.check_length(len(ids))
         self.bounds.check_ids("input_ids", ids)
         return array("i", ids).tobytes() if self.in_worker else ids
@@ -154,6 +167,13 @@ class Answer(msgspec.Struct, array_like=True):
     """True if the body is not JSON."""
 
 
+class TextPrompts(msgspec.Struct):
+    """Body of the job `ENCODE`. `TextTools.prompts` describes the fields."""
+
+    texts: list[str]
+    kept: list[int | None]
+
+
 class EncodedPrompts(msgspec.Struct):
     """Result of the job `ENCODE`."""
 
@@ -170,11 +190,12 @@ class Job(Generic[R]):
 
 
 def _encode_prompts(tools: TextTools, body: bytes) -> EncodedPrompts:
-    return EncodedPrompts(tools.prompts(msgspec.msgpack.decode(body, type=list[str])))
+    given = msgspec.msgpack.decode(body, type=TextPrompts)
+    return EncodedPrompts(tools.prompts(given.texts, given.kept))
 
 
 ENCODE = Job("encode", _encode_prompts, EncodedPrompts)
-"""Tokenizes the prompts of a request that was made in this process. The body is a list of texts as msgpack."""
+"""Tokenizes the prompts of a request that was made in this process. The body is a `TextPrompts` as msgpack."""
 
 
 def unpack(ids: Ids) -> list[int]:

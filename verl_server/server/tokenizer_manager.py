@@ -225,6 +225,8 @@ class TokenizerManager:
             logprob_start_len=samples.logprob_start_len if samples.return_logprob else -1,
             top_logprobs_num=samples.top_logprobs_num if samples.return_logprob else 0,
             token_ids_logprob=samples.token_ids_logprob if samples.return_logprob else None,
+            namespace=samples.namespace,
+            priority=obj.priority or 0,
         )
         return ReqState(
             samples.rids[k],
