@@ -23,6 +23,8 @@ VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
 TransactionId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 UpdateMode = Literal["wait", "in_place", "retract", "abort"]
 """Treatment of running requests in an update; see `UpdateWeightsFromTensorReq.mode`."""
+PauseMode = Literal["abort", "retract", "in_place", "wait"]
+"""Treatment of running requests in a pause; see `PauseGenerationReq.mode`."""
 
 INSTANCE_HEADER = "X-Verl-Instance"
 """Header of every HTTP response: id of the server run that answers."""
@@ -172,9 +174,10 @@ class PauseGenerationReq(msgspec.Struct, tag=True, kw_only=True):
 
     route: ClassVar[str] = "/pause_generation"
     id: int = 0
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: PauseMode = "abort"
     """Treatment of running requests. "abort": they end with partial output. "retract": they go back to the queue and
-    lose their KV cache. "in_place": they wait and keep their KV cache."""
+    lose their KV cache. "in_place": they wait and keep their KV cache. "wait": they finish before the pause begins and
+    the reply is sent, for at most `control_timeout` seconds; no other request is started meanwhile."""
 
 
 class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):

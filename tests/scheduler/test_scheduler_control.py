@@ -18,6 +18,7 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     GetWeightsByNameReq,
     PauseGenerationReq,
+    WithdrawReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDiskReq,
@@ -301,6 +302,63 @@ def test_pause_abort_ends_all_and_new_requests_wait() -> None:
     h.scheduler.handle(ContinueGenerationReq(id=2))
     h.run()
     assert h.tokens["new"] == generate(prompt(8, 9), 5, 0)
+
+
+def test_pause_wait_begins_when_started_requests_have_finished() -> None:
+    h = serving()
+    h.add("new", prompt(8, 9), 5)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="wait"))
+    h.steps(2)
+    assert 1 not in h.replies, "the reply comes with the pause"
+    h.run()
+    assert h.replies[1].success and sorted(h.finished) == ["r0", "r1"]
+    assert h.tokens["r0"] == generate(prompt(0, 9), 10, 0)
+    assert h.control(update(2)).success, "nothing runs, so the update need not wait"
+    h.scheduler.handle(ContinueGenerationReq(id=3))
+    h.run()
+    assert h.tokens["new"] == generate(prompt(8, 9), 5, 1)
+
+
+def test_pause_wait_of_an_idle_or_paused_server_is_answered_at_once() -> None:
+    h = Harness()
+    assert h.control(PauseGenerationReq(id=1, mode="wait")).success
+    frozen = serving()
+    frozen.control(PauseGenerationReq(id=1, mode="in_place"))
+    assert frozen.control(PauseGenerationReq(id=2, mode="wait")).success
+    assert len(frozen.scheduler.planner.running) == 2, "frozen requests stay frozen"
+
+
+def test_pause_wait_that_lasts_too_long_leaves_generation_running() -> None:
+    h = serving(new=40, control_timeout=5.0)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="wait"))
+    h.steps(2)
+    assert h.scheduler.control.wait_seconds() == 5.0
+    h.clock.now = 5.5
+    h.steps()
+    assert h.replies[1].status_code == 504 and "2 requests" in h.replies[1].message
+    h.run()
+    assert h.tokens["r0"] == generate(prompt(0, 9), 40, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "status"), [(ContinueGenerationReq(id=2), 409), (WithdrawReq(id=1), 499)], ids=["continue", "withdraw"]
+)
+def test_pause_wait_ends_without_a_pause(message: Any, status: int) -> None:
+    h = serving()
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="wait"))
+    h.steps()
+    h.scheduler.handle(message)
+    h.run()
+    assert h.replies[1].status_code == status and not h.scheduler.control.paused
+    assert not h.scheduler.control.draining and len(h.finished) == 2
+
+
+def test_another_pause_ends_the_wait_of_the_first() -> None:
+    h = serving()
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="wait"))
+    h.steps()
+    assert h.control(PauseGenerationReq(id=2, mode="abort")).success
+    assert h.replies[1].success and h.finished["r0"].message == "Aborted"
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -14,7 +14,13 @@ from typing import Any, Literal, Self, Unpack, overload
 from verl_server.engine.options import GenerateOptions, check_names
 from verl_server.engine.weights import EngineWeights
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, GetInternalStateReq, PauseGenerationReq
+from verl_server.io_struct import (
+    ContinueGenerationReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    PauseGenerationReq,
+    PauseMode,
+)
 from verl_server.results import GenerateResult, InternalState, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server_args import ServerArgs
 
@@ -152,11 +158,11 @@ class EngineBase(EngineWeights):
         """Empty the prefix cache. Wait up to `timeout` seconds for an idle engine; return False if it stays busy."""
         return self._control(FlushCacheReq(timeout=timeout)).success
 
-    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop generation until `continue_generation`.
 
-        Running requests return their partial output ("abort"), wait and compute their KV cache again ("retract"), or
-        wait and keep their KV cache ("in_place").
+        Running requests return their partial output ("abort"), wait and compute their KV cache again ("retract"), wait
+        and keep their KV cache ("in_place"), or finish before the pause begins ("wait").
         """
         self._ask(PauseGenerationReq(mode=mode))
 

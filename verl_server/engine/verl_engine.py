@@ -28,7 +28,7 @@ from verl_server.engine.placement import (
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.weights import push_request
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.io_struct import UpdateMode
+from verl_server.io_struct import PauseMode, UpdateMode
 from verl_server.results import GenerateResult, ServerInfo
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import LocalSerializedTensor
@@ -195,7 +195,7 @@ class VerlEngine:
         """Abort the request `rid`, or all requests; see `EngineBase.abort_request`."""
         self._forward(EngineBase.abort_request, rid, abort_all)
 
-    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop generation until `continue_generation`; see `EngineBase.pause_generation`."""
         self._forward(EngineBase.pause_generation, mode)
 

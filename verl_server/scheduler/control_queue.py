@@ -87,6 +87,14 @@ class _PendingFlush:
     deadline: float
 
 
+@dataclass(slots=True)
+class _PendingPause:
+    """A pause with `mode="wait"`, which begins when no started request is left."""
+
+    req: PauseGenerationReq
+    deadline: float
+
+
 class ControlQueue:
     """Control requests in order of arrival, the paused state, and the transaction that holds generation."""
 
@@ -99,12 +107,14 @@ class ControlQueue:
         self._overdue: dict[int, StagedReq] = {}
         """Requests that were refused with 504 before the stager finished them; by request id."""
         self._flushes: list[_PendingFlush] = []
+        self._pauses: list[_PendingPause] = []
         self._step_taken = True
         """True if a step was taken since the last update. If not, the next update waits for one."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
         self.paused = False
         self.draining = False
-        """True while the first request of the queue waits for started requests to end. No other request is started."""
+        """True while a pause, or the first request of the queue, waits for started requests to end. No other request is
+        started."""
 
     @property
     def holds_generation(self) -> bool:
@@ -117,9 +127,12 @@ class ControlQueue:
         match req:
             case GetInternalStateReq():
                 self._reply(ControlReply(id=req.id, success=True, payload=self._scheduler.internal_state()))
+            case PauseGenerationReq(mode="wait") if not self.paused:
+                self._pauses.append(_PendingPause(req, now + self._timeout))
             case PauseGenerationReq():
                 self._pause(req)
             case ContinueGenerationReq():
+                self._end_pauses("Generation was continued before its running requests had finished.", 409)
                 self.paused = False
                 self._reply(ControlReply(id=req.id, success=True))
             case FlushCacheReq():
@@ -133,6 +146,9 @@ class ControlQueue:
         for item in [item for item in self._flushes if item.req.id == request_id]:
             self._flushes.remove(item)
             self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
+        for pause in [pause for pause in self._pauses if pause.req.id == request_id]:
+            self._pauses.remove(pause)
+            self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
         pending = self._aside.get(request_id) or self._queued(request_id)
         if pending is not None and not isinstance(pending.req, ENDING_REQS):
             self._withdraw(pending, message, _GIVEN_UP)
@@ -145,6 +161,7 @@ class ControlQueue:
         """
         self._take_staged()
         self._watch_aside()
+        self._watch_pauses()
         while self._queue:
             head = self._queue[0]
             if self._scheduler.clock() >= head.deadline:
@@ -157,7 +174,8 @@ class ControlQueue:
             self._run(head)
             if isinstance(head.req, UpdateReq):
                 break
-        self.draining = bool(self._queue) and self._queue[0].ready and not self._owes_progress()
+        drains = bool(self._queue) and self._queue[0].ready and not self._owes_progress()
+        self.draining = drains or bool(self._pauses)
         self._watch_lease()
         self._run_flushes()
 
@@ -175,12 +193,16 @@ class ControlQueue:
         Such a loop need not look at a request that is being staged, because the stager wakes it, nor at a flush that
         waits for requests which a pause froze.
         """
-        return (bool(self._queue) and self._queue[0].ready) or (bool(self._flushes) and not self._is_busy())
+        return (
+            (bool(self._queue) and self._queue[0].ready)
+            or (bool(self._flushes) and not self._is_busy())
+            or (bool(self._pauses) and not self._scheduler.planner.has_started())
+        )
 
     def wait_seconds(self) -> float | None:
         """Return the seconds until the next deadline, during which the idle loop may sleep; None without a deadline."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
-        deadlines += [item.deadline for item in self._flushes]
+        deadlines += [item.deadline for item in (*self._flushes, *self._pauses)]
         if self.transaction.is_open and not self._transaction_call_pending():
             deadlines.append(self.transaction.lease_end)
         return max(0.0, min(deadlines) - self._scheduler.clock()) if deadlines else None
@@ -418,7 +440,31 @@ class ControlQueue:
             self._scheduler.abort_all("Aborted")
         elif req.mode == "retract":
             self._scheduler.planner.retract_all()
+        for pending in self._pauses:  # they have the pause that they wait for
+            self._reply(ControlReply(id=pending.req.id, success=True))
+        self._pauses = []
         self._reply(ControlReply(id=req.id, success=True))
+
+    def _watch_pauses(self) -> None:
+        """Begin a pause that waited for started requests once they have ended. Refuse it after its deadline."""
+        if self._pauses and (self.paused or not self._scheduler.planner.has_started()):
+            self._pause(self._pauses.pop(0).req)
+        for pending in [item for item in self._pauses if self._scheduler.clock() >= item.deadline]:
+            self._pauses.remove(pending)
+            message = (
+                f"Generation was not paused: {len(self._scheduler.planner.running)} requests still ran after "
+                f"{self._timeout:g} s (control_timeout). Use mode='in_place', 'retract' or 'abort', or raise "
+                "control_timeout."
+            )
+            self._reply(ControlReply(id=pending.req.id, success=False, message=message, status_code=504))
+
+    def _end_pauses(self, message: str, status_code: int) -> None:
+        """Refuse the pauses that have not begun."""
+        pauses, self._pauses = self._pauses, []
+        for pending in pauses:
+            self._reply(
+                ControlReply(id=pending.req.id, success=False, message=message, status_code=status_code)
+            )
 
     def _is_busy(self) -> bool:
         """Return True if a request runs, or if one waits and generation is not held."""
