@@ -22,6 +22,7 @@ from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.instance import InstanceMiddleware
+from verl_server.server.openapi import DescriptionApi
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -47,12 +48,13 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
 
 
 def operations(manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> list[Operation]:
-    """Return the operations of all dialects."""
-    return [
+    """Return the operations of all dialects, and those that describe them."""
+    dialects = [
         *NativeApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
         *OpenAIApi(manager, server_args).operations(),
     ]
+    return [*dialects, *DescriptionApi(dialects).operations()]
 
 
 def disconnect_handler(manager: TokenizerManager) -> Callable[[Request, Exception], Awaitable[Response]]:

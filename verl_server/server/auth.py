@@ -34,6 +34,11 @@ _FOREIGN_SITES = ("cross-site", "same-site")
 """Values of the header Sec-Fetch-Site in requests from pages of another origin. Two ports of one host are one site."""
 
 
+def is_open(path: str) -> bool:
+    """Return True if the path needs no key."""
+    return path.startswith(_OPEN_PREFIXES)
+
+
 class AccessRules:
     """The rules of one server, from its keys and its address.
 
@@ -105,7 +110,7 @@ class AuthMiddleware:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path: str = scope["path"]
-        if scope["method"] == "OPTIONS" or path.startswith(_OPEN_PREFIXES):
+        if scope["method"] == "OPTIONS" or is_open(path):
             return None
         if path.rstrip("/") in self._control_paths:
             return self._rules.control_refusal(scope)

@@ -1,0 +1,41 @@
+"""The docstrings below the fields of a class, read from its source: Python keeps none of them.
+
+`server.openapi` describes the fields of bodies and answers with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import sys
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return field -> docstring for a class of this package and its bases. Without source, the result is empty."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("verl_server"):
+            docs |= _module_docs(base.__module__).get(base.__name__, {})
+    return docs
+
+
+@functools.cache
+def _module_docs(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> field -> docstring for the classes at the top level of a module."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return {}
+    return {node.name: _docs_in(node.body) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _docs_in(body: list[ast.stmt]) -> dict[str, str]:
+    docs = {}
+    for field, after in itertools.pairwise(body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[field.target.id] = inspect.cleandoc(after.value.value)
+    return docs

@@ -1,0 +1,339 @@
+"""`/openapi.json` and `/docs`: the operations of all dialects in the form of OpenAPI 3.1, and a page that shows them.
+
+`describe` builds the document from the `Operation` table alone. Bodies are the structs that the routes decode, answers
+are the types of `results`, and the descriptions are the docstrings of both. `DescriptionApi` builds it at the first
+request, in a thread, and keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from verl_server import __version__
+from verl_server.sampling_params import SamplingParams
+from verl_server.server.auth import is_open
+from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
+from verl_server.server.field_docs import field_docs
+from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.responses import encoded_response
+
+Schema = dict[str, Any]
+
+HTML = "text/html"
+_REF = "#/components/schemas/{name}"
+_SCHEMES: dict[str, Schema] = {
+    "apiKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The key of the setting `api_key`. Without it, ordinary routes need no key.",
+    },
+    "adminKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The key of the setting `admin_api_key`. If it is set, control routes need it. Else, they need "
+        "`api_key` if that is set. Every route accepts it.",
+    },
+}
+_STATUSES = {
+    400: "The request is wrong. Nothing was changed.",
+    401: "The key is missing or wrong.",
+    403: "A web page of another origin may have sent the request.",
+    404: "The named object does not exist, or the route is switched off.",
+    409: "Another transaction is open, or the caller's transaction is closed.",
+    412: "The request expects another run of the server (header X-Verl-Expected-Instance). Nothing was done.",
+    413: "The body is larger than `max_request_bytes`.",
+    415: "The content type is one that web forms send.",
+    429: "The queue is full.",
+    500: "An internal error. The server's log has the traceback.",
+    503: "The server cannot do this now: it is starting or stopping, or its weights are missing, torn or released.",
+    504: "The call exceeded its time limit.",
+}
+_MESSAGE = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
+_ERRORS: dict[str, Schema] = {
+    "StatusError": {
+        "type": "object",
+        "description": "SGLang's and OpenAI's error object.",
+        "properties": {
+            "object": {"const": "error"},
+            "message": {"type": "string"},
+            "type": {"type": "string", "description": 'The status as text, "Bad Request" or an error type of OpenAI.'},
+            "param": {"type": ["string", "null"]},
+            "code": {"type": ["integer", "string", "null"]},
+        },
+        "required": ["object", "message", "type", "code"],
+    },
+    "MessageError": {
+        "type": "object",
+        "description": "SGLang's `/generate` and information routes: an object with the message. For an unknown "
+        "sampling parameter, and for keys, the message itself.",
+        "properties": {"error": {"anyOf": [_MESSAGE, {"type": "string"}]}},
+        "required": ["error"],
+    },
+    "RefusedUpdate": {
+        "type": "object",
+        "description": "Control routes whose answer has `success`.",
+        "properties": {"success": {"const": False}, "message": {"type": "string"}},
+        "required": ["success", "message"],
+    },
+    "AnthropicError": {
+        "type": "object",
+        "description": "Anthropic's error object.",
+        "properties": {"type": {"const": "error"}, "error": {**_MESSAGE, "required": ["type", "message"]}},
+        "required": ["type", "error"],
+    },
+}
+_SHAPES = {
+    "anthropic": ("AnthropicError", "StatusError", "MessageError"),
+    "openai": ("StatusError", "MessageError"),
+}
+"""Dialect -> shapes of its errors. The middlewares in front of all dialects answer with the last two."""
+_ALL_SHAPES = ("StatusError", "MessageError", "RefusedUpdate")
+
+
+class DescriptionApi:
+    """Handlers of `/openapi.json` and `/docs`."""
+
+    def __init__(self, described: list[Operation]) -> None:
+        self._described = described
+        self._document: bytes | None = None
+        self._building = asyncio.Lock()
+
+    def operations(self) -> list[Operation]:
+        return [
+            Operation("/openapi.json", self.openapi),
+            Operation("/docs", self.docs, media_types=(HTML,)),
+        ]
+
+    async def openapi(self, request: Request) -> Response:
+        """Return the OpenAPI 3.1 document of this server."""
+        async with self._building:
+            if self._document is None:
+                operations = [*self._described, *self.operations()]
+                self._document = await asyncio.to_thread(lambda: orjson.dumps(describe(operations)))
+        return encoded_response(self._document, JSON)
+
+    async def docs(self, request: Request) -> Response:
+        """Return a page that shows `/openapi.json`. It loads nothing from other hosts."""
+        page = resources.files("verl_server.server").joinpath("docs_page.html").read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"})
+
+
+def describe(operations: Iterable[Operation]) -> Schema:
+    """Return the OpenAPI document of these operations."""
+    operations = list(operations)
+    schemas = _Schemas(operations)
+    paths: dict[str, Schema] = {}
+    for operation in operations:
+        for path in operation.paths:
+            shown = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", path)
+            for method in operation.methods:
+                paths.setdefault(shown, {})[method.lower()] = _operation(operation, shown, method, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "verl-server",
+            "version": __version__,
+            "description": "The rollout server for agentic RL. A field that is null has its default. Unknown fields "
+            "are ignored and counted in /metrics; in `sampling_params` they are refused.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "responses": schemas.errors,
+            "securitySchemes": _SCHEMES,
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(_dialect(operation) for operation in operations)],
+    }
+
+
+def _operation(operation: Operation, path: str, method: str, schemas: _Schemas) -> Schema:
+    doc = inspect.getdoc(operation.handler) or ""
+    described: Schema = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()} {path}").strip("_"),
+        "summary": re.split(r"(?<=\.)\s", " ".join(doc.split()), maxsplit=1)[0],
+        "description": " ".join(doc.split()),
+        "tags": [_dialect(operation)],
+        "responses": _responses(operation, path, method, schemas),
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ] + [
+        {"name": name, "in": "query", "description": meaning, "schema": {"type": "string"}}
+        for name, meaning in operation.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        needs_body = any(field.required for field in msgspec.structs.fields(operation.body))
+        content = {JSON: {"schema": schemas.reference(operation.body)}}
+        described["requestBody"] = {"required": needs_body, "content": content}
+    if not is_open(path):
+        keys = ("adminKey", "apiKey") if operation.control else ("apiKey", "adminKey")
+        described["security"] = [{}, *({key: []} for key in keys)]
+    if operation.control:
+        described["x-control"] = True
+    return described
+
+
+def _dialect(operation: Operation) -> str:
+    """Return the name of the dialect that defines the operation."""
+    parts = operation.handler.__module__.split(".")
+    return parts[parts.index("dialects") + 1] if "dialects" in parts else "server"
+
+
+# -- answers ------------------------------------------------------------------------------------------------
+
+
+def _responses(operation: Operation, path: str, method: str, schemas: _Schemas) -> Schema:
+    content: Schema = {}
+    for media_type in operation.media_types:
+        if media_type in (EVENTS, TEXT, HTML):
+            content[media_type] = {"schema": {"type": "string"}}
+        else:
+            content[media_type] = {"schema": {} if operation.answer is None else schemas.reference(operation.answer)}
+    responses: Schema = {"200": {"description": "Success."} | ({"content": content} if content else {})}
+    in_text = operation.media_types == (TEXT,) and operation.control
+    for status in _error_statuses(operation, path, method):
+        name = f"{_dialect(operation)}{'Text' if in_text else ''}{status}"
+        schemas.errors[name] = _error(_dialect(operation), status, in_text)
+        responses[str(status)] = {"$ref": f"#/components/responses/{name}"}
+    return responses
+
+
+def _error(dialect: str, status: int, in_text: bool) -> Schema:
+    """Return the description of a dialect's answer with an error status."""
+    shapes = _SHAPES.get(dialect, _ALL_SHAPES)
+    content: Schema = {JSON: {"schema": {"anyOf": [{"$ref": _REF.format(name=name)} for name in shapes]}}}
+    if in_text:
+        content[TEXT] = {"schema": {"type": "string"}}
+    return {"description": _STATUSES[status], "content": content}
+
+
+def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
+    """Return the statuses of the errors that an operation may answer."""
+    dialect = _dialect(operation)
+    statuses = {412, 500}
+    if dialect != "server":
+        statuses |= {503}  # every dialect needs the scheduler
+    if not is_open(path):
+        statuses |= {401}
+    if operation.body is not None or operation.query or operation.control:
+        statuses |= {400}
+    if operation.body is not None or method != "GET":
+        statuses |= {413}
+    if operation.body is not None and not operation.control:
+        statuses |= {429}
+    if operation.control or path == "/abort_request":
+        statuses |= {403, 404, 409, 415, 504}
+    if "{" in path or path == "/metrics" or operation.body is not None:
+        statuses |= {404}
+    return sorted(statuses)
+
+
+# -- schemas ------------------------------------------------------------------------------------------------
+
+
+class _Schemas:
+    """The components of the document: bodies, answers and errors."""
+
+    errors: dict[str, Schema]
+    """Responses with an error status, by dialect and status."""
+
+    def __init__(self, operations: list[Operation]) -> None:
+        bodies = {operation.body for operation in operations if operation.body is not None}
+        answers = [operation.answer for operation in operations if operation.answer is not None]
+        types = [*sorted(bodies, key=lambda body: body.__name__), *answers, SamplingParams]
+        references, self.components = msgspec.json.schema_components(types, ref_template=_REF, schema_hook=_any)
+        self._references = list(zip(types, references, strict=True))
+        for cls in _classes(types):
+            if (component := self.components.get(cls.__name__)) is not None:
+                _describe_fields(component, cls)
+        for body in bodies:
+            _accept_null(self.components[body.__name__])
+        for operation in operations:
+            if operation.body is not None:
+                _add_known_fields(self.components[operation.body.__name__], operation.refused, operation.without_effect)
+        if GenerateReqInput in bodies:
+            self._describe_sampling()
+        self.components |= _ERRORS
+        self.errors = {}
+
+    def reference(self, type_: Any) -> Schema:
+        return next(reference for known, reference in self._references if known == type_)
+
+    def _describe_sampling(self) -> None:
+        """`sampling_params` is decoded on its own, so its type in the body is `Any`."""
+        one = {"$ref": _REF.format(name="SamplingParams")}
+        sampling = self.components["GenerateReqInput"]["properties"]["sampling_params"]
+        sampling["anyOf"] = [one, {"type": "array", "items": one}, {"type": "null"}]
+        _accept_null(self.components["SamplingParams"])
+
+
+def _any(type_: type) -> Schema:
+    """Return the schema of a type that JSON does not know: any value."""
+    return {}
+
+
+def _classes(types: Iterable[Any]) -> list[type]:
+    """Return all classes of the package in these types, nested ones included."""
+    found: list[type] = []
+    queue = list(types)
+    while queue:
+        type_ = queue.pop()
+        queue += typing.get_args(type_)
+        if not isinstance(type_, type) or type_ in found or not type_.__module__.startswith("verl_server"):
+            continue
+        found.append(type_)
+        queue += typing.get_type_hints(type_).values()
+    return found
+
+
+def _describe_fields(component: Schema, cls: type) -> None:
+    """Add the docstrings of fields. Remove what only the messages between processes have: `id` and the tag."""
+    properties: dict[str, Schema] = component.get("properties", {})
+    config = getattr(cls, "__struct_config__", None)
+    if config is not None and config.tag is not None:
+        for internal in ("id", config.tag_field):
+            properties.pop(internal, None)
+            if internal in component.get("required", ()):
+                component["required"].remove(internal)
+    if not component.get("required", True):
+        del component["required"]
+    if "description" in component:
+        component["description"] = inspect.cleandoc(component["description"])
+    for name, doc in field_docs(cls).items():
+        if name in properties:
+            properties[name] = {key: value for key, value in properties[name].items() if key != "description"}
+            properties[name]["description"] = " ".join(doc.split())
+
+
+def _accept_null(component: Schema) -> None:
+    """Add null to each optional property: it means the default."""
+    for name, schema in component["properties"].items():
+        variants = schema.get("anyOf", [{key: schema[key] for key in schema if key not in ("description", "default")}])
+        if name in component.get("required", ()) or {"type": "null"} in variants or variants == [{}]:
+            continue
+        kept = {key: schema[key] for key in ("description", "default") if key in schema}
+        component["properties"][name] = {"anyOf": [*variants, {"type": "null"}]} | kept
+
+
+def _add_known_fields(component: Schema, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
+    """Add the fields that are known and not implemented."""
+    properties = component["properties"]
+    for name, remedy in refused.items():
+        text = f"Refused (400) if it is set: {remedy}."
+        properties.setdefault(name, {"description": text, "deprecated": True, "x-refused": True})
+    for name, reason in without_effect.items():
+        properties.setdefault(name, {"description": f"Accepted without effect: {reason}.", "x-without-effect": True})
