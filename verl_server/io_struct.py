@@ -1,8 +1,8 @@
 """The messages between the processes of a server.
 
-The TokenizerManager sends the scheduler `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, control requests and
-`WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a struct of arrays, and one `ControlReply`
-with the same `id` for each control request. All messages are msgpack on a `MessageSocket`.
+The TokenizerManager sends the scheduler `GrammarTokenizer`, `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, control
+requests and `WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a struct of arrays, and one
+`ControlReply` with the same `id` for each control request. All messages are msgpack on a `MessageSocket`.
 
 A control request is also the JSON body of its HTTP route, without `id`, which the TokenizerManager sets. `route` is the
 path of this route: `server.dialects.sglang.admin_routes` mounts the route, and `engine.http` sends requests to it. The
@@ -59,6 +59,19 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     """Namespace of the prefix cache. Only requests of one namespace share pages."""
     priority: int = 0
     """Requests of a larger priority leave the waiting queue first."""
+    grammar: str = ""
+    """The grammar of the output, which a text worker has translated and checked; "" for none. `sampling` has none."""
+    grammar_bytes: int = 0
+    """Bytes that the compiled grammar takes, roughly."""
+
+
+class GrammarTokenizer(msgspec.Struct, tag=True, kw_only=True):
+    """The tokenizer for which grammars are compiled. It is the first message, if the server compiles grammars."""
+
+    tokenizer: bytes
+    """A `tokenizers.Tokenizer` as JSON."""
+    eos_token_ids: list[int]
+    """Ids that end an output which satisfies its grammar."""
 
 
 class AbortReq(msgspec.Struct, tag=True, kw_only=True):
@@ -494,5 +507,5 @@ class ControlReply(msgspec.Struct, tag=True, kw_only=True):
     """JSON-like result, for requests that have one."""
 
 
-SchedulerInput = TokenizedGenerateReq | AbortReq | FinishReq | WithdrawReq | ControlReq
+SchedulerInput = GrammarTokenizer | TokenizedGenerateReq | AbortReq | FinishReq | WithdrawReq | ControlReq
 SchedulerOutput = BatchTokenIDOut | ControlReply

@@ -26,14 +26,13 @@ _MOST_STOP_REGEX, _MOST_STOP_REGEX_BYTES = 32, 256
 """Most `stop_regex` patterns, and most bytes of one. Source: SGLang."""
 _UNSUPPORTED = {
     "beam_width": "use `n` independent samples",
-    "json_schema": "constrained decoding is not implemented",
-    "regex": "constrained decoding is not implemented",
-    "ebnf": "constrained decoding is not implemented",
-    "structural_tag": "constrained decoding is not implemented",
     "custom_params": "custom logit processors are not implemented",
     "watermark": "watermarks are not implemented",
-    "choice": "constrained decoding is not implemented",
+    "choice": "use `regex`, or `json_schema` with an enum",
 }
+
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Fields that hold a grammar for constrained decoding."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,6 +86,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     temperature, before top-k, top-p and min-p. "raw": the model's logits at temperature 1, without penalty, bias or
     mask. "sampling": the distribution that the token was drawn from, with all filters; greedy sampling has
     log-probability 0 for its token. Log-probabilities of prompt tokens are always raw."""
+    json_schema: str | None = None
+    """JSON schema that the output must satisfy."""
+    regex: str | None = None
+    """Regular expression that the whole output must match."""
+    ebnf: str | None = None
+    """Grammar of the output: GBNF (`root ::= ...`) or Lark (`start: ...`)."""
+    structural_tag: str | None = None
+    """Constraints for parts of the output, as SGLang's and xgrammar's JSON object."""
     sampling_seed: int | None = None
     """64-bit seed. A sample is a function of (seed, position, distribution), independent of the rest of the batch."""
 
@@ -162,6 +169,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             # int() raises an error of its own for very long numbers, so the length is limited.
             _check(token.isascii() and token.isdigit() and len(token) < 20, "logit_bias", token, "token ids as keys")
             _check(math.isfinite(bias), "logit_bias", bias, "finite values")
+        for name in GRAMMARS:
+            if not getattr(self, name):
+                setattr(self, name, None)  # SGLang's clients send ""
+        grammars = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(grammars) > 1:
+            raise BadRequestError(f"sampling_params has {' and '.join(grammars)}: set at most one of them.")
+        for name in grammars:
+            _check(_is_utf8(getattr(self, name)), name, "a lone surrogate", "valid Unicode")
         if self.temperature < _GREEDY_BELOW:
             self.temperature, self.top_k = 0.0, 1
         if self.top_k == -1:

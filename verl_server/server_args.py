@@ -30,6 +30,7 @@ _COUNTS_FROM_ZERO = (
     "max_allowed_token_ids",
     "max_bad_words",
     "max_bad_words_length",
+    "max_grammar_length",
 )
 """Limits that may be 0. With 0 the server refuses the feature."""
 
@@ -112,6 +113,9 @@ class ServerArgs:
     """Largest decode batch that is captured as a CUDA graph."""
     disable_overlap_schedule: bool = False
     """On CUDA, wait for the end of each step before the next step is planned."""
+    grammar_backend: Literal["llguidance", "none"] = "llguidance"
+    """Library for constrained decoding (`json_schema`, `regex`, `ebnf`, `structural_tag`). `none` refuses these
+    parameters, and saves a second at the start with a large vocabulary."""
     disable_custom_all_reduce: bool = False
     """Sum over tensor-parallel GPUs with NCCL only, without reading the other GPUs' memory directly."""
     random_seed: int | None = None
@@ -160,6 +164,12 @@ class ServerArgs:
     """Most seconds that a process may render or tokenize for one request. After that the process is killed and the
     request is answered 400. Also the most seconds that a request waits for such a process; after that it is answered
     503."""
+    grammar_timeout: float = 10.0
+    """Most seconds that a process may check a new grammar (`json_schema`, `regex`, `ebnf`, `structural_tag`). After
+    that the process is killed and the request is answered 400. Also the most seconds that a new grammar waits for such
+    a process, of which there are at most `text_workers`."""
+    max_grammar_length: int = 262144
+    """Most characters of a grammar."""
     max_text_length: int | None = None
     """Most characters in the texts of a request, or token ids in a request to `/detokenize`. Default: 8 for each token
     of the context, at least 4194304."""

@@ -5,9 +5,11 @@ are (model logits + penalties + bias) / temperature over the full vocabulary, be
 0 counts as 1. The mask of stop tokens by `min_new_tokens` counts as a penalty. Log-probabilities of prompt tokens
 (`logprobs.PromptCandidates`) are computed from the model's raw logits.
 
-The order of operations is SGLang's: repetition penalty (prompt and output tokens), frequency and presence penalty
-(output tokens), `logit_bias`, `min_new_tokens`, temperature. Then top-k, top-p (cumulated over the unfiltered
-distribution) and min-p (relative to the largest probability) each filter the same distribution.
+The order of operations is SGLang's. First, a token that a grammar forbids gets the logit -inf, which no later operation
+changes, so all log-probabilities are over the allowed tokens. Then repetition penalty (prompt and output tokens),
+frequency and presence penalty (output tokens), `logit_bias`, `min_new_tokens`, temperature. Then top-k, top-p
+(cumulated over the unfiltered distribution) and min-p (relative to the largest probability) each filter the same
+distribution.
 
 A draw (`kernels.draw`) is a function of the request's seed, the position of the token and the distribution. It does not
 depend on the other rows of the batch or on earlier steps.
@@ -26,12 +28,12 @@ import torch
 from torch import Tensor
 
 from verl_server.io_struct import TokenLogprobs
-from verl_server.kernels import draw
+from verl_server.kernels import draw, token_mask
 from verl_server.kernels.device_arrays import Ints, to_device
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import Candidates, RequestedCandidates, RequestedTokens, TopCandidates, to_host
 from verl_server.sampling.penalties import Penalties
-from verl_server.sampling.spec import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
 
 
 @dataclass
@@ -116,12 +118,17 @@ class Sampler:
         self._batch = None
         self._penalties.forget()
 
-    def launch(self, logits: Tensor, specs: list[SampleSpec], positions: Ints) -> Sampled:
+    def launch(
+        self, logits: Tensor, specs: list[SampleSpec], positions: Ints, masks: TokenMasks | None = None
+    ) -> Sampled:
         """Submit the sampling of one token for each row of `logits` [n, vocab_size] fp32, bf16 or fp16.
 
         `specs[i]` are the parameters of row i. `positions` int64 [n] are the positions of the tokens to sample in their
-        sequences, prompt included. The logits may be overwritten.
+        sequences, prompt included. `masks` forbids tokens. The logits may be overwritten.
         """
+        if masks is not None:
+            rows = self._tensor(np.array(masks.rows, dtype=np.int64))
+            token_mask.apply(logits, rows, masks.words.to(self._device, non_blocking=True))
         batch = self._batch
         if batch is None or specs != batch.specs:  # specs are compared by identity
             batch = self._batch = self._prepare(list(specs))

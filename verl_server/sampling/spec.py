@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -46,6 +48,16 @@ class SampleSpec:
         edited = self.reads_outputs or bool(p.logit_bias) or (p.min_new_tokens > 0 and bool(self.stop_ids))
         reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None
         self.special = self.filtered or edited or reported
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """The tokens that a grammar allows, for the rows that have one."""
+
+    rows: list[int]
+    """Indices of the rows in the step."""
+    words: Tensor
+    """int32 [len(rows), ceil(vocab_size / 32)] on the host, pinned for CUDA. See `kernels.token_mask`."""
 
 
 @dataclass(slots=True)

@@ -195,7 +195,9 @@ def run_rank(
     os.set_inheritable(argument["socket"], False)
     sockets = SchedulerSockets(socket.socket(fileno=argument["socket"]))
     stager.on_finished = sockets.ring
-    loop = SchedulerLoop(Scheduler(server_args, worker, sockets.send), sockets)
+    scheduler = Scheduler(server_args, worker, sockets.send)
+    scheduler.grammars.on_compiled = sockets.ring
+    loop = SchedulerLoop(scheduler, sockets)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     ready(info)
     try:

@@ -29,6 +29,7 @@ from verl_server.io_struct import (
 )
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.scheduler.radix_cache import PageNode
+from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 
 
@@ -85,6 +86,7 @@ class Req:
         "cached_tokens",
         "compute_len",
         "device_len",
+        "grammar",
         "last_turn",
         "max_new_tokens",
         "namespace",
@@ -144,6 +146,9 @@ class Req:
             start = min(message.logprob_start_len, len(self.prompt_ids) - 1)
             self.prompt_logprobs = PromptLogprobState(start, self.spec.top_logprobs_num, self.spec.token_ids_logprob)
 
+        self.grammar: RequestGrammar | None = None
+        """The grammar of the output. `Grammars` sets it."""
+
         self.row = -1
         self.pages: list[int] = []
         self.node: PageNode | None = None
@@ -199,6 +204,8 @@ class Req:
         self.token_ids.append(token)
         if token in self.stop_ids:
             return FinishReason(type="stop", matched=token)
+        if self.grammar is not None and (reason := self.grammar.end(token)) is not None:
+            return reason
         if len(self.output_ids) >= self.max_new_tokens:
             return FinishReason(type="length", length=len(self.output_ids))
         return None
@@ -272,6 +279,11 @@ class ScheduleBatch:
     def reads_outputs(self) -> bool:
         """Return True if the next step needs the values of this step's tokens before it can be launched."""
         return any([spec.reads_outputs for spec in self.specs])
+
+    @property
+    def has_grammars(self) -> bool:
+        """True if the step samples a token that a grammar constrains."""
+        return any([req.grammar is not None for req in self.sampled])
 
 
 def _request_prompt_logprobs(forward: ForwardBatch, entry: int, req: Req, state: PromptLogprobState) -> None:

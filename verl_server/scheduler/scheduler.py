@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from verl_server.errors import BadRequestError
@@ -24,14 +25,16 @@ from verl_server.io_struct import (
     AbortReq,
     FinishReason,
     FinishReq,
+    GrammarTokenizer,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
     WithdrawReq,
 )
-from verl_server.sampling.spec import ForwardOutput
+from verl_server.sampling.spec import ForwardOutput, TokenMasks
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control_queue import ControlQueue
+from verl_server.scheduler.grammars import Grammars
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
@@ -45,6 +48,14 @@ _REMEDY = (
 )
 _TOO_LARGE = (
     "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
+)
+
+_NAN = FinishReason(type="stop", matched="NaN happened")
+_NO_TOKEN = FinishReason(
+    type="abort",
+    message="No token can be sampled: the grammar together with min_new_tokens, logit_bias and other limits on tokens "
+    "allows none, or the model computed NaN.",
+    status_code=400,
 )
 
 
@@ -73,6 +84,7 @@ class Scheduler:
         )
         self.requests: dict[str, Req] = {}
         """Accepted requests without a terminal entry yet, by rid."""
+        self.grammars = Grammars(runner.vocab_size, runner.device, self.planner.rows.max_rows)
         self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self.stats = SchedulerStats(clock)
         self._output = BatchOutput()
@@ -92,8 +104,10 @@ class Scheduler:
             case AbortReq():
                 self._receive_abort(message)
             case FinishReq():
-                if (req := self.requests.pop(message.rid, None)) is not None:
-                    self.planner.remove(req)
+                if (req := self.requests.get(message.rid)) is not None:
+                    self._remove(req)
+            case GrammarTokenizer():
+                self.grammars.load(message)
             case WithdrawReq():
                 self.control.withdraw(message.id)
             case _:
@@ -102,6 +116,7 @@ class Scheduler:
     def advance(self) -> None:
         """Run one turn: the control requests that are ready, then one step; send the results."""
         self.control.run_ready()
+        self._queue_compiled()
         self.emit()  # answer aborts before the next step, not after it
         if not self.has_runnable():
             self._collect()
@@ -116,11 +131,12 @@ class Scheduler:
 
     def has_runnable(self) -> bool:
         """Return True if the next turn may launch a step."""
-        return bool(self.requests) and not self.control.holds_generation
+        return len(self.requests) > len(self.grammars.waiting) and not self.control.holds_generation
 
     def has_work(self) -> bool:
         """Return True if the next turn has anything to do. If not, the loop may sleep until a message arrives."""
-        return self._in_flight is not None or self.has_runnable() or self.control.is_ready()
+        idle = self._in_flight is None and not self.has_runnable() and not self.grammars.has_compiled()
+        return not idle or self.control.is_ready()
 
     @property
     def can_warm_up(self) -> bool:
@@ -164,7 +180,22 @@ class Scheduler:
         self._arrivals += 1
         self.stats.num_requests += 1
         self.requests[req.rid] = req
+        if message.grammar:
+            self.grammars.attach(req, message.grammar, message.grammar_bytes)
+        if req.rid not in self.grammars.waiting:
+            self._queue(req)
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammar was compiled, in order of arrival."""
+        for req in self.grammars.take_compiled():
+            self._queue(req)
+
+    def _queue(self, req: Req) -> None:
+        """Put a request into the planner's queue, or end it if its grammar could not be compiled."""
+        failure = None if req.grammar is None else req.grammar.compile_failure()
         self.planner.add(req)
+        if failure is not None:
+            self._end(req, failure)
 
     def _refuse(self, message: TokenizedGenerateReq, reason: FinishReason) -> None:
         self._output.add_refusal(message.rid, reason)
@@ -194,11 +225,13 @@ class Scheduler:
                 f"Prompt ({prompt_len} tokens) and max_new_tokens ({new_len}) can never fit the KV cache of "
                 f"{capacity} tokens. Use fewer tokens, or raise max_total_tokens, kv_cache_gib or mem_fraction_static.",
             )
+        if message.grammar and self.grammars.refusal is not None:
+            return _refused(400, self.grammars.refusal)
         refusal = self.worker.weights.refusal()
         if refusal is not None and not self.control.holds_generation:
             return _refused(503, refusal)
         bound = self.server_args.max_queued_requests
-        if bound is not None and len(self.planner.waiting) >= bound:
+        if bound is not None and len(self.planner.waiting) + len(self.grammars.waiting) >= bound:
             return _refused(503, "The request queue is full.")
         return None
 
@@ -218,15 +251,27 @@ class Scheduler:
     def _abort(self, req: Req, message: str, status_code: int | None, *, cache: bool = True) -> None:
         if status_code is None and not req.started:
             message = "Abort in waiting queue"
-        del self.requests[req.rid]
-        self.planner.remove(req, cache=cache)
+        self._end(req, FinishReason(type="abort", message=message, status_code=status_code), cache=cache)
+
+    def _end(self, req: Req, reason: FinishReason, *, cache: bool = True) -> None:
+        """Answer a request with an abort, and free it."""
+        self._remove(req, cache=cache)
         self.stats.num_aborted += 1
-        self._output.add(req, FinishReason(type="abort", message=message, status_code=status_code), [], [])
+        self._output.add(req, reason, [], [])
+
+    def _remove(self, req: Req, *, cache: bool = True) -> None:
+        del self.requests[req.rid]
+        if self.grammars.waiting.pop(req.rid, None) is None:
+            self.planner.remove(req, cache=cache)
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Launch the next step, then collect the step before it."""
+        """Launch the next step, then collect the step before it.
+
+        If grammars constrain the next step, the step before it is collected between the forward pass and the sampling
+        of the next one, because the masks follow from its tokens.
+        """
         if self._in_flight is not None and self._in_flight[0].reads_outputs():
             self._collect()
         batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
@@ -235,7 +280,8 @@ class Scheduler:
             self._collect()
             return
         try:
-            step = self.worker.launch(batch.forward, batch.specs)
+            make_masks = partial(self._masks, batch) if batch.has_grammars else None
+            step = self.worker.launch(batch.forward, batch.specs, make_masks)
         except Exception as error:
             if not self.worker.is_recoverable(error):
                 raise
@@ -249,6 +295,17 @@ class Scheduler:
         self._in_flight = batch, step
         if not self.worker.runner.overlaps:
             self._collect()
+
+    def _masks(self, batch: ScheduleBatch) -> TokenMasks | None:
+        """Return the masks for the sampling of `batch`, whose forward pass was launched.
+
+        A request whose grammar cannot be followed any further ends here, as at an abort.
+        """
+        self._collect()
+        masks, failures = self.grammars.masks(batch.sampled)
+        for req, reason in failures:
+            self._end(req, reason)
+        return masks
 
     def _collect(self) -> None:
         """Wait for the result of the step in flight, if any, and process it."""
@@ -299,6 +356,7 @@ class Scheduler:
             if state is not None:
                 state.add(part)
         vocab_size, out = self.worker.runner.vocab_size, self._output
+        self._consume(batch, output)
         finished: list[tuple[Req, bool]] = []
         num_tokens = 0
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
@@ -306,7 +364,7 @@ class Scheduler:
             if req.row < 0:
                 continue
             if logprob != logprob or not 0 <= token < vocab_size:  # NaN: there was no distribution
-                out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
+                out.add(req, _NO_TOKEN if req.grammar is not None else _NAN, [], [])
                 finished.append((req, False))
                 continue
             num_tokens += 1
@@ -328,6 +386,17 @@ class Scheduler:
         self.planner.remove_finished(finished)
         self.stats.count_step(num_tokens)
 
+    def _consume(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
+        """Advance the matchers of the requests that continue after their new token."""
+        tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
+        self.grammars.consume(
+            [
+                (req, token)
+                for req, token, logprob in tokens
+                if req.grammar is not None and req.row >= 0 and logprob == logprob and token not in req.stop_ids
+            ]
+        )
+
     def internal_state(self) -> dict[str, Any]:
         """Return the figures on load, memory and weights for `/server_info`, `/v1/loads` and `/metrics`."""
         planner, weights, stats = self.planner, self.worker.weights, self.stats
@@ -335,7 +404,7 @@ class Scheduler:
         prompt_tokens, cached_tokens = planner.num_prompt_tokens, planner.num_cached_tokens
         return {
             "num_running_reqs": len(planner.running),
-            "num_waiting_reqs": len(planner.waiting),
+            "num_waiting_reqs": len(planner.waiting) + len(self.grammars.waiting),
             "num_used_tokens": used,
             "max_total_num_tokens": total,
             "token_usage": used / total,
@@ -361,12 +430,13 @@ class Scheduler:
     def check_invariants(self, *, deep: bool) -> None:
         """Assert that every page is accounted for and every live request either waits or runs."""
         self.planner.check_invariants(deep)
-        assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running)
+        compiling = list(self.grammars.waiting.values())
+        assert len(self.requests) == len(self.planner.waiting) + len(self.planner.running) + len(compiling)
         assert self._in_flight is None or self.worker.runner.overlaps, "a step was not collected"
         if deep:
             pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
             assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
-            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running)
+            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running + compiling)
             assert listed == sorted(self.requests), "a live request is neither waiting nor running"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.sampling_params import SamplingParams
+from verl_server.sampling_params import GRAMMARS, SamplingParams
 from verl_server.server_args import ServerArgs
 
 _LEAST_TEXT_LENGTH = 4 * 2**20
@@ -40,6 +40,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     max_allowed_token_ids: int
     max_bad_words: int
     max_bad_words_length: int
+    max_grammar_length: int
 
     @classmethod
     def of(cls, server_args: ServerArgs, context_length: int) -> Limits:
@@ -76,6 +77,9 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         self._check("max_stop_length", "sampling_params.stop has a string of {} characters", longest)
         ids = len(sampling.stop_token_ids or ())
         self._check("max_stop_token_ids", "sampling_params.stop_token_ids has {} entries", ids)
+        for name in GRAMMARS:
+            length = len(getattr(sampling, name) or "")
+            self._check("max_grammar_length", f"sampling_params.{name} has {{}} characters", length)
         self._check("max_logit_bias", "sampling_params.logit_bias has {} entries", len(sampling.logit_bias or ()))
         allowed = len(sampling.allowed_token_ids or ())
         self._check("max_allowed_token_ids", "sampling_params.allowed_token_ids has {} entries", allowed)

@@ -266,7 +266,8 @@ class ReqState:
     def _shown_ids(self) -> list[int]:
         """Return the output ids that belong to the text: all but a stop token, which `no_stop_trim` keeps."""
         reason = self.finish_reason
-        by_token = reason is not None and reason.type == "stop" and isinstance(reason.matched, int)
+        # A request whose grammar is complete stops with its last token, which is no stop token.
+        by_token = reason is not None and reason.type == "stop" and reason.matched in self.req.stop_ids
         if by_token and not self.req.sampling.no_stop_trim:
             return self.output_ids[:-1]
         return self.output_ids

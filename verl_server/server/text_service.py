@@ -1,7 +1,8 @@
 """`TextService` parses and tokenizes requests: short ones on the event loop, longer ones in text workers.
 
 The TokenizerManager owns it and uses it on its event loop. Requests with much text have separate workers of lower
-priority. So a short chat does not wait for a long one, and long texts do not take CPU time from the model.
+priority. So a short chat does not wait for a long one, and long texts do not take CPU time from the model. Grammars are
+checked in workers of their own (`GrammarChecks`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
+from verl_server.server.grammar_checks import GRAMMARS, GrammarChecks
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import ENCODE, Job, ModelBounds, NeedsWorkerError, TextTools
 from verl_server.server.text_workers import TextWorkers
@@ -42,6 +44,10 @@ class TextService:
         self._setup = model_text.setup(self.limits, self.bounds)
         self._short = TextWorkers(lambda: self._setup, count, timeout, niceness=0)
         self._long = TextWorkers(lambda: self._setup, count, timeout, niceness=_NICENESS_OF_LONG)
+        self._grammar_setup = msgspec.structs.replace(self._setup, checks_grammars=True)
+        bound = server_args.grammar_timeout
+        workers = TextWorkers(lambda: self._grammar_setup, count, bound, _NICENESS_OF_LONG, GRAMMARS)
+        self.grammars = GrammarChecks(workers, _grammar_refusal(server_args, model_text))
         self._warned: set[str] = set()
 
     def on_loop(self, job: Job[R], body: bytes) -> R | None:
@@ -82,4 +88,15 @@ class TextService:
         return [*self._short.pids, *self._long.pids]
 
     async def close(self) -> None:
-        await asyncio.gather(self._short.close(), self._long.close())
+        await asyncio.gather(self._short.close(), self._long.close(), self.grammars.close())
+
+
+def _grammar_refusal(server_args: ServerArgs, model_text: ModelText) -> str | None:
+    """Return the reason why this server cannot constrain outputs, or None if it can."""
+    if server_args.grammar_backend == "none":
+        return "this server runs with grammar_backend=none. Start it with grammar_backend=llguidance."
+    if server_args.skip_tokenizer_init:
+        return "this server runs with skip_tokenizer_init=True. Constrained decoding needs the tokenizer."
+    if model_text.tokenizer_json is None:
+        return "this model has a tokenizer of Python code. Constrained decoding needs one of the `tokenizers` library."
+    return None

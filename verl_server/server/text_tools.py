@@ -9,13 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from verl_server.chat.templates import ChatTemplates, Message
 from verl_server.errors import BadRequestError
 from verl_server.server.limits import Limits
+
+if TYPE_CHECKING:  # a process that checks no grammars does not load llguidance
+    from verl_server.grammar.compiler import GrammarCompiler
 
 R = TypeVar("R")
 Decoder = Callable[[list[int]], str]
@@ -97,6 +100,10 @@ class TextTools:
         self._templates = templates
         self._most_text = most_text
         self.in_worker = in_worker
+        self.grammars: GrammarCompiler | None = None
+        """Compiles grammars, in a process that checks them."""
+        self.grammar_refusal = "This process checks no grammars."
+        """The reason if `grammars` is None."""
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return (token ids of a conversation, names of the options that its template does not use)."""
@@ -154,6 +161,9 @@ class TextSetup(msgspec.Struct, kw_only=True):
     special_tokens: dict[str, Any]
     limits: Limits
     bounds: ModelBounds
+    eos_token_ids: list[int] = []
+    checks_grammars: bool = False
+    """The worker checks grammars."""
 
 
 class Answer(msgspec.Struct, array_like=True):

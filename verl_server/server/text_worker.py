@@ -16,18 +16,21 @@ from typing import Any
 import msgspec
 
 from verl_server.chat.templates import ChatTemplates
-from verl_server.errors import VerlServerError
+from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable, wait_writable
 from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
 from verl_server.server.generate_request import GENERATE
+from verl_server.server.grammar_checks import CHECK_GRAMMAR
 from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
 from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
-_JOBS: dict[str, Job[Any]] = {job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, ENCODE)}
+_JOBS: dict[str, Job[Any]] = {
+    job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, ENCODE, CHECK_GRAMMAR)
+}
 _MOST_MESSAGE_LENGTH = 4096
 """Largest length of an error message in characters. A message may quote the caller's text, which may be long."""
 
@@ -40,7 +43,15 @@ def make_tools(setup: TextSetup) -> TextTools:
         tokens = ModelText(ServerArgs.from_json(setup.server_args))
         tokens.load_tokenizer()
     templates = ChatTemplates(setup.templates, setup.allowed_templates, setup.special_tokens)
-    return TextTools(tokens, setup.limits, setup.bounds, templates, in_worker=True)
+    tools = TextTools(tokens, setup.limits, setup.bounds, templates, in_worker=True)
+    if setup.checks_grammars and setup.tokenizer is not None:
+        from verl_server.grammar.compiler import GrammarCompiler
+
+        try:
+            tools.grammars = GrammarCompiler(setup.tokenizer, setup.eos_token_ids, setup.bounds.vocab_size)
+        except BadRequestError as error:
+            tools.grammar_refusal = str(error)
+    return tools
 
 
 def do_job(tools: TextTools, name: str, body: bytes) -> Answer:

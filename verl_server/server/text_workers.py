@@ -39,6 +39,29 @@ _START_SECONDS = 120.0
 """Longest time until a worker is ready. The import of transformers takes several seconds on a busy machine."""
 
 
+class JobKilledError(BadRequestError):
+    """A job took too long, or its process ended. On a busy machine, the same job may succeed later."""
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The kind of jobs that workers run, for error messages."""
+
+    slow: str
+    """Error of a job that exceeds the bound, with `{timeout}` in seconds."""
+    died: str | None
+    """Error (400) of a job whose process ended, with `{exit}`. None: the request is not to blame (503)."""
+    bound: str
+    """Name of the setting that bounds jobs."""
+
+
+TEXT = Purpose(
+    slow="The chat template or the tokenizer took longer than {timeout:g} s for this request (text_timeout).",
+    died=None,
+    bound="text_timeout",
+)
+
+
 @dataclass(eq=False, repr=False)
 class _Work:
     """A job and the future of its answer, which the caller awaits."""
@@ -49,7 +72,9 @@ class _Work:
 
 
 class TextWorkers:
-    def __init__(self, setup: Callable[[], TextSetup], count: int, timeout: float, niceness: int) -> None:
+    def __init__(
+        self, setup: Callable[[], TextSetup], count: int, timeout: float, niceness: int, purpose: Purpose = TEXT
+    ) -> None:
         """Start no process yet, and later at most `count` processes.
 
         `timeout` is the longest time in seconds that a job may wait, and also the longest time that it may run.
@@ -58,6 +83,7 @@ class TextWorkers:
         self._count = count
         self._timeout = timeout
         self._niceness = niceness
+        self._purpose = purpose
         self._waiting: deque[_Work] = deque()
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
@@ -120,7 +146,7 @@ class TextWorkers:
                 work,
                 ServerUnavailableError(
                     f"All {self._count} text workers were busy for {self._timeout:g} s (settings text_workers, "
-                    "text_timeout). Try again later."
+                    f"{self._purpose.bound}). Try again later."
                 ),
             )
 
@@ -134,7 +160,9 @@ class TextWorkers:
         task = asyncio.current_task()
         assert task is not None
         try:
-            worker = await asyncio.to_thread(_Worker.start, self._setup(), self._niceness, lambda: self._closed)
+            worker = await asyncio.to_thread(
+                _Worker.start, self._setup(), self._niceness, self._purpose, lambda: self._closed
+            )
         except (VerlServerError, OSError) as error:
             self._starting.discard(task)
             self._on_failed_start(error)
@@ -170,14 +198,15 @@ class TextWorkers:
 class _Worker:
     """One worker process, and the parent's end of its socket."""
 
-    def __init__(self, child: ChildProcess, messages: MessageSocket) -> None:
+    def __init__(self, child: ChildProcess, messages: MessageSocket, purpose: Purpose) -> None:
         self.child = child
+        self._purpose = purpose
         self._messages = messages
         self._work: _Work | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     @classmethod
-    def start(cls, setup: TextSetup, niceness: int, is_unwanted: Callable[[], bool]) -> _Worker:
+    def start(cls, setup: TextSetup, niceness: int, purpose: Purpose, is_unwanted: Callable[[], bool]) -> _Worker:
         """Start a process, and block until it is ready. Do not call it on the loop. Raise ServerLaunchError.
 
         While it waits, it raises as soon as `is_unwanted` returns True.
@@ -203,7 +232,7 @@ class _Worker:
             child.terminate(grace=0)
             messages.close()
             raise
-        return cls(child, messages)
+        return cls(child, messages, purpose)
 
     def attach(
         self, on_idle: Callable[[_Worker], None], on_end: Callable[[_Worker, VerlServerError | None], None]
@@ -239,12 +268,16 @@ class _Worker:
         if work is not None and error is None:
             message = f"The text worker ended with {describe_exit(code)} while it worked on this request."
             logger.error("%s%s", message, self.child.log_tail())
-            _fail(work, ServerUnavailableError(message))
+            died = self._purpose.died
+            if died is not None:
+                _fail(work, JobKilledError(died.format(exit=describe_exit(code))))
+            else:
+                _fail(work, ServerUnavailableError(message))
 
     def _on_timeout(self, timeout: float) -> None:
-        message = f"The chat template or the tokenizer took longer than {timeout:g} s for this request (text_timeout)."
+        message = self._purpose.slow.format(timeout=timeout)
         logger.warning("%s The text worker is killed.", message)
-        self._on_end(self, BadRequestError(message))
+        self._on_end(self, JobKilledError(message))
 
     def _on_writable(self) -> None:
         self._messages.flush()

@@ -88,6 +88,11 @@ class ModelText:
             self._fast = FastTokens(self.tokenizer.backend_tokenizer)
             self._tokenizer_json = self.tokenizer.backend_tokenizer.to_str().encode()
 
+    @property
+    def tokenizer_json(self) -> bytes | None:
+        """The tokenizer as JSON of the `tokenizers` library. None if there is none, or if it is of another library."""
+        return self._tokenizer_json
+
     def setup(self, limits: Limits, bounds: ModelBounds) -> TextSetup:
         """Return what a text worker needs to encode and render in the same way."""
         tokenizer = self.tokenizer
@@ -99,6 +104,7 @@ class ModelText:
             special_tokens={name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
             limits=limits,
             bounds=bounds,
+            eos_token_ids=self.eos_token_ids,
         )
 
     @property

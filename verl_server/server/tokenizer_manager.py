@@ -27,6 +27,7 @@ from verl_server.errors import (
     ServerUnavailableError,
     VerlServerError,
 )
+from verl_server.grammar.source import grammar_of
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -34,13 +35,16 @@ from verl_server.io_struct import (
     ControlReq,
     FinishReq,
     GetInternalStateReq,
+    GrammarTokenizer,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReq,
 )
 from verl_server.ipc.message_socket import MessageSocket
+from verl_server.sampling_params import GRAMMARS
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
 from verl_server.server.generation import Generation
+from verl_server.server.grammar_checks import CheckedGrammar
 from verl_server.server.loop_thread import LoopThread
 from verl_server.server.metrics import Metrics
 from verl_server.server.pause_watch import PauseWatch
@@ -108,7 +112,11 @@ class TokenizerManager:
         self.run_sync(self._start_tasks(), timeout=30)
 
     async def _start_tasks(self) -> None:
+        assert self.model_text is not None
         self._refusal = None
+        tokenizer = self.model_text.tokenizer_json
+        if tokenizer is not None and self.server_args.grammar_backend != "none":
+            self._send(self._encode(GrammarTokenizer(tokenizer=tokenizer, eos_token_ids=self.model_text.eos_token_ids)))
         self.loop.add_reader(self._messages.fileno(), self._on_readable)
         pauses = PauseWatch(
             self.server_args.paused_request_timeout,
@@ -164,6 +172,8 @@ class TokenizerManager:
         ):
             prompt = unpack(ids)
             self._check(samples, len(prompt))
+            grammar = grammar_of(samples.sampling)
+            checked = None if grammar is None else await self.text.grammars.check(grammar)
             assert samples.sampling.max_new_tokens is not None
             tokens += len(prompt) * len(samples.rids)
             candidates += samples.candidates(len(prompt), samples.sampling.max_new_tokens)
@@ -172,7 +182,7 @@ class TokenizerManager:
             for k in range(len(samples.rids)):
                 if states:  # a request of one sample is one slice
                     await slices.end()
-                states.append(self._make_state(read.request, samples, k, prompt, write))
+                states.append(self._make_state(read.request, samples, k, prompt, write, checked))
                 messages.append(self._encode(states[-1].req))
         self.check_serving()
         for state in states:
@@ -205,7 +215,13 @@ class TokenizerManager:
             samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
 
     def _make_state(
-        self, obj: GenerateReqInput, samples: Samples, k: int, input_ids: list[int], write: Write | None
+        self,
+        obj: GenerateReqInput,
+        samples: Samples,
+        k: int,
+        input_ids: list[int],
+        write: Write | None,
+        grammar: CheckedGrammar | None,
     ) -> ReqState:
         """Return the state of sample `k` of a prompt."""
         assert self.model_text is not None
@@ -228,6 +244,9 @@ class TokenizerManager:
             namespace=samples.namespace,
             priority=obj.priority or 0,
         )
+        if grammar is not None:
+            req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))
+            req.grammar, req.grammar_bytes = grammar.translation, grammar.compiled_bytes
         return ReqState(
             samples.rids[k],
             req,

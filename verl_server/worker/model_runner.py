@@ -8,6 +8,7 @@ in stream order, results are copied to pinned memory, and `RunningStep.result` w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampled, Sampler
-from verl_server.sampling.spec import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.device import free_bytes, set_threads, trim_heap
@@ -113,14 +114,22 @@ class ModelRunner:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
+    def launch(
+        self,
+        batch: ForwardBatch,
+        specs: list[SampleSpec] | None,
+        make_masks: Callable[[], TokenMasks | None] | None = None,
+    ) -> RunningStep:
         """Launch one step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks.
+
+        `make_masks` is called on rank 0 while the device computes the logits, which stay valid until the next launch.
+        It must broadcast no command, because the other ranks wait for the sampled tokens.
 
         A step that ran out of memory may be launched again in parts, because it wrote nothing below the cached lengths
         of its requests.
         """
         try:
-            return self._launch(batch, specs)
+            return self._launch(batch, specs, make_masks)
         except Exception:
             self.sampler.forget()
             raise
@@ -130,7 +139,12 @@ class ModelRunner:
         return self._step_memory.special(spec)
 
     @torch.inference_mode()
-    def _launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> RunningStep:
+    def _launch(
+        self,
+        batch: ForwardBatch,
+        specs: list[SampleSpec] | None,
+        make_masks: Callable[[], TokenMasks | None] | None,
+    ) -> RunningStep:
         placement = self.kv.place(batch)
         prompt: dict[int, PromptCandidates] = {}
         logits = None
@@ -143,7 +157,8 @@ class ModelRunner:
             logits = self.model.logits(hidden.index_select(0, last)) if batch.sample else hidden
         if not batch.sample:
             return RunningStep(None, prompt, self._event())
-        sampled = self._sample(batch, logits, placement, specs)
+        masks = None if make_masks is None else make_masks()
+        sampled = self._sample(batch, logits, placement, specs, masks)
         return RunningStep(sampled, prompt, self._event())
 
     def _event(self) -> torch.cuda.Event | None:
@@ -171,11 +186,16 @@ class ModelRunner:
         return self.model.logits(hidden if last is None else hidden.index_select(0, last))
 
     def _sample(
-        self, batch: ForwardBatch, logits: Tensor, placement: Placement, specs: list[SampleSpec] | None
+        self,
+        batch: ForwardBatch,
+        logits: Tensor,
+        placement: Placement,
+        specs: list[SampleSpec] | None,
+        masks: TokenMasks | None,
     ) -> Sampled | None:
         """Sample on rank 0. If steps overlap, broadcast the tokens to the devices of all ranks for the next step."""
         lens = (placement.cached + placement.extend)[batch.sample]
-        sampled = None if specs is None else self.sampler.launch(logits, specs, lens)
+        sampled = None if specs is None else self.sampler.launch(logits, specs, lens, masks)
         if self.overlaps:
             ids = (
                 torch.empty(len(batch.sample), dtype=torch.int64, device=self.device)

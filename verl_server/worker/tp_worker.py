@@ -8,6 +8,7 @@ the same requests and write the same updates in the same order.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +17,7 @@ import torch
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import ControlReply, StagedReq, WeightReq
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling.spec import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
@@ -54,6 +55,10 @@ Command = ForwardBatch | WeightReq | WarmUpCommand | StageCommand | RunStagedCom
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
+MakeMasks = Callable[[], TokenMasks | None]
+"""Returns the masks for sampling a step. A launch calls it after it has launched the step's forward pass."""
+
+
 class Step(Protocol):
     """A step that was launched."""
 
@@ -79,8 +84,11 @@ class Runner(Protocol):
     def can_warm_up(self) -> bool:
         """True if `warm_up` has something left to do and can do it now."""
 
-    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
-        """Launch a step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks."""
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None, make_masks: MakeMasks | None = None) -> Step:
+        """Launch a step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks.
+
+        With `make_masks`, sampling is launched after `make_masks` returned.
+        """
 
     def step_bytes(self, spec: SampleSpec) -> int:
         """Return the bytes of device memory that sampling takes for a request beyond a plain draw."""
@@ -131,14 +139,14 @@ class TpWorker:
         self.stager = stager
         self.tp = tp
 
-    def launch(self, batch: ForwardBatch, specs: list[SampleSpec]) -> Step:
-        """Launch one step on all ranks (rank 0)."""
+    def launch(self, batch: ForwardBatch, specs: list[SampleSpec], make_masks: MakeMasks | None = None) -> Step:
+        """Launch one step on all ranks (rank 0). The other ranks know nothing of masks."""
         self._broadcast(batch)
-        return self._launch(batch, specs)
+        return self._launch(batch, specs, make_masks)
 
-    def _launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> Step:
+    def _launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None, make_masks: MakeMasks | None = None) -> Step:
         try:
-            return self.runner.launch(batch, specs)
+            return self.runner.launch(batch, specs, make_masks)
         except Exception as error:
             if self.tp.size == 1 or not is_out_of_memory(error):
                 raise

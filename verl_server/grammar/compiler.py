@@ -1,0 +1,127 @@
+"""`GrammarCompiler`: compiles translated grammars into matchers for the served model's tokenizer.
+
+A `Matcher` follows one output token by token, and computes which tokens may follow. llguidance compiles lazily: each
+step extends the automata that it needs. `_LIMITS` bound the work of the compilation and of each step. Compilation and
+masks release the interpreter's lock; the constructor of `GrammarCompiler` holds it for a second with a large
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from verl_server.errors import BadRequestError
+
+Words = npt.NDArray[np.int32]
+"""Bit t % 32 of word t // 32 is set if token t is allowed."""
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=50_000,
+    step_max_items=25_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""A step takes some milliseconds at most, and the automata of a matcher some ten MB."""
+COMPILER_STACK = 16 << 20
+"""Bytes of the stack of threads that compile. A trial has a quarter of it, because a stack that overflows ends the
+process."""
+_MOST_MESSAGE = 400
+"""Most characters of llguidance's error messages, which may quote the whole grammar."""
+
+
+class GrammarFailedError(Exception):
+    """A matcher cannot continue: it reached a limit, or it did not expect the token. The message says which."""
+
+
+class Matcher:
+    """The state of a grammar after the tokens that were consumed so far. Use it in one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.inner = matcher
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state. The two are independent."""
+        return Matcher(self.inner.deep_copy())
+
+    def check(self) -> None:
+        """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""
+        if self.inner.is_error():
+            raise GrammarFailedError(_short(self.inner.get_error()))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the output satisfies the grammar and no further token is allowed, except EOS."""
+        stopped: bool = self.inner.is_stopped()
+        return stopped
+
+
+class GrammarCompiler:
+    def __init__(self, tokenizer: bytes, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        """`tokenizer` is a `tokenizers.Tokenizer` as JSON. `vocab_size` is the model's, which may be padded.
+
+        Raise BadRequestError for a tokenizer that llguidance cannot read.
+        """
+        eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.decode(), n_vocab=vocab_size, eos_token=eos or None)
+        except Exception as error:  # llguidance raises ValueError, and a panic is no Exception
+            raise BadRequestError(
+                f"This model's tokenizer does not permit constrained decoding: {_short(str(error))}"
+            ) from None
+        self.num_words = -(-vocab_size // 32)
+        """Number of words of a mask."""
+
+    def compile(self, grammar: str) -> Matcher:
+        """Compile a translated grammar. Raise BadRequestError if it is malformed or exceeds a limit."""
+        matcher = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
+        try:
+            matcher.check()
+        except GrammarFailedError as error:
+            raise BadRequestError(f"The grammar was refused: {error}") from None
+        return matcher
+
+
+class MaskExecutor:
+    """Computes the masks of many matchers in parallel, without the interpreter's lock."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads` defaults to 80 % of the CPUs of this machine, and at most 32."""
+        self._executor = LLExecutor(threads)
+
+    def fill(self, matchers: Sequence[Matcher], words: Words) -> None:
+        """Write the mask of each matcher into its row of `words` int32 [len(matchers), words]. No matcher twice.
+
+        The row of a matcher that failed is undefined: `Matcher.check` raises its error.
+        """
+        assert words.flags.c_contiguous and len(words) == len(matchers)
+        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
+
+    def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> None:
+        """Advance each matcher by its token. `Matcher.check` raises the errors."""
+        self._executor.consume_token_par([(matcher.inner, token) for matcher, token in pairs])
+
+
+@contextmanager
+def stack_size(size: int) -> Iterator[None]:
+    """Start new threads with a stack of `size` bytes."""
+    previous = threading.stack_size(size)
+    try:
+        yield
+    finally:
+        threading.stack_size(previous)
+
+
+def _short(message: str) -> str:
+    """Return the message without its marks, cut to `_MOST_MESSAGE` characters."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= _MOST_MESSAGE else text[:_MOST_MESSAGE] + " ..."

@@ -1,0 +1,193 @@
+"""`Grammars`: compiles the grammars of requests, and computes which tokens their outputs may continue with.
+
+The `Scheduler` owns it. A request whose grammar is not compiled yet waits here, not in the planner's queue. Threads
+compile; equal grammars are compiled once. Text workers have tried out every grammar before, so a compilation ends.
+
+Each running request has a matcher, which advances by the tokens that were collected. So a retraction or a pause does
+not concern it. A matcher that fails ends its own request only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import FinishReason, GrammarTokenizer
+from verl_server.sampling.spec import TokenMasks
+from verl_server.scheduler.request_grammar import RequestGrammar, failed
+from verl_server.scheduler.schedule_batch import Req
+
+if TYPE_CHECKING:  # a server without grammars does not load llguidance
+    from verl_server.grammar.compiler import GrammarCompiler, MaskExecutor, Matcher, Words
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 2
+"""Number of grammars that are compiled at the same time."""
+_MOST_BYTES = 2**30
+"""Bytes of compiled grammars that are kept, roughly. Grammars of live requests are kept in addition."""
+_ENTRY_BYTES = 2**18
+"""Bytes that a compiled grammar counts in addition to its measured size, which is rough."""
+
+
+@dataclass
+class _Compiled:
+    start: Future[Matcher]
+    """A matcher at the start of the output, of which each request takes a copy."""
+    size: int
+
+
+class Grammars:
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int) -> None:
+        self._vocab_size, self._device, self._max_rows = vocab_size, device, max_rows
+        self.refusal: str | None = "This server has no tokenizer for constrained decoding."
+        """The reason why requests with a grammar are refused, or None."""
+        self.waiting: dict[str, Req] = {}
+        """Requests whose grammar is being compiled, by rid."""
+        self.on_compiled: Callable[[], None] = lambda: None
+        """Called in a thread whenever a compilation has ended."""
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        """Compiled grammars, the least recently used first."""
+        self._size = 0
+        self._compiler: GrammarCompiler | None = None
+        self._executor: MaskExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._words: torch.Tensor | None = None
+        """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
+        self._eos_token_ids: list[int] = []
+
+    def load(self, message: GrammarTokenizer) -> None:
+        """Prepare the tokenizer, which takes a second with a large vocabulary."""
+        from verl_server.grammar.compiler import GrammarCompiler, MaskExecutor
+
+        try:
+            self._compiler = GrammarCompiler(message.tokenizer, message.eos_token_ids, self._vocab_size)
+        except BadRequestError as error:
+            self.refusal = str(error)
+            logger.warning("Requests with a grammar are refused. %s", error)
+            return
+        self._executor = MaskExecutor()
+        self._eos_token_ids = [token for token in message.eos_token_ids if 0 <= token < self._vocab_size]
+        shape = (self._max_rows, self._compiler.num_words)
+        self._words = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self.refusal = None
+
+    # -- compilation -----------------------------------------------------------------------------------------
+
+    def attach(self, req: Req, grammar: str, size: int) -> None:
+        """Set the grammar of a request. If it must be compiled first, the request waits in `waiting`."""
+        entry = self._compiled.get(grammar)
+        if entry is None:
+            entry = self._compiled[grammar] = _Compiled(self._compile(grammar), size + len(grammar) + _ENTRY_BYTES)
+            self._size += entry.size
+            self._evict()
+        self._compiled.move_to_end(grammar)
+        stops = [token for token in req.stop_ids if token not in self._eos_token_ids]
+        req.grammar = RequestGrammar(entry.start, stops, req.spec.params.ignore_eos)
+        if not entry.start.done():
+            self.waiting[req.rid] = req
+
+    def has_compiled(self) -> bool:
+        """Return True if a waiting request can leave `waiting`."""
+        return any(_grammar_of(req).start.done() for req in self.waiting.values())
+
+    def take_compiled(self) -> list[Req]:
+        """Remove and return the requests whose compilation has ended."""
+        done = [req for req in self.waiting.values() if _grammar_of(req).start.done()]
+        for req in done:
+            del self.waiting[req.rid]
+        return done
+
+    def _compile(self, grammar: str) -> Future[Matcher]:
+        from verl_server.grammar.compiler import COMPILER_STACK, stack_size
+
+        assert self._compiler is not None and self._executor is not None
+        compiler, executor = self._compiler, self._executor
+
+        def work() -> Matcher:
+            matcher = compiler.compile(grammar)
+            # The first mask builds automata, of which the copies of the matcher have their part.
+            executor.fill([matcher], np.zeros((1, compiler.num_words), dtype=np.int32))
+            matcher.check()
+            return matcher
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compiler")
+        with stack_size(COMPILER_STACK):  # for the thread that `submit` may start
+            future = self._threads.submit(work)
+        future.add_done_callback(lambda _: self.on_compiled())
+        return future
+
+    def _evict(self) -> None:
+        for grammar in list(self._compiled):
+            if self._size <= _MOST_BYTES:
+                return
+            if self._compiled[grammar].start.done():
+                self._size -= self._compiled.pop(grammar).size
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def masks(self, sampled: Sequence[Req]) -> tuple[TokenMasks | None, list[tuple[Req, FinishReason]]]:
+        """Return the masks for the rows of a step, and the requests whose matcher failed, each with the reason.
+
+        `sampled` are the requests of the step, of which all earlier tokens were consumed. A request that ended has no
+        mask.
+        """
+        rows = [(row, req) for row, req in enumerate(sampled) if req.grammar is not None and req.row >= 0]
+        if not rows:
+            return None, []
+        assert self._words is not None and self._executor is not None
+        words = self._words[: len(rows)]
+        bits, grammars = words.numpy(), [_grammar_of(req) for _, req in rows]
+        try:
+            self._executor.fill([grammar.open() for grammar in grammars], bits)
+        except BaseException as error:  # a panic of llguidance is no Exception
+            return None, [(req, failed(error)) for _, req in rows]
+        failures: list[tuple[Req, FinishReason]] = []
+        for (_, req), grammar, row_bits in zip(rows, grammars, bits, strict=True):
+            if (reason := grammar.failure()) is not None:
+                failures.append((req, reason))
+            if grammar.ignore_eos or grammar.stop_ids:
+                self._adjust_ends(row_bits, grammar)
+        return TokenMasks([row for row, _ in rows], words), failures
+
+    def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
+        """Advance the matchers of requests by one token each. `RequestGrammar.end` returns the outcome."""
+        if not pairs:
+            return
+        assert self._executor is not None
+        try:
+            self._executor.consume([(_grammar_of(req).open(), token) for req, token in pairs])
+        except BaseException as error:  # a panic of llguidance is no Exception
+            for req, _ in pairs:
+                _grammar_of(req).error = error
+
+    def _adjust_ends(self, bits: Words, grammar: RequestGrammar) -> None:
+        """Allow or forbid the tokens that end an output, in the mask of one row."""
+        places = [
+            (token // 32, np.int32(1 << token % 32 if token % 32 < 31 else -(2**31))) for token in grammar.stop_ids
+        ]
+        eos = [(token // 32, token % 32) for token in self._eos_token_ids]
+        if not any(bits[word] >> shift & 1 for word, shift in eos):
+            return
+        for word, bit in places:
+            bits[word] |= bit
+        if grammar.ignore_eos:
+            kept = bits.copy()
+            for word, shift in eos:
+                bits[word] &= ~np.int32(1 << shift if shift < 31 else -(2**31))
+            if not bits.any():
+                bits[:] = kept
+
+
+def _grammar_of(req: Req) -> RequestGrammar:
+    assert req.grammar is not None
+    return req.grammar

@@ -1,0 +1,71 @@
+"""`RequestGrammar`: the grammar that the output of one request follows. `Grammars` makes it, and `Req` owns it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import FinishReason
+
+if TYPE_CHECKING:  # a server without grammars does not load llguidance
+    from verl_server.grammar.compiler import Matcher
+
+logger = logging.getLogger(__name__)
+
+
+class RequestGrammar:
+    """The grammar of one request, and the matcher of its output."""
+
+    def __init__(self, start: Future[Matcher], stop_ids: list[int], ignore_eos: bool) -> None:
+        self.start = start
+        self.stop_ids = stop_ids
+        """Tokens that end the request, in addition to the tokenizer's EOS. They are allowed where EOS is allowed."""
+        self.ignore_eos = ignore_eos
+        """Allow EOS only where no other token is allowed."""
+        self.error: BaseException | None = None
+        """A failure of the library."""
+        self._matcher: Matcher | None = None
+
+    def compile_failure(self) -> FinishReason | None:
+        """Return the reason if the compilation, which has ended, failed."""
+        error = self.start.exception(timeout=0)
+        return None if error is None else failed(error)
+
+    def open(self) -> Matcher:
+        """Return the matcher. The first call copies the compiled one."""
+        if self._matcher is None:
+            self._matcher = self.start.result(timeout=0).copy()
+        return self._matcher
+
+    def failure(self) -> FinishReason | None:
+        """Return the reason if the last mask, or the last token, could not be processed."""
+        from verl_server.grammar.compiler import GrammarFailedError
+
+        if self.error is not None:
+            return failed(self.error)
+        try:
+            self.open().check()
+        except GrammarFailedError as error:
+            return failed(error)
+        return None
+
+    def end(self, token: int) -> FinishReason | None:
+        """Return the reason if the request ends after `token`, which was consumed; None if it continues."""
+        if (reason := self.failure()) is not None:
+            return reason
+        return FinishReason(type="stop", matched=token) if self.open().is_complete else None
+
+
+def failed(error: BaseException) -> FinishReason:
+    """Return the reason with which a request ends whose grammar failed."""
+    from verl_server.grammar.compiler import GrammarFailedError
+
+    if isinstance(error, BadRequestError):
+        return FinishReason(type="abort", message=str(error), status_code=400)
+    if isinstance(error, GrammarFailedError):
+        message = f"The grammar cannot be followed any further: {error}. Use a simpler grammar."
+        return FinishReason(type="abort", message=message, status_code=400)
+    logger.error("A grammar failed.", exc_info=error)
+    return FinishReason(type="abort", message=f"The grammar failed: {type(error).__name__}: {error}", status_code=500)
