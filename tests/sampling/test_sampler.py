@@ -14,7 +14,7 @@ from verl_server.kernels import draw
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampler
-from verl_server.sampling.spec import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -27,6 +27,7 @@ def spec(
     stop: tuple[int, ...] = (),
     top: int = 0,
     ids: list[int] | None = None,
+    words: list[list[int]] | None = None,
     **params: Any,
 ) -> SampleSpec:
     return SampleSpec(
@@ -38,6 +39,7 @@ def spec(
         return_logprob=True,
         top_logprobs_num=top,
         token_ids_logprob=ids,
+        bad_words_ids=words or [],
     )
 
 
@@ -345,6 +347,141 @@ def test_prompt_candidates_over_chunks() -> None:
     assert plain.read().top is None and plain.read().requested is None
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.01},
+    {"temperature": 0.6, "top_k": 1},
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3, "output": (4, 4, 7)},
+    {"logit_bias": {"4": 2.5, "9": -100.0}, "temperature": 1.7},
+    {"allowed_token_ids": [3, 4, 5, 30], "top_p": 0.9},
+    {"words": [[7], [4, 9]], "output": (4,), "temperature": 0.3},
+]
+
+
+@pytest.mark.parametrize("mode", ["default", "raw", "sampling"])
+def test_a_sampled_token_has_one_logprob_in_all_places(sampler: Sampler, mode: str) -> None:
+    """The numbers are equal bit by bit, alone or in a batch with rows of other kinds.
+
+    The vocabulary has many blocks, so that the kernel of plain rows would add up in another order.
+    """
+    vocab = 1000
+    wide = Sampler(vocab, torch.device("cpu"), sampler._choose)
+    for seed in range(2):
+        specs = [spec(seed=seed, top=vocab, ids=list(range(vocab)), logprobs_mode=mode, **s) for s in SETTINGS]
+        logits = 3.0 * torch.randn(len(specs) + 1, vocab, generator=torch.Generator().manual_seed(seed))
+        for batch in (specs, [*specs, spec(seed=seed)]):
+            output = sample(wide, logits[: len(batch)], batch)
+            for row in range(len(specs)):
+                token, logprob = output.next_ids[row], output.logprobs[row]
+                top, asked = output.top_logprobs[row], output.token_ids_logprobs[row]
+                assert top is not None and asked is not None
+                assert logprob == asked.logprobs[token] == top.logprobs[top.token_ids.index(token)]
+                assert sorted(zip(top.token_ids, top.logprobs, strict=True)) == list(enumerate(asked.logprobs))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_modes_name_the_distribution_of_logprobs(sampler: Sampler, settings: dict[str, Any]) -> None:
+    logits, every = random_logits(1, seed=3), list(range(VOCAB))
+    s = spec(seed=5, ids=every, **settings)
+    drawn_from = masked(penalized(logits[0], s), s) / (s.params.temperature or 1.0)
+    filtered = Filters([s], VOCAB, torch.device("cpu"))(drawn_from[None], drawn_from.logsumexp(-1)[None, None])[0]
+    expected = {"default": drawn_from, "raw": logits[0], "sampling": filtered}
+    token = sample(sampler, logits, [s]).next_ids[0]
+    if s.params.is_greedy:
+        expected["sampling"] = torch.full((VOCAB,), -math.inf).index_fill(0, torch.tensor([token]), 0.0)
+    for mode, distribution in expected.items():
+        output = sample(sampler, logits, [spec(seed=5, ids=every, logprobs_mode=mode, **settings)])
+        plain = sample(sampler, logits, [spec(seed=5, logprobs_mode=mode, **settings)])
+        assert output.next_ids == plain.next_ids == [token], "the mode changes no draw"
+        logprobs = distribution.log_softmax(-1).clamp(min=draw.LOWEST)
+        asked = output.token_ids_logprobs[0]
+        assert asked is not None and asked.logprobs == pytest.approx(logprobs.tolist(), rel=1e-5, abs=2e-5)
+        assert plain.logprobs == pytest.approx([float(logprobs[token])], rel=1e-5, abs=2e-5)
+    if s.params.is_greedy:
+        assert plain.logprobs == [0.0] and sorted(set(asked.logprobs)) == [draw.LOWEST, 0.0]
+
+
+def test_rows_of_all_modes_in_one_batch(sampler: Sampler) -> None:
+    logits = random_logits(6, seed=4)
+    modes = ["raw", "default", "sampling", "sampling", "raw", "default"]
+    settings: list[dict[str, Any]] = [{"temperature": 0.5}, {}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": 0.5}, {}]
+    specs = [spec(seed=i, logprobs_mode=mode, **s) for i, (mode, s) in enumerate(zip(modes, settings, strict=True))]
+    together = sample(sampler, logits, specs)
+    for i, s in enumerate(specs):
+        alone = sample(sampler, logits[i : i + 1], [s])
+        assert alone.next_ids[0] == together.next_ids[i]
+        assert alone.logprobs[0] == pytest.approx(together.logprobs[i], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "special"),
+    [
+        ({"logprobs_mode": "raw"}, False),
+        ({"logprobs_mode": "raw", "temperature": 0.0}, False),
+        ({"logprobs_mode": "raw", "temperature": 0.5}, True),
+        ({"logprobs_mode": "sampling"}, False),
+        ({"logprobs_mode": "sampling", "temperature": 0.5}, False),
+        ({"logprobs_mode": "sampling", "temperature": 0.0}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"words": [[1, 2]]}, True),
+    ],
+)
+def test_a_mode_that_changes_nothing_takes_the_plain_path(settings: dict[str, Any], special: bool) -> None:
+    assert spec(**settings).special == special
+
+
+def masked(logits: Tensor, s: SampleSpec) -> Tensor:
+    """Apply `allowed_token_ids` and `bad_words` by their definition."""
+    logits = logits.clone()
+    for token in range(VOCAB):
+        if s.params.allowed_token_ids is not None and token not in s.params.allowed_token_ids:
+            logits[token] = -math.inf
+    for *before, last in s.bad_words_ids:
+        if not before or s.output_ids[-len(before) :] == before:
+            logits[last] = -math.inf
+    return logits
+
+
+def test_masks_over_steps_and_changing_batches(sampler: Sampler) -> None:
+    """A mask follows its row through changes of the batch, and a word's last token is forbidden after the others."""
+    a = spec(allowed_token_ids=list(range(0, VOCAB, 2)), temperature=0.0)
+    b = spec(allowed_token_ids=[1, 2, 3], words=[[2]], temperature=0.0)
+    every_pair = [[i, j] for i in range(0, VOCAB, 3) for j in range(0, VOCAB, 2)]
+    c = spec(words=[[5], *every_pair, [4, 6, 8]], temperature=0.0)
+    plain = spec(temperature=0.0)
+    assert c.reads_outputs and not b.reads_outputs
+    for step, batch in enumerate([[a, plain], [a, plain], [plain, b, a], [c, a, b], [c, b], [a, b, c], [c], [c, a]]):
+        logits = random_logits(len(batch), seed=step)
+        output = sample(sampler, logits, batch)
+        for i, s in enumerate(batch):
+            expected = masked(logits[i], s)
+            assert output.next_ids[i] == int(expected.argmax())
+            assert output.logprobs[i] == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-5)
+        for s, token in zip(batch, output.next_ids, strict=True):
+            s.output_ids.append(token)
+
+
+def test_masks_are_made_again_after_a_launch_that_failed(sampler: Sampler) -> None:
+    s, logits = spec(allowed_token_ids=[7], words=[[1, 2]], temperature=0.0), random_logits()
+    assert sample(sampler, logits, [s]).next_ids == [7]
+    sampler.forget()
+    assert sample(sampler, logits, [s]).next_ids == [7]
+
+
+@pytest.mark.parametrize("mode", ["default", "raw", "sampling"])
+def test_a_row_without_an_allowed_token_is_flagged(sampler: Sampler, mode: str) -> None:
+    nothing = spec(allowed_token_ids=[4], words=[[4]], logprobs_mode=mode)
+    logits = random_logits(2)
+    output = sample(sampler, logits, [nothing, spec(seed=3)])
+    assert output.logprobs[0] == NOTHING_ALLOWED and 0 <= output.next_ids[0] < VOCAB
+    assert output.next_ids[1] == sample(sampler, logits[1:], [spec(seed=3)]).next_ids[0]
+    logits[0, 4] = math.nan
+    assert math.isnan(sample(sampler, logits[:1], [spec(allowed_token_ids=[4], logprobs_mode=mode)]).logprobs[0])
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("fused", [True, False])
 def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, fused: bool) -> None:
@@ -358,6 +495,8 @@ def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, f
         {"presence_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {"4": 1.0}},
         {"min_new_tokens": 9, "stop": (2, 3)},
         {"ids": []},
+        {"allowed_token_ids": [1, 2, 3], "logprobs_mode": "raw"},
+        {"words": [[4], [0, 5]], "top_k": 6, "logprobs_mode": "sampling"},
     ]
     batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
     choose = draw.choose

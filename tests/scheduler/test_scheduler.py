@@ -7,8 +7,10 @@ import torch
 
 from tests.scheduler.fakes import VOCAB, Harness, generate, logprob_of, prompt
 from verl_server.io_struct import FinishReq, PauseGenerationReq, TokenizedGenerateReq, TokenLogprobs
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler import batch_planner
+from verl_server.worker.forward_batch import ForwardBatch
 
 
 def test_mixed_lengths_match_the_reference() -> None:
@@ -79,6 +81,27 @@ def test_nan_ends_the_request_without_the_token_and_leaves_no_pages_behind() -> 
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------
+
+
+def test_a_request_without_an_allowed_token_ends_with_400_and_harms_nobody() -> None:
+    h = Harness()
+    compute = h.runner.compute
+
+    def forbid(batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+        output = compute(batch, specs)
+        output.logprobs = [
+            NOTHING_ALLOWED if len(s.output_ids) == 2 else logprob
+            for s, logprob in zip(specs, output.logprobs, strict=True)
+        ]
+        return output
+
+    h.runner.compute = forbid  # type: ignore[method-assign]
+    h.add("masked", prompt(1, 6), 8, bad_words_ids=[[1]])
+    h.add("plain", prompt(2, 6), 8)
+    h.run()
+    assert h.finished["masked"].type == "abort" and h.finished["masked"].status_code == 400
+    assert "bad_words" in (h.finished["masked"].message or "") and len(h.tokens["masked"]) == 2
+    assert h.finished["plain"].matched == "NaN happened", "without a mask, the model is at fault"
 
 
 def test_output_logprobs_and_candidates_only_where_asked() -> None:
@@ -352,6 +375,8 @@ def test_a_second_live_rid_is_dropped_without_harm() -> None:
         ([1, 2], 4, {"return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob"),
         ([1, 2], 4, {"return_logprob": True, "top_logprobs_num": VOCAB + 1}, "top_logprobs_num"),
         ([1, 2], -1, {}, "max_new_tokens"),
+        ([1, 2], 4, {"bad_words_ids": [[1], [2, VOCAB]]}, "bad_words_ids"),
+        ([1, 2], 4, {"bad_words_ids": [[]]}, "bad_words_ids"),
     ],
 )
 def test_bad_requests_end_with_400(ids: list[int], new: int, fields: dict[str, object], says: str) -> None:

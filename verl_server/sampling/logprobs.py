@@ -1,6 +1,8 @@
-"""Further log-probabilities: of the most likely tokens, of requested token ids, and of prompt tokens.
+"""Log-probabilities of rows of logits: of sampled tokens, most likely tokens, requested ids and prompt tokens.
 
-Each class launches its work with a step and is read after the step. In between, the results are copied to the host.
+All numbers of a row come from one `LogSoftmax`. So a token has the same log-probability, bit for bit, as the sampled
+token, among the most likely tokens and among the requested ids. The other classes launch their work with a step and are
+read after the step. In between, the results are copied to the host.
 """
 
 from __future__ import annotations
@@ -22,6 +24,49 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
 
 
+class LogSoftmax:
+    """Log-probabilities of the tokens of `logits` [n, vocab] fp32, which must not be changed afterwards.
+
+    Minus infinity is returned as the lowest finite fp32 number. A row with NaN or +inf returns NaN.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        # The largest logit and the rest of the normalizer are subtracted one after the other: their sum would lose the
+        # digits of the rest at a low temperature.
+        self._largest = logits.amax(-1, keepdim=True).clamp_(min=LOWEST)
+        self._rest = (logits - self._largest).exp_().sum(-1, keepdim=True).log_()
+
+    @property
+    def norms(self) -> Tensor:
+        """Logsumexp of the rows, [n, 1]."""
+        return self._largest + self._rest
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Return the log-probabilities of `ids` int64 [n, m], for each row its own."""
+        return self._normalized(self.logits.gather(1, ids), self._largest, self._rest)
+
+    def top(self, rows: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
+        """Return (log-probabilities, ids) of the `num` most likely tokens of `rows` int64 [m] or of all, [m, num]."""
+        parts = (self.logits, self._largest, self._rest)
+        logits, largest, rest = parts if rows is None else (part.index_select(0, rows) for part in parts)
+        values, ids = logits.topk(num, dim=-1)
+        return self._normalized(values, largest, rest), ids
+
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the log-probabilities of the tokens `columns` [k] of the rows `rows` [k]."""
+        return self._normalized(self.logits[rows, columns], self._largest[rows, 0], self._rest[rows, 0])
+
+    def or_flags(self, logprobs: Tensor) -> Tensor:
+        """Return `logprobs` [n], but NaN for rows with NaN or +inf, and `NOTHING_ALLOWED` for rows of only -inf."""
+        rest = self._rest.squeeze(1)
+        return torch.where(rest.isfinite(), logprobs, -rest)  # the logarithm of a sum of zeros is -inf
+
+    @staticmethod
+    def _normalized(values: Tensor, largest: Tensor, rest: Tensor) -> Tensor:
+        return (values - largest).sub_(rest).clamp_(min=LOWEST)
+
+
 class Candidates(Protocol):
     """Log-probabilities of several tokens for each row of a step."""
 
@@ -31,14 +76,11 @@ class Candidates(Protocol):
 
 
 class TopCandidates:
-    """The `nums[i]` >= 1 most likely tokens of each row i of logits [n, vocab] fp32, the most likely first.
+    """The `nums[i]` >= 1 most likely tokens of each of the rows `rows`, or of all rows, the most likely first."""
 
-    In this module, `norms` [n, 1] are the logsumexp of the rows.
-    """
-
-    def __init__(self, logits: Tensor, norms: Tensor, nums: Sequence[int]) -> None:
-        values, ids = logits.topk(min(max(nums), logits.shape[1]), dim=-1)
-        self._values, self._ids, self._nums = to_host((values - norms).clamp_(min=LOWEST)), to_host(ids), nums
+    def __init__(self, softmax: LogSoftmax, rows: Tensor | None, nums: Sequence[int]) -> None:
+        values, ids = softmax.top(rows, min(max(nums), softmax.logits.shape[1]))
+        self._values, self._ids, self._nums = to_host(values), to_host(ids), nums
 
     def read(self) -> list[TokenLogprobs]:
         rows = zip(self._values.tolist(), self._ids.tolist(), self._nums, strict=True)
@@ -59,9 +101,8 @@ class RequestedTokens:
 class RequestedCandidates:
     """Log-probabilities of the requested tokens of each row, in the order of the request; one gather for all rows."""
 
-    def __init__(self, logits: Tensor, norms: Tensor, requested: RequestedTokens) -> None:
-        values = logits[requested.rows, requested.columns] - norms[requested.rows, 0]
-        self._values, self._ids = to_host(values.clamp_(min=LOWEST)), requested.ids
+    def __init__(self, softmax: LogSoftmax, requested: RequestedTokens) -> None:
+        self._values, self._ids = to_host(softmax.at(requested.rows, requested.columns)), requested.ids
 
     def read(self) -> list[TokenLogprobs]:
         values, start, result = self._values.tolist(), 0, []
@@ -88,13 +129,13 @@ class PromptCandidates:
         targets = self._targets[self._launched : self._launched + n]
         self._launched += n
         ids = to_device(np.array(targets, dtype=np.int64), logits.device).unsqueeze(1)
-        norms = logits.logsumexp(-1, keepdim=True)
-        self._values.append(to_host((logits.gather(1, ids) - norms).squeeze(1)))
+        softmax = LogSoftmax(logits)
+        self._values.append(to_host(softmax.of(ids).squeeze(1)))
         if self._top_num:
-            self._top.append(TopCandidates(logits, norms, [self._top_num] * n))
+            self._top.append(TopCandidates(softmax, None, [self._top_num] * n))
         if self._requested is not None:
             requested = RequestedTokens([(row, self._requested) for row in range(n)], logits.device)
-            self._requested_candidates.append(RequestedCandidates(logits, norms, requested))
+            self._requested_candidates.append(RequestedCandidates(softmax, requested))
 
     def read(self) -> PromptLogprobs:
         """The log-probabilities of all chunks. Call it after the last step is done."""

@@ -57,11 +57,7 @@ class Penalties:
 
     def set_batch(self, specs: list[SampleSpec]) -> None:
         """Prepare for a batch of other rows. Counts of rows that stay in the batch are kept."""
-        counted = [
-            _Counted(i, s, 0)
-            for i, s in enumerate(specs)
-            if s.params.repetition_penalty != 1.0 or s.params.frequency_penalty or s.params.presence_penalty
-        ]
+        counted = [_Counted(i, s, 0) for i, s in enumerate(specs) if s.penalized]
         self._counts = self._build_counts(counted, self._counts) if counted else None
         self._bias = self._build_bias(specs)
         self._min_new = [(i, s) for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]

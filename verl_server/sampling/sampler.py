@@ -1,21 +1,23 @@
 """`Sampler`: from logits to next tokens and log-probabilities, for a mixed batch, without waiting for the device.
 
-The sampler runs on rank 0. Log-probabilities of output tokens are `logits - logsumexp(logits)` in fp32, where `logits`
-are (model logits + penalties + bias) / temperature over the full vocabulary, before top-k, top-p and min-p. Temperature
-0 counts as 1. The mask of stop tokens by `min_new_tokens` counts as a penalty. Log-probabilities of prompt tokens
-(`logprobs.PromptCandidates`) are computed from the model's raw logits.
-
-The order of operations is SGLang's. First, a token that a grammar forbids gets the logit -inf, which no later operation
-changes, so all log-probabilities are over the allowed tokens. Then repetition penalty (prompt and output tokens),
-frequency and presence penalty (output tokens), `logit_bias`, `min_new_tokens`, temperature. Then top-k, top-p
+The sampler runs on rank 0. The order of operations is SGLang's. First, a token that a grammar forbids gets the logit
+-inf, which no later operation changes. Then repetition penalty (prompt and output tokens), frequency and presence
+penalty (output tokens), `logit_bias`, `min_new_tokens`, the masks (`Masks`) and the temperature. Then top-k, top-p
 (cumulated over the unfiltered distribution) and min-p (relative to the largest probability) each filter the same
 distribution.
+
+Log-probabilities of output tokens are the fp32 log-softmax of logits that `SamplingParams.logprobs_mode` names:
+"default" those after the temperature, before the filters; "raw" the model's; "sampling" those after the filters, and
+for a greedy row the sampled token alone. The default is over the allowed vocabulary, because grammars, masks and
+`min_new_tokens` count. Temperature 0 counts as 1. Log-probabilities of prompt tokens (`logprobs.PromptCandidates`) are
+always raw.
 
 A draw (`kernels.draw`) is a function of the request's seed, the position of the token and the distribution. It does not
 depend on the other rows of the batch or on earlier steps.
 
-A row whose logits contain NaN or +inf, or no finite value, gets a valid token id and log-probability NaN; the scheduler
-finishes such a request. Minus infinity is reported as the lowest finite fp32 number.
+A row whose logits contain NaN or +inf gets a valid token id and log-probability NaN. A row in which no token is allowed
+gets NaN or `spec.NOTHING_ALLOWED`. The scheduler ends such requests. Minus infinity is reported as the lowest finite
+fp32 number.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from verl_server.io_struct import TokenLogprobs
 from verl_server.kernels import draw, token_mask
 from verl_server.kernels.device_arrays import Ints, to_device
 from verl_server.sampling.filters import Filters
-from verl_server.sampling.logprobs import Candidates, RequestedCandidates, RequestedTokens, TopCandidates, to_host
+from verl_server.sampling.logprobs import (
+    Candidates,
+    LogSoftmax,
+    RequestedCandidates,
+    RequestedTokens,
+    TopCandidates,
+    to_host,
+)
+from verl_server.sampling.masks import Masks
 from verl_server.sampling.penalties import Penalties
 from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
 
@@ -94,6 +104,9 @@ class _Special:
     ones: Tensor
     """fp32 [len(rows)]: the scales for a draw from logits that are divided by the temperature already."""
     filters: Filters | None
+    modes: _Modes | None
+    raw_rows: Tensor | None
+    """int64 indices in the batch of the rows of mode "raw", or None."""
     top: tuple[Tensor, list[int]] | None
     """(indices in `rows`, number of tokens for each) of the rows that request the most likely tokens."""
     top_rows: list[int]
@@ -104,6 +117,34 @@ class _Special:
     """Indices in the batch of the rows that request token ids."""
 
 
+@dataclass
+class _Modes:
+    """Rows whose log-probabilities are not the default ones, as int64 indices in `_Special.rows`, or None."""
+
+    raw: Tensor | None
+    filtered: Tensor | None
+    """Rows of mode "sampling" that are drawn."""
+    greedy: Tensor | None
+    """Rows of mode "sampling" that are greedy."""
+
+    def reported(self, logits: Tensor, raw: Tensor | None, drawn: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits whose log-softmax is reported, [n, vocab].
+
+        The arguments are the logits after the temperature [n, vocab], the model's logits of the rows `self.raw`, the
+        filtered logits [n, vocab] and the sampled ids [n].
+        """
+        reported = logits.clone()
+        if self.raw is not None and raw is not None:
+            reported.index_copy_(0, self.raw, raw)
+        if self.filtered is not None:
+            reported.index_copy_(0, self.filtered, drawn.index_select(0, self.filtered))
+        if self.greedy is not None:
+            sampled = ids.index_select(0, self.greedy).unsqueeze(1)
+            point = torch.full((len(sampled), logits.shape[1]), -torch.inf, device=logits.device)
+            reported.index_copy_(0, self.greedy, point.scatter_(1, sampled, 0.0))
+        return reported
+
+
 class Sampler:
     """Samples a batch. Keeps the parameter tensors of the last batch, and uses them again if the rows are the same."""
 
@@ -111,12 +152,14 @@ class Sampler:
         """`choose`: `draw.choose`, or a kernel that computes the same."""
         self._vocab_size, self._device, self._choose = vocab_size, device, choose
         self._penalties = Penalties(vocab_size, device)
+        self._masks = Masks(vocab_size, device)
         self._batch: _Batch | None = None
 
     def forget(self) -> None:
         """Hold nothing of the last batch: a launch that failed may have left it half updated."""
         self._batch = None
         self._penalties.forget()
+        self._masks.forget()
 
     def launch(
         self, logits: Tensor, specs: list[SampleSpec], positions: Ints, masks: TokenMasks | None = None
@@ -126,50 +169,58 @@ class Sampler:
         `specs[i]` are the parameters of row i. `positions` int64 [n] are the positions of the tokens to sample in their
         sequences, prompt included. `masks` forbids tokens. The logits may be overwritten.
         """
-        if masks is not None:
-            rows = self._tensor(np.array(masks.rows, dtype=np.int64))
-            token_mask.apply(logits, rows, masks.words.to(self._device, non_blocking=True))
         batch = self._batch
         if batch is None or specs != batch.specs:  # specs are compared by identity
             batch = self._batch = self._prepare(list(specs))
         special = batch.special
+        raw = None if special is None or special.raw_rows is None else logits.index_select(0, special.raw_rows).float()
+        if masks is not None:
+            rows = self._tensor(np.array(masks.rows, dtype=np.int64))
+            token_mask.apply(logits, rows, masks.words.to(self._device, non_blocking=True))
         keys = to_device(draw.row_keys(batch.mixed_seeds, positions), self._device)
         if special is None:
             ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
             return Sampled(ids, to_host(ids), to_host(logprobs))
         if len(special.rows) == len(specs):
-            part, norms = self._edit(logits, special, positions)
-            ids, logprobs = self._choose_special(part, norms, special, keys)
+            ids, logprobs, reported = self._sample_special(logits, raw, special, positions, keys)
         else:
             # The special rows are drawn with all others first, then again from their edited logits.
             ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
-            part, norms = self._edit(logits.index_select(0, special.index), special, positions[special.rows])
-            own = self._choose_special(part, norms, special, keys.index_select(0, special.index))
-            ids.index_copy_(0, special.index, own[0])
-            logprobs.index_copy_(0, special.index, own[1])
+            part, part_keys = logits.index_select(0, special.index), keys.index_select(0, special.index)
+            own_ids, own_logprobs, reported = self._sample_special(
+                part, raw, special, positions[special.rows], part_keys
+            )
+            ids.index_copy_(0, special.index, own_ids)
+            logprobs.index_copy_(0, special.index, own_logprobs)
         sampled = Sampled(ids, to_host(ids), to_host(logprobs))
         if special.top is not None:
-            index, nums = special.top
-            top = TopCandidates(part.index_select(0, index), norms.index_select(0, index), nums)
-            sampled.top = special.top_rows, top
+            sampled.top = special.top_rows, TopCandidates(reported, *special.top)
         if special.requested is not None:
-            sampled.requested = special.requested_rows, RequestedCandidates(part, norms, special.requested)
+            sampled.requested = special.requested_rows, RequestedCandidates(reported, special.requested)
         return sampled
 
-    def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> tuple[Tensor, Tensor]:
-        """(fp32 logits of the special rows after penalties, bias and temperature, their logsumexp [n, 1])."""
+    def _sample_special(
+        self, logits: Tensor, raw: Tensor | None, special: _Special, positions: Ints, keys: Tensor
+    ) -> tuple[Tensor, Tensor, LogSoftmax]:
+        """Sample the special rows, whose `logits` may be overwritten. `raw` are the model's logits of the raw rows.
+
+        Returns (ids [n], their log-probabilities [n], the log-probabilities of all tokens).
+        """
+        modes = special.modes
+        logits = self._edit(logits, special, positions)
+        reported = softmax = LogSoftmax(logits)
+        drawn = logits if special.filters is None else special.filters(logits, softmax.norms)
+        ids, _ = self._choose(drawn, special.ones, special.greedy, keys)
+        if modes is not None:
+            reported = LogSoftmax(modes.reported(logits, raw, drawn, ids))
+        return ids, softmax.or_flags(reported.of(ids.unsqueeze(1)).squeeze(1)), reported
+
+    def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> Tensor:
+        """Return the fp32 logits of the special rows after penalties, bias, masks and temperature."""
         logits = logits.float().contiguous()
         self._penalties.apply(logits, positions)
-        logits.mul_(special.scales.unsqueeze(1))
-        return logits, logits.logsumexp(-1, keepdim=True)
-
-    def _choose_special(self, logits: Tensor, norms: Tensor, special: _Special, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw from the filtered logits. Returns (ids, log-probabilities from the unfiltered logits), each [n]."""
-        if special.filters is None:
-            return self._choose(logits, special.ones, special.greedy, keys)
-        ids, _ = self._choose(special.filters(logits, norms), special.ones, special.greedy, keys)
-        logprobs = logits.gather(1, ids.unsqueeze(1)).sub_(norms).clamp_(min=draw.LOWEST)
-        return ids, logprobs.masked_fill_(~norms.isfinite(), torch.nan).squeeze(1)
+        self._masks.apply(logits)
+        return logits.mul_(special.scales.unsqueeze(1))
 
     # -- preparation when the rows of the batch change -----------------------------------------------------------
 
@@ -180,6 +231,7 @@ class Sampler:
         greedy = np.array([p.is_greedy for p in params], dtype=bool)
         rows = [i for i, s in enumerate(specs) if s.special]
         self._penalties.set_batch([specs[i] for i in rows])
+        self._masks.set_batch([specs[i] for i in rows])
         return _Batch(
             specs,
             self._tensor(scales),
@@ -194,6 +246,12 @@ class Sampler:
         own = [specs[i] for i in rows]
         top = {place: s.top_logprobs_num for place, s in enumerate(own) if s.top_logprobs_num}
         requested = {place: s.token_ids_logprob for place, s in enumerate(own) if s.token_ids_logprob is not None}
+        places = {
+            "raw": [place for place, s in enumerate(own) if s.logprobs_mode == "raw"],
+            "filtered": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and s.filtered],
+            "greedy": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and not s.filtered],
+        }
+        modes = {name: self._tensor(np.array(of, dtype=np.int64)) if of else None for name, of in places.items()}
         return _Special(
             rows=rows,
             index=self._tensor(np.array(rows, dtype=np.int64)),
@@ -201,6 +259,8 @@ class Sampler:
             greedy=self._tensor(greedy[rows]),
             ones=torch.ones(len(rows), device=self._device),
             filters=Filters(own, self._vocab_size, self._device) if any(s.filtered for s in own) else None,
+            modes=_Modes(**modes) if any(places.values()) else None,
+            raw_rows=self._tensor(np.array([rows[p] for p in raw], dtype=np.int64)) if (raw := places["raw"]) else None,
             top=(self._tensor(np.array(list(top), dtype=np.int64)), list(top.values())) if top else None,
             top_rows=[rows[place] for place in top],
             requested=RequestedTokens(list(requested.items()), self._device) if requested else None,

@@ -5,12 +5,16 @@ The scheduler builds a spec when it admits a request, the `Sampler` reads the sp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
-from verl_server.sampling_params import TOP_K_ALL, SamplingParams
+from verl_server.sampling_params import TOP_K_ALL, LogprobsMode, SamplingParams
+
+NOTHING_ALLOWED = math.inf
+"""In place of a log-probability: every token of the row has the logit -inf, so none can be sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,16 @@ class SampleSpec:
     """Number of most likely tokens whose log-probabilities are requested."""
     token_ids_logprob: list[int] | None = None
     """Token ids whose log-probabilities are requested."""
+    bad_words_ids: list[list[int]] = field(default_factory=list)
+    """Token sequences whose last token is forbidden after the other ones."""
+    has_grammar: bool = False
+    """True if the step has `TokenMasks` for the request."""
+    logprobs_mode: LogprobsMode = field(init=False)
+    """The requested mode, or "default" if both have the same distribution or no log-probabilities are requested."""
+    penalized: bool = field(init=False)
+    """True if penalties read the counts of earlier tokens."""
+    masked: bool = field(init=False)
+    """True if `Masks` forbids tokens."""
     reads_outputs: bool = field(init=False)
     """True if sampling needs the values of all earlier output tokens on the host."""
     filtered: bool = field(init=False)
@@ -43,11 +57,20 @@ class SampleSpec:
 
     def __post_init__(self) -> None:
         p = self.params
-        self.reads_outputs = p.repetition_penalty != 1.0 or bool(p.frequency_penalty or p.presence_penalty)
+        self.penalized = p.repetition_penalty != 1.0 or bool(p.frequency_penalty or p.presence_penalty)
+        self.masked = p.allowed_token_ids is not None or bool(self.bad_words_ids)
+        self.reads_outputs = self.penalized or any(len(word) > 1 for word in self.bad_words_ids)
         self.filtered = not p.is_greedy and (p.top_p < 1.0 or p.top_k < TOP_K_ALL or p.min_p > 0.0)
-        edited = self.reads_outputs or bool(p.logit_bias) or (p.min_new_tokens > 0 and bool(self.stop_ids))
+        biased = bool(p.logit_bias) or (p.min_new_tokens > 0 and bool(self.stop_ids))
+        edited = self.penalized or self.masked or biased
+        differs = {
+            "default": False,
+            "raw": edited or self.has_grammar or p.temperature not in (0.0, 1.0),
+            "sampling": self.filtered or p.is_greedy,
+        }
+        self.logprobs_mode = p.logprobs_mode if self.return_logprob and differs[p.logprobs_mode] else "default"
         reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None
-        self.special = self.filtered or edited or reported
+        self.special = self.filtered or edited or reported or self.logprobs_mode != "default"
 
 
 @dataclass(slots=True)
@@ -67,7 +90,8 @@ class ForwardOutput:
     next_ids: list[int]
     """Sampled token ids."""
     logprobs: list[float]
-    """Log-probabilities of the sampled tokens, always filled. `Sampler` defines them."""
+    """Log-probabilities of the sampled tokens, always filled. `Sampler` defines them. NaN: the logits are NaN or +inf.
+    `NOTHING_ALLOWED`: all are -inf."""
     top_logprobs: list[TokenLogprobs | None]
     """Log-probabilities of the most likely tokens; None for entries that did not request them."""
     token_ids_logprobs: list[TokenLogprobs | None]

@@ -462,9 +462,7 @@ class ControlQueue:
         """Refuse the pauses that have not begun."""
         pauses, self._pauses = self._pauses, []
         for pending in pauses:
-            self._reply(
-                ControlReply(id=pending.req.id, success=False, message=message, status_code=status_code)
-            )
+            self._reply(ControlReply(id=pending.req.id, success=False, message=message, status_code=status_code))
 
     def _is_busy(self) -> bool:
         """Return True if a request runs, or if one waits and generation is not held."""

@@ -138,6 +138,8 @@ class Req:
             return_logprob=message.return_logprob,
             top_logprobs_num=message.top_logprobs_num if message.return_logprob else 0,
             token_ids_logprob=message.token_ids_logprob if message.return_logprob else None,
+            bad_words_ids=message.bad_words_ids,
+            has_grammar=bool(message.grammar),
         )
         self.wants_candidates = self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None
         self.prompt_logprobs: PromptLogprobState | None = None

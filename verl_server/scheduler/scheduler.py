@@ -14,6 +14,7 @@ turn that launched it.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     WithdrawReq,
 )
-from verl_server.sampling.spec import ForwardOutput, TokenMasks
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, TokenMasks
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control_queue import ControlQueue
 from verl_server.scheduler.grammars import Grammars
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 _REMEDY = (
     "Request fewer log-probabilities (top_logprobs_num, token_ids_logprob), or leave more memory to steps: start the "
     "server with a smaller mem_fraction_static, chunked_prefill_size or max_running_requests."
+)
+_NOTHING_ALLOWED = (
+    "No token can be sampled: allowed_token_ids, bad_words, logit_bias and min_new_tokens together forbid every token."
 )
 _TOO_LARGE = (
     "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
@@ -363,7 +367,11 @@ class Scheduler:
         for sampled, (req, token, logprob) in enumerate(tokens):
             if req.row < 0:
                 continue
-            if logprob != logprob or not 0 <= token < vocab_size:  # NaN: there was no distribution
+            if logprob == NOTHING_ALLOWED and req.spec.masked:
+                out.add(req, _refused(400, _NOTHING_ALLOWED), [], [])
+                finished.append((req, True))
+                continue
+            if not math.isfinite(logprob) or not 0 <= token < vocab_size:  # there was no distribution
                 out.add(req, _NO_TOKEN if req.grammar is not None else _NAN, [], [])
                 finished.append((req, False))
                 continue
@@ -393,7 +401,7 @@ class Scheduler:
             [
                 (req, token)
                 for req, token, logprob in tokens
-                if req.grammar is not None and req.row >= 0 and logprob == logprob and token not in req.stop_ids
+                if req.grammar is not None and req.row >= 0 and math.isfinite(logprob) and token not in req.stop_ids
             ]
         )
 
@@ -448,7 +456,11 @@ def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
     """Raise BadRequestError for values that would be invalid indices on the device or make a whole step fail."""
     message.sampling.verify()
     message.sampling.verify_vocab(vocab_size)
-    for name, ids in (("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)):
+    words = message.bad_words_ids
+    if any(not word for word in words):
+        raise BadRequestError("bad_words_ids must be sequences of at least one token id.")
+    given = [("input_ids", message.input_ids), ("token_ids_logprob", message.token_ids_logprob)]
+    for name, ids in [*given, *(("bad_words_ids", word) for word in words)]:
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             raise BadRequestError(f"{name} must be token ids in 0..{vocab_size - 1}, the model's vocabulary.")
     if not 0 <= message.top_logprobs_num <= vocab_size:

@@ -32,6 +32,10 @@ _PENALTIES = 34
 """The same for penalties: the counts, old and new while a batch changes, and six temporaries in fp32."""
 _FILTERS = 60
 """The same for top-k, top-p and min-p: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
+_MASK = 14
+"""The same for `allowed_token_ids`: the mask, old and new while a batch changes, and two copies of the logits."""
+_MODE = 12
+"""The same for log-probabilities that are not the default ones: other logits, their copies and their exponentials."""
 _TOP = 40
 """Bytes for each token of a top-k: value and id, before and after their sort, and the sort's workspace."""
 _NAMED = 32
@@ -70,7 +74,8 @@ class StepMemory:
         """Return the bytes that sampling takes for one request beyond a plain draw."""
         if not spec.special:
             return 0
-        each = _EDITED + _PENALTIES * spec.reads_outputs + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
+        each = _EDITED + _PENALTIES * spec.penalized + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
+        each += _MASK * spec.masked + _MODE * (spec.logprobs_mode != "default")
         return each * self.vocab_size + self._reported(spec.top_logprobs_num, spec.token_ids_logprob)
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
