@@ -37,18 +37,18 @@ class ToolFormat:
     """Character that begins calls without the tag, at the beginning of the content."""
     inner: tuple[str, ...] = ()
     """Tags inside a call."""
+    needs_types: bool = False
+    """True if values have no quotes, so that the reader needs the types of parameters."""
     short_ids: bool = False
     """True if the chat template accepts only ids of 9 letters and digits."""
 
 
 TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", lambda types: JsonCall(), close="</tool_call>"),
-    "qwen3_coder": ToolFormat("<tool_call>", XmlCall, close="</tool_call>"),
+    "qwen3_coder": ToolFormat("<tool_call>", XmlCall, close="</tool_call>", needs_types=True),
     "llama3_json": ToolFormat("<|python_tag|>", lambda types: JsonCalls("", ";", ""), bare="{"),
     "pythonic": ToolFormat("<|python_start|>", lambda types: PythonCalls(), close="<|python_end|>", bare="["),
-    "mistral": ToolFormat(
-        "[TOOL_CALLS]", lambda types: MistralCalls(), inner=("[CALL_ID]", "[ARGS]"), short_ids=True
-    ),
+    "mistral": ToolFormat("[TOOL_CALLS]", lambda types: MistralCalls(), inner=("[CALL_ID]", "[ARGS]"), short_ids=True),
 }
 _TOOL_ALIASES = {
     "qwen": "hermes",

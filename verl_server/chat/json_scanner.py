@@ -120,7 +120,7 @@ class JsonScanner:
                 self._close()
             else:
                 return self._break(at)
-        elif char == "}" and state == _FIRST_KEY or char == "]" and state == _FIRST_ITEM:
+        elif (char, state) in (("}", _FIRST_KEY), ("]", _FIRST_ITEM)):
             self._close()
         elif state in (_FIRST_KEY, _KEY):
             if char != '"':

@@ -1,9 +1,9 @@
 """`OutputFormat` and `OutputParser`: split a policy's text into reasoning, content and tool calls.
 
 Dialects make an `OutputFormat` for each chat template and an `OutputParser` for each sample. The parser takes text in
-pieces and returns deltas. The joined deltas do not depend on how the text was cut. Each character is looked at a bounded
-number of times, and only the beginning of a possible tag, white space before it, and the text of a call that is not yet
-certain are held back. No text raises an error: a text that is not quite a tool call is content.
+pieces and returns deltas. The joined deltas do not depend on how the text was cut. The parser looks at each character a
+bounded number of times. It holds back only the beginning of a possible tag, white space before it, and the text of a
+call that is not yet certain. No text raises an error: a text that is not quite a tool call is content.
 """
 
 from __future__ import annotations
@@ -124,6 +124,11 @@ class OutputFormat(msgspec.Struct, frozen=True):
         if self.reasoning_format is not None:
             tags += [self.reasoning_format.open, self.reasoning_format.close]
         return tuple(tag for tag in tags if tag)
+
+    @property
+    def needs_types(self) -> bool:
+        """True if the parser needs the types of the tools' parameters."""
+        return self.tool_format is not None and self.tool_format.needs_types
 
     def thinking_open(self, prompt: str) -> bool:
         """Return True if the text of a prompt ends inside the reasoning, with the opening tag."""
@@ -381,8 +386,7 @@ def joined(deltas: Iterable[Delta]) -> ParsedMessage:
         reasoning="".join(reasoning) or None,
         content="".join(content),
         tool_calls=[
-            ToolCall(call_id, name, "".join(parts))
-            for (call_id, name), parts in zip(heads, arguments, strict=True)
+            ToolCall(call_id, name, "".join(parts)) for (call_id, name), parts in zip(heads, arguments, strict=True)
         ],
     )
 
