@@ -64,6 +64,13 @@ class ServerArgs:
     allowed_chat_templates: tuple[str, ...] = ()
     """Paths of Jinja chat templates that a request may send in `chat_template_kwargs.chat_template`. A template is a
     program. The server refuses any other template, except the model's own, byte for byte."""
+    tool_call_parser: str | None = None
+    """Format in which the model writes tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `pythonic` or
+    another name of one of them in SGLang or vLLM (`qwen25`, `qwen`, `qwen3_xml`, `llama3`), or `none`. Default: the
+    format that the chat template describes."""
+    reasoning_parser: str | None = None
+    """Format in which the model writes its reasoning: `qwen3`, `deepseek-r1` (the output always begins with the
+    reasoning), `mistral` or `none`. Default: the format that the chat template describes."""
     weight_version: str = "default"
     """Version label of the weights that are loaded at the start."""
 

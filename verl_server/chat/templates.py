@@ -27,6 +27,8 @@ Message = dict[str, Any]
 
 _RESERVED = frozenset({"messages"})
 """Template variables that a request sets by other fields than `chat_template_kwargs`."""
+_LISTS = ("tools", "documents")
+"""Variables that every template has, None if the request does not set them."""
 _ACCEPTED_ANYWHERE = frozenset({"enable_thinking"})
 """Variables that clients send to every model, even if the model's template does not use them."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -69,13 +71,14 @@ class ChatTemplates:
         self, default: str | dict[str, str] | None, allowed: Sequence[str], special: Mapping[str, Any]
     ) -> None:
         """
-        `default`: source of the tokenizer's template, or name -> source of several templates; the one named "default"
-        is the default.
+        `default`: source of the tokenizer's template, or name -> source of several templates. The default is the one
+        named "default" or, for a request with tools, the one named "tool_use" if it exists.
         `allowed`: sources of other templates that a request may send in `chat_template`.
         `special`: name -> special token (`bos_token`, ...), as variables of every template.
         """
         named = default if isinstance(default, dict) else {"default": default} if default is not None else {}
         self._default = named.get("default")
+        self._with_tools = named.get("tool_use", self._default)
         self._allowed = frozenset((*named.values(), *allowed))
         self._special = dict(special)
         self._compiled = lru_cache(maxsize=None)(ChatTemplate)  # only allowed sources are compiled, so it stays small
@@ -84,11 +87,13 @@ class ChatTemplates:
         """Return (text, names of options that the template does not use).
 
         `options` is the request's `chat_template_kwargs`: variables of the template, and `chat_template`,
-        `add_generation_prompt` and `continue_final_message`. An unused option raises BadRequestError unless it is
-        accepted for every template. Also raises BadRequestError for wrong options and errors of the template.
+        `add_generation_prompt` and `continue_final_message`. The variables `tools` and `documents` are lists. An
+        unused option raises BadRequestError unless it is accepted for every template. Also raises BadRequestError for
+        wrong options and errors of the template.
         """
         variables = dict(options)
-        template = self._choose(variables.pop("chat_template", None))
+        template = self.choose(options)
+        variables.pop("chat_template", None)
         resume = _flag("continue_final_message", variables.pop("continue_final_message", False))
         opens_answer = _flag("add_generation_prompt", variables.pop("add_generation_prompt", not resume))
         unused = _check_names(variables, template)
@@ -100,13 +105,16 @@ class ChatTemplates:
             return _render_open(template, plain, variables), unused
         return template.render(plain, variables), unused
 
-    def _choose(self, source: Any) -> ChatTemplate:
+    def choose(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template that `render` uses for these options. Raise BadRequestError if there is none."""
+        source = options.get("chat_template")
         if source is not None and not (isinstance(source, str) and source in self._allowed):
             raise BadRequestError(
                 "The server does not allow the chat template of this request. Leave chat_template out, or add a file "
                 "with exactly this template to allowed_chat_templates (--allowed-chat-templates)."
             )
-        chosen = source if source is not None else self._default
+        default = self._with_tools if options.get("tools") else self._default
+        chosen = source if source is not None else default
         if chosen is None:
             raise BadRequestError(
                 "The tokenizer has no chat template: pass --chat-template, or use /v1/completions or /generate."
@@ -119,7 +127,13 @@ def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> list[s
 
     Raises BadRequestError if such a name is not accepted for every template.
     """
-    unread = [name for name in variables if name not in template.variables]
+    for name in _LISTS:
+        if variables.get(name) and name not in template.variables:
+            raise BadRequestError(
+                f"{name}: the chat template does not use `{name}`. Put the {name} in the messages, or start the "
+                f"server with a template that reads `{name}` (--chat-template)."
+            )
+    unread = [name for name in variables if name not in template.variables and name not in _LISTS]
     unknown = [name for name in unread if name not in _ACCEPTED_ANYWHERE]
     if unknown:
         known = sorted({*template.variables, *_ACCEPTED_ANYWHERE, "add_generation_prompt", "continue_final_message"})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from verl_server.chat.output import OutputFormat
 from verl_server.chat.templates import ChatTemplates, Message
 from verl_server.errors import BadRequestError
 from verl_server.server.limits import Limits
@@ -34,6 +35,14 @@ class Tokens(Protocol):
     """A tokenizer: it converts text into token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that is exactly this added token, or None."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Return True if `decoder` with `skip_special_tokens` leaves the token out."""
+        ...
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder: ...
 
@@ -86,10 +95,13 @@ class TextTools:
         limits: Limits,
         bounds: ModelBounds,
         templates: ChatTemplates | None = None,
+        parsers: tuple[str | None, str | None] = (None, None),
         most_text: int | None = None,
         in_worker: bool = False,
     ) -> None:
-        """`most_text` is the largest number of characters for one call; None means any number.
+        """`parsers` are the settings `tool_call_parser` and `reasoning_parser`.
+
+        `most_text` is the largest number of characters for one call; None means any number.
 
         Work on more characters raises NeedsWorkerError, and so does `render` without `templates`. With `in_worker`,
         prompts are returned as arrays, which the parent process reads without a loop over their tokens.
@@ -98,6 +110,7 @@ class TextTools:
         self.bounds = bounds
         self._tokens = tokens
         self._templates = templates
+        self._parsers = parsers
         self._most_text = most_text
         self.in_worker = in_worker
         self.grammars: GrammarCompiler | None = None
@@ -107,10 +120,29 @@ class TextTools:
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return (token ids of a conversation, names of the options that its template does not use)."""
+        text, unused = self.render_text(messages, options)
+        return self.encode([text], add_special_tokens=False)[0], unused
+
+    def render_text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return (text of a conversation, names of the options that its template does not use)."""
         if self._templates is None:
             raise NeedsWorkerError
-        text, unused = self._templates.render(messages, options)
-        return self.encode([text], add_special_tokens=False)[0], unused
+        return self._templates.render(messages, options)
+
+    def output_format(self, options: Mapping[str, Any]) -> OutputFormat:
+        """Return the formats of the output for the template that these options choose."""
+        if self._templates is None:
+            raise NeedsWorkerError
+        return OutputFormat.of(self._templates.choose(options).source, *self._parsers)
+
+    def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:
+        """Return tag -> id of the tags that are single added tokens of the tokenizer."""
+        found = {tag: self._tokens.token_id(tag) for tag in tags}
+        return {tag: token for tag, token in found.items() if token is not None}
+
+    def is_special(self, token: int) -> bool:
+        """Return True if the token is left out of a text without special tokens."""
+        return self._tokens.is_special(token)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text."""

@@ -37,13 +37,15 @@ _MOST_MESSAGE_LENGTH = 4096
 
 def make_tools(setup: TextSetup) -> TextTools:
     """Return the `TextTools` of this process."""
+    args = ServerArgs.from_json(setup.server_args)
     if setup.tokenizer is not None:
         tokens: FastTokens | ModelText = FastTokens.from_json(setup.tokenizer)
     else:
-        tokens = ModelText(ServerArgs.from_json(setup.server_args))
+        tokens = ModelText(args)
         tokens.load_tokenizer()
     templates = ChatTemplates(setup.templates, setup.allowed_templates, setup.special_tokens)
-    tools = TextTools(tokens, setup.limits, setup.bounds, templates, in_worker=True)
+    parsers = (args.tool_call_parser, args.reasoning_parser)
+    tools = TextTools(tokens, setup.limits, setup.bounds, templates, parsers, in_worker=True)
     if setup.checks_grammars and setup.tokenizer is not None:
         from verl_server.grammar.compiler import GrammarCompiler
 

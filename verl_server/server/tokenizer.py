@@ -7,14 +7,31 @@ tokenizer as `FastTokens`, without transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
 from verl_server.model_folder import hub_problem, local_folder, read_json, resolve_model_folder
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs
+
+
+class _AddedTokens:
+    """The added tokens of a tokenizer, which stand for one text each. Some of them are special."""
+
+    def __init__(self, added: Mapping[int, Any]) -> None:
+        """`added`: id -> `AddedToken`."""
+        self._ids = {str(token.content): number for number, token in added.items()}
+        self._special = frozenset(number for number, token in added.items() if token.special)
+
+    def token_id(self, text: str) -> int | None:
+        return self._ids.get(text)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
 
 
 class FastTokens:
@@ -26,6 +43,7 @@ class FastTokens:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._added = _AddedTokens(backend.get_added_tokens_decoder())
 
     @classmethod
     def from_json(cls, data: bytes) -> FastTokens:
@@ -39,6 +57,12 @@ class FastTokens:
         except (TypeError, ValueError) as error:  # for example a text with lone surrogates
             raise _untokenizable(error) from None
         return ids
+
+    def token_id(self, text: str) -> int | None:
+        return self._added.token_id(text)
+
+    def is_special(self, token: int) -> bool:
+        return self._added.is_special(token)
 
     def decoder(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Decoder:
         """See `ModelText.decoder`. `spaces_between_special_tokens` has no effect: the tokenizer's file decides."""
@@ -54,6 +78,7 @@ class ModelText:
         self._server_args = server_args
         try:
             self._read_configs()
+            OutputFormat.of(None, server_args.tool_call_parser, server_args.reasoning_parser)
         except BadRequestError as error:
             raise ServerLaunchError(str(error)) from error
         self.tokenizer: Any = None
@@ -138,6 +163,15 @@ class ModelText:
                 clean_up_tokenization_spaces=False,
             )
         )
+
+    def token_id(self, text: str) -> int | None:
+        return self._added().token_id(text)
+
+    def is_special(self, token: int) -> bool:
+        return self._added().is_special(token)
+
+    def _added(self) -> _AddedTokens:
+        return _AddedTokens(self._need("text").added_tokens_decoder)
 
     def _need(self, what: str) -> Any:
         if self.tokenizer is None:

@@ -1,0 +1,316 @@
+"""Readers of tool calls that are not one JSON object: Mistral's names before the arguments, Qwen3-Coder's XML, Python.
+
+`formats` says which format uses which reader, and `call_readers` says what a reader is.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+
+from verl_server.chat.call_readers import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CallReader,
+    JsonCalls,
+    ParameterTypes,
+    is_name,
+    skip_spaces,
+)
+from verl_server.chat.json_scanner import JsonScanner
+from verl_server.chat.tags import find_tag
+
+_MOST_NAME = 1024
+"""Most characters of a name or a key. A longer one breaks the call, so that little text is held back."""
+_WINDOW = 4096
+"""Characters of a value that are searched at once."""
+_MOST_PYTHON = 16 * 1024
+"""Most characters of calls in Python, which are parsed at once: about 10 ms."""
+_MOST_PYTHON_DEPTH = 32
+
+
+_SPACE = re.compile(r"\s")
+
+
+class _Word:
+    """Collects a name up to one of several tags. `tag` is the one that was found."""
+
+    def __init__(self, *tags: str) -> None:
+        self._tags = tags
+        self._kept = ""  # not more than a name and the beginning of a tag
+        self.word = ""
+        self.tag: str | None = None
+        self.broken = False
+
+    def feed(self, text: str, at: int) -> int:
+        """Read from index `at` on. Return the index of the first unread character."""
+        before = len(self._kept)
+        self._kept += text[at : at + _MOST_NAME - before]
+        found, self.tag = find_tag(self._kept, max(0, before - _longest(self._tags)), self._tags)
+        space = _SPACE.search(self._kept, before, found)
+        if space is not None:
+            self.broken, self.tag = True, None
+            return at + space.start() - before
+        if self.tag is None:
+            self.broken = len(self._kept) == _MOST_NAME
+            return at + len(self._kept) - before
+        self.word = self._kept[:found]
+        self.broken = not is_name(self.word)
+        return at + found + len(self.tag) - before
+
+
+def _longest(tags: tuple[str, ...]) -> int:
+    return max(map(len, tags))
+
+
+class MistralCalls(CallReader):
+    """Reads what follows `[TOOL_CALLS]`: a JSON list of calls, or `name[ARGS]{...}`, since version 11 of the format.
+
+    `name[CALL_ID]id[ARGS]{...}` and `name{...}` are read, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._list: JsonCalls | None = None
+        self._word: _Word | None = None
+        self._name = ""
+        self._begin: CallBegin | None = None
+        self._arguments: JsonScanner | None = None
+
+    def feed(self, text: str, at: int) -> int:
+        while at < len(text) and not (self.done or self.broken or self.events):
+            if self._list is not None:
+                at = self._list.feed(text, at)
+                self.events, self.done, self.broken = self._list.take_events(), self._list.done, self._list.broken
+            elif self._arguments is not None:
+                at = self._read_arguments(self._arguments, text, at)
+            elif self._word is not None:
+                at = self._read_word(self._word, text, at)
+            else:
+                at = skip_spaces(text, at)
+                if text[at : at + 1] == "[":
+                    self._list = JsonCalls("[", ",", "]")
+                elif at < len(text):
+                    self._word = _Word("[ARGS]", "[CALL_ID]", "{")
+        return at
+
+    def _read_word(self, word: _Word, text: str, at: int) -> int:
+        at = word.feed(text, at)
+        self.broken = word.broken
+        if word.broken or word.tag is None:
+            return at
+        if word.tag == "[CALL_ID]":
+            self._name, self._word = word.word, _Word("[ARGS]")
+            return at
+        self._begin = CallBegin(self._name, word.word) if self._name else CallBegin(word.word)
+        self._arguments = JsonScanner()
+        return at - 1 if word.tag == "{" else at
+
+    def _read_arguments(self, scanner: JsonScanner, text: str, at: int) -> int:
+        if self._begin is not None:
+            at = skip_spaces(text, at)
+            if at == len(text) or text[at] != "{":
+                return at if at == len(text) else self._break(at)
+            self.events.append(self._begin)
+            self._begin = None
+        end = scanner.feed(text, at)
+        if end > at:
+            self.events.append(CallArguments(text[at:end]))
+        self.broken, self.done = scanner.broken, scanner.done
+        if scanner.done:
+            self.events.append(CallEnd())
+        return end
+
+
+class XmlCall(CallReader):
+    """Reads `<function=name><parameter=key>value</parameter>...</function>`, the format of Qwen3-Coder.
+
+    A value has no quotes. It is a string unless the tool's schema gives the parameter another type; then it is JSON if
+    it can be read as JSON. One line break after the opening and one before the closing tag do not belong to it.
+    """
+
+    def __init__(self, types: ParameterTypes) -> None:
+        super().__init__()
+        self._types = types
+        self._name = ""
+        self._keys: set[str] = set()
+        self._tag = ""  # the beginning of a tag between values
+        self._expected: tuple[str, ...] = ("<function=",)
+        self._word: _Word | None = None
+        self._in_value = False
+        self._is_text = True
+        self._starts = True  # the value has no character yet
+        self._held = ""  # end of a value that may be a line break or a closing tag
+        self._kept: list[str] = []  # a value that is not a string
+
+    def feed(self, text: str, at: int) -> int:
+        while at < len(text) and not (self.done or self.broken or self.events):
+            if self._in_value:
+                at = self._read_value(text, at)
+            elif self._word is not None:
+                at = self._read_word(self._word, text, at)
+            else:
+                at = self._read_tag(text, at)
+        return at
+
+    def _read_tag(self, text: str, at: int) -> int:
+        """Read one character of a tag, or white space before it."""
+        if not self._tag:
+            at = skip_spaces(text, at)
+            if at == len(text):
+                return at
+        tag = self._tag + text[at]
+        if not any(expected.startswith(tag) for expected in self._expected):
+            return self._break(at)
+        self._tag = "" if tag in self._expected else tag
+        if tag in self._expected and self._name and not self._keys:
+            self.events.append(CallBegin(self._name))
+        if tag == "</function>":
+            self.events += [CallArguments("}" if self._keys else "{}"), CallEnd()]
+            self.done = True
+        elif tag in self._expected:
+            self._word = _Word(">")
+        return at + 1
+
+    def _read_word(self, word: _Word, text: str, at: int) -> int:
+        at = word.feed(text, at)
+        self.broken = word.broken or word.word in self._keys
+        if self.broken or word.tag is None:
+            return at
+        self._word = None
+        if not self._name:
+            self._name = word.word
+            self._expected = ("<parameter=", "</function>")
+            return at
+        opening = (", " if self._keys else "{") + json.dumps(word.word, ensure_ascii=False) + ": "
+        self._keys.add(word.word)
+        self._is_text = self._types.get(self._name, {}).get(word.word, "string") == "string"
+        self._in_value, self._starts, self._held, self._kept = True, True, "", []
+        self.events.append(CallArguments(opening + '"' if self._is_text else opening))
+        return at
+
+    def _read_value(self, text: str, at: int) -> int:
+        before = len(self._held)
+        held = self._held + text[at : at + _WINDOW]
+        end, tag = find_tag(held, 0, ("\n</parameter>", "</parameter>"))
+        value = held[:end]
+        if self._starts and value:
+            value, self._starts = value.removeprefix("\n"), False
+        if self._is_text:
+            if value:
+                self.events.append(CallArguments(json.dumps(value, ensure_ascii=False)[1:-1]))
+        else:
+            self._kept.append(value)
+        if tag is None:
+            self._held = held[end:]
+            return at + len(held) - before
+        self.events.append(CallArguments('"' if self._is_text else _as_json("".join(self._kept))))
+        self._in_value = False
+        return at + end + len(tag) - before
+
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _as_json(value: str) -> str:
+    """Return a value as JSON text: itself if it is JSON, or a string."""
+    stripped = value.strip()
+    scanner = JsonScanner()
+    if scanner.feed(stripped + " ", 0) >= len(stripped) and scanner.done:
+        return stripped
+    return _PYTHON_WORDS.get(stripped) or json.dumps(value, ensure_ascii=False)
+
+
+class PythonCalls(CallReader):
+    """Reads `[f(a=1, b="x"), g()]`, the format of Llama 3.2 and Llama 4. The calls are reported at the closing bracket.
+
+    Arguments are literals and have keywords. Text of more than 16384 characters is not read as calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[str] = []
+        self._length = 0
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+        self._in_name = True  # before the first call's opening parenthesis
+
+    def feed(self, text: str, at: int) -> int:
+        if not self._kept:
+            at = skip_spaces(text, at)
+        start = at
+        while at < len(text) and not (self.done or self.broken):
+            self._length += 1
+            if self._length > _MOST_PYTHON or not self._accepts(text[at]):
+                self.broken = True
+                break
+            at += 1
+            if self._depth == 0:
+                self._kept.append(text[start:at])
+                self._report("".join(self._kept))
+                return at
+        if at > start:
+            self._kept.append(text[start:at])
+        return at
+
+    def _accepts(self, char: str) -> bool:
+        if self._length == 1:
+            self._depth = 1
+            return char == "["
+        if self._in_name:
+            self._in_name = char != "("
+            if self._in_name and not (char.isalnum() or char in "_. \n"):
+                return False
+        if self._escaped:
+            self._escaped = False
+        elif self._quote:
+            self._escaped = char == "\\"
+            if char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        elif char in "[({":
+            self._depth += 1
+        elif char in "])}":
+            self._depth -= 1
+        return 0 <= self._depth <= _MOST_PYTHON_DEPTH
+
+    def _report(self, text: str) -> None:
+        calls = _python_calls(text)
+        if calls is None:
+            self.broken = True
+            return
+        for name, arguments in calls:
+            self.events += [CallBegin(name), CallArguments(arguments), CallEnd()]
+        self.done = True
+
+
+def _python_calls(text: str) -> list[tuple[str, str]] | None:
+    """Return (name, arguments as JSON) of each call in a Python list, or None if it is not a list of calls."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for escapes that Python does not know
+            tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            return None
+        return [_python_call(call) for call in tree.elts]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _python_call(call: ast.expr) -> tuple[str, str]:
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("Each element must be a call with keywords.")
+    name = ast.unparse(call.func)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError("A tool's name consists of identifiers.")
+    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if None in arguments:
+        raise ValueError("A call has no ** argument.")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # raises for a lone surrogate
+    return name, text

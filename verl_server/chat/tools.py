@@ -1,0 +1,205 @@
+"""Tools of a chat request: decoding of OpenAI's shapes, and what a chat template gets of tools and tool calls.
+
+Dialects with another shape convert it into OpenAI's before. `tool_grammar.forced_call_grammar` makes the grammar that
+permits nothing but calls, and `output` parses the calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from verl_server.chat.call_readers import ParameterTypes
+from verl_server.errors import BadRequestError
+
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+_NAME_RULE = "must be a string of 1 to 128 letters, digits and characters of `_.:/-`"
+
+
+class Tool(msgspec.Struct, kw_only=True, frozen=True):
+    """A function that the policy may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments. None: any object."""
+    strict: bool = False
+    """True if a forced call must follow the schema; a forced call always does."""
+    definition: dict[str, Any] = {}
+    """The tool in OpenAI's shape, as the caller wrote it. The chat template gets this object."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Which tools the policy may or must call."""
+
+    mode: Literal["auto", "none", "required"]
+    name: str | None = None
+    """The only tool that may be called, with `required`."""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode == "required"
+
+
+def read_tools(value: Any) -> list[Tool]:
+    """Decode OpenAI's `tools`. Raise BadRequestError, which names the place, for anything else."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequestError(f"tools must be a list of tools, not {_kind(value)}.")
+    tools = [_read_tool(f"tools[{i}]", each) for i, each in enumerate(value)]
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.name in seen:
+            raise BadRequestError(f"tools[{i}] has the name `{tool.name}` of another tool: names must differ.")
+        seen.add(tool.name)
+    return tools
+
+
+def _read_tool(place: str, value: Any) -> Tool:
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{place} must be an object, not {_kind(value)}.")
+    kind = value.get("type", "function")
+    if kind != "function":
+        raise BadRequestError(f'{place}.type {kind!r:.64} is not supported: the only type is "function".')
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise BadRequestError(f"{place}.function must be an object with `name`, not {_kind(function)}.")
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadRequestError(f"{place}.function.name {_NAME_RULE}, not {name!r:.64}.")
+    if not isinstance(function.get("description", ""), str | None):
+        raise BadRequestError(f"{place}.function.description must be a string.")
+    if not isinstance(strict, bool | None):
+        raise BadRequestError(f"{place}.function.strict must be true or false, not {strict!r:.64}.")
+    if parameters is not None:
+        _check_schema(f"{place}.function.parameters", parameters)
+    return Tool(name=name, parameters=parameters, strict=bool(strict), definition=value | {"type": "function"})
+
+
+def _check_schema(place: str, schema: Any) -> None:
+    if not isinstance(schema, dict):
+        raise BadRequestError(f"{place} must be a JSON schema (an object), not {_kind(schema)}.")
+    if schema.get("type", "object") != "object":
+        raise BadRequestError(f'{place}.type must be "object", not {schema["type"]!r:.64}.')
+    if not isinstance(schema.get("properties", {}), dict):
+        raise BadRequestError(f"{place}.properties must be an object, not {_kind(schema['properties'])}.")
+
+
+def read_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Decode OpenAI's `tool_choice`. The default is auto, or none without tools.
+
+    Raise BadRequestError, which says what is wrong.
+    """
+    if value is None:
+        return ToolChoice("auto" if tools else "none")
+    if value in ("auto", "none"):
+        return ToolChoice(value if tools else "none")
+    if value == "required":
+        choice = ToolChoice("required")
+    elif isinstance(value, dict) and value.get("type") == "function":
+        choice = ToolChoice("required", _chosen_name(value))
+    elif isinstance(value, dict) and value.get("type") == "allowed_tools":
+        raise BadRequestError("tool_choice of type allowed_tools is not supported: send only these tools in `tools`.")
+    else:
+        raise BadRequestError(
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}, '
+            f"not {value!r:.64}."
+        )
+    if not tools:
+        raise BadRequestError("tool_choice requires a tool call, but the request has no `tools`.")
+    names = [tool.name for tool in tools]
+    if choice.name is not None and choice.name not in names:
+        shown = ", ".join(f"`{name}`" for name in names[:16])
+        raise BadRequestError(f"tool_choice names the tool `{choice.name:.64}`, which is not in `tools` ({shown}).")
+    return choice
+
+
+def _chosen_name(value: dict[str, Any]) -> str:
+    """Return the name in {"type": "function", "function": {"name"}}, or in {"type": "function", "name"}."""
+    function = value.get("function", value)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise BadRequestError("tool_choice.function.name must be the name of a tool.")
+    return name
+
+
+def parameter_types(tools: Sequence[Tool]) -> ParameterTypes:
+    """Return the JSON type of each parameter for `OutputFormat.parser`: "string", or "json" for all other types."""
+    types: dict[str, dict[str, str]] = {}
+    for tool in tools:
+        properties = (tool.parameters or {}).get("properties", {})
+        types[tool.name] = {name: "string" if _is_text(schema) else "json" for name, schema in properties.items()}
+    return types
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return True
+    kind = schema.get("type")
+    if kind is None:
+        values = schema.get("enum") or [schema.get("const", "")]
+        has_parts = any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref"))
+        return not has_parts and isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return bool(kind in ("string", ["string"]))
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the variable `tools` of a chat template."""
+    return [tool.definition for tool in tools]
+
+
+def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return OpenAI's messages in the form that chat templates expect.
+
+    The arguments of a tool call are an object: templates write them as JSON, and a string would be quoted once more.
+    Arguments that are not a JSON object stay a string. A message of the role "tool" gets the `name` of the function
+    whose call it answers. Raise BadRequestError for a wrong `tool_calls`.
+    """
+    names: dict[str, str] = {}
+    ready = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls is not None:
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            if not isinstance(calls, list):
+                raise BadRequestError(f"messages[{i}].tool_calls must be a list, not {_kind(calls)}.")
+            read = [_template_call(f"messages[{i}].tool_calls[{j}]", call) for j, call in enumerate(calls)]
+            names |= {call["id"]: call["function"]["name"] for call in read if isinstance(call.get("id"), str)}
+            if read:
+                message["tool_calls"] = read
+        call_id = message.get("tool_call_id")
+        if message.get("role") == "tool" and message.get("name") is None and isinstance(call_id, str):
+            message = message | ({"name": names[call_id]} if call_id in names else {})
+        ready.append(message)
+    return ready
+
+
+def _template_call(place: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequestError(f"{place} must be an object with `function`, which has `name` and `arguments`.")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, str | dict):
+        raise BadRequestError(f"{place}.function.arguments must be JSON text or an object, not {_kind(arguments)}.")
+    if isinstance(arguments, str):
+        arguments = _object_or_text(arguments)
+    read: dict[str, Any] = {"type": "function"} | call | {"function": function | {"arguments": arguments}}
+    return read
+
+
+def _object_or_text(text: str) -> dict[str, Any] | str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

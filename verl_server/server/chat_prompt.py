@@ -1,0 +1,83 @@
+"""`read_chat_prompt`: the prompt of a chat request, and how its output is parsed. For the dialects with chats.
+
+It runs in text workers, inside the jobs of the dialects: rendering and the grammar of forced calls grow with the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.call_readers import ParameterTypes
+from verl_server.chat.output import OutputFormat, OutputParser
+from verl_server.chat.templates import Message
+from verl_server.chat.tool_grammar import forced_call_grammar
+from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
+from verl_server.server.text_tools import TextTools
+
+
+class ChatOutput(msgspec.Struct, frozen=True):
+    """How the output of one chat request is parsed."""
+
+    format: OutputFormat
+    tools: bool = False
+    """True if the output may have tool calls."""
+    thinking_open: bool = False
+    """True if the prompt ends inside the reasoning."""
+    keeps_special_tokens: bool = False
+    """True if a tag is a special token, so that the output needs `skip_special_tokens=False`."""
+    types: ParameterTypes = {}
+    """See `OutputFormat.parser`."""
+    grammar: str | None = None
+    """Grammar for `SamplingParams.ebnf` if a tool call is required."""
+
+    def parser(self, whole_calls: bool) -> OutputParser:
+        """Return a parser for one sample. See `OutputFormat.parser`."""
+        return self.format.parser(self.tools, self.thinking_open, whole_calls=whole_calls, types=self.types)
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """A rendered and tokenized conversation."""
+
+    ids: list[int]
+    unused_options: list[str]
+    """Names of the options that the template does not use. They are no error."""
+    output: ChatOutput
+
+
+def read_chat_prompt(
+    text: TextTools,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    tools: Sequence[Tool] = (),
+    choice: ToolChoice | None = None,
+    parallel: bool = True,
+) -> ChatPrompt:
+    """Render a conversation in OpenAI's shape, with contents that are strings.
+
+    `options` are those of `ChatTemplates.render`. The template gets the tools unless `choice` is none. Raise
+    BadRequestError for what the template or the tool format refuses.
+    """
+    choice = choice or ToolChoice("auto" if tools else "none")
+    offered = [] if choice.mode == "none" else list(tools)
+    if offered:
+        options = {**options, "tools": template_tools(offered)}
+    rendered, unused = text.render_text(template_messages(messages), options)
+    format = text.output_format(options)
+    thinking_open = format.thinking_open(rendered)
+    tag_ids = text.tag_ids(format.tags(tools=bool(offered)))
+    output = ChatOutput(
+        format=format,
+        tools=bool(offered),
+        thinking_open=thinking_open,
+        keeps_special_tokens=any(map(text.is_special, tag_ids.values())),
+        types=parameter_types(offered) if format.needs_types else {},
+        grammar=forced_call_grammar(
+            offered, choice, format, parallel=parallel, thinking_open=thinking_open, special_tokens=tag_ids
+        )
+        if choice.is_forced
+        else None,
+    )
+    return ChatPrompt(text.encode([rendered], add_special_tokens=False)[0], unused, output)
