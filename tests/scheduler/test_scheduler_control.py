@@ -18,12 +18,12 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     GetWeightsByNameReq,
     PauseGenerationReq,
-    WithdrawReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
+    WithdrawReq,
 )
 
 # -- weight updates while serving ------------------------------------------------------------------------------
