@@ -92,7 +92,7 @@ BREAKS = [
     ),
     Break(
         "no code from the wire",
-        "weight_sync/sglang/pickle_reader.py",
+        "weight_sync/pickle_reader.py",
         "        if key not in self._known:\n",
         "        if key not in self._known and module != 'builtins':\n",
         "tests/weight_sync/sglang/test_payloads.py",

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from verl_server.sampling_params import SamplingParams
-from verl_server.weight_sync.handles import LocalSerializedTensor, WeightsDescription
+from verl_server.weight_sync.handles import LocalSerializedTensor, PickledHandles, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
 """Label of a weight version. If a label has digits only, the default label of the next version is the next integer."""
@@ -205,8 +205,8 @@ class ContinueGenerationReq(msgspec.Struct, tag=True, kw_only=True):
 class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     """Copy tensors from the memory of other processes into the served weights, in place.
 
-    A refused update changes nothing. The source is exactly one of `named_tensors`, `description`, `registration` and
-    `serialized_named_tensors`.
+    A refused update changes nothing. The source is exactly one of `named_tensors`, `description`, `registration`,
+    `ipc_handles` and `serialized_named_tensors`.
     """
 
     route: ClassVar[str] = "/update_weights_from_tensor"
@@ -218,6 +218,8 @@ class UpdateWeightsFromTensorReq(msgspec.Struct, tag=True, kw_only=True):
     registration: str | None = None
     """Id of a registered description. The server uses the existing plan and opens nothing. If it has no such
     registration, it answers 404: send the description then."""
+    ipc_handles: PickledHandles | None = None
+    """vLLM's IPC handles of whole tensors, or of one buffer that holds them."""
     serialized_named_tensors: list[str] | None = None
     """SGLang's payloads: one base64 pickle for each tensor-parallel rank. They are parsed as data, never unpickled."""
     keep: bool = False
@@ -327,6 +329,9 @@ class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
     """Name of the group in later requests."""
     backend: str = "nccl"
     """torch.distributed backend of the group."""
+    rendezvous: Literal["prefix_store", "unique_id"] = "prefix_store"
+    """How the ranks meet at the trainer's store. "prefix_store": as torch's process groups of SGLang's trainers.
+    "unique_id": as vLLM's trainers, which publish NCCL's unique id there."""
 
 
 class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
@@ -352,7 +357,10 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     group_name: str = "weight_update_group"
     """Name of the process group."""
     load_format: str | None = None
-    """Null: one broadcast for each tensor. "flattened_bucket": one broadcast of all tensors, concatenated as bytes."""
+    """Null: one broadcast for each tensor. "flattened_bucket": one broadcast of all tensors, concatenated as bytes.
+    "packed": broadcasts of several tensors, concatenated as bytes, as vLLM's trainers send them."""
+    packed_buffer_size_bytes: int = 1 << 30
+    """With "packed": a broadcast ends with the tensor that makes it larger than this."""
     flush_cache: bool = True
     """No effect; see `UpdateWeightsFromTensorReq`."""
     abort_all_requests: bool = False

@@ -43,7 +43,13 @@ class Group:
         """The number of tensors in each received window."""
 
     def receive(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        load_format: str | None,
+        window_bytes: int,
+        bucket_bytes: int,
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         if self.broken:
             raise WeightUpdateError(f"broken ({self.broken})")

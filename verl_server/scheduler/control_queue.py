@@ -202,7 +202,7 @@ class ControlQueue:
     def wait_seconds(self) -> float | None:
         """Return the seconds until the next deadline, during which the idle loop may sleep; None without a deadline."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
-        deadlines += [item.deadline for item in (*self._flushes, *self._pauses)]
+        deadlines += [item.deadline for item in self._flushes] + [item.deadline for item in self._pauses]
         if self.transaction.is_open and not self._transaction_call_pending():
             deadlines.append(self.transaction.lease_end)
         return max(0.0, min(deadlines) - self._scheduler.clock()) if deadlines else None
@@ -235,7 +235,7 @@ class ControlQueue:
 
     def _abandon(self, req: WeightReq) -> None:
         """Stage and drop, on all ranks, a refused request whose sender expects every rank to take part."""
-        if isinstance(req, UpdateWeightsFromTensorReq) and not req.serialized_named_tensors:
+        if isinstance(req, UpdateWeightsFromTensorReq) and not (req.serialized_named_tensors or req.ipc_handles):
             return
         if isinstance(req, (UpdateWeightsFromDistributedReq, UpdateWeightsFromTensorReq)):
             self._scheduler.worker.stage(req)

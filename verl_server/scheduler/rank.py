@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from verl_server.io_struct import SchedulerInput, SchedulerOutput
 from verl_server.ipc.message_socket import MessageSocket
@@ -31,7 +30,7 @@ from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
-from verl_server.worker.device import device_of
+from verl_server.worker.device import device_of, device_uuid
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import TpWorker
@@ -241,13 +240,6 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
         "tp_rank": rank,
         "device_uuid": device_uuid(runner.device),
     }
-
-
-def device_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
 
 
 def _set_up_process(server_args: ServerArgs, rank: int) -> None:

@@ -85,6 +85,22 @@ class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """All shards of the tensor, of all owners."""
 
 
+class PickledHandles(msgspec.Struct, kw_only=True):
+    """Whole tensors in CUDA memory, as vLLM's IPC transfer describes them. The pickle is parsed as data."""
+
+    names: list[str]
+    """Hugging Face names of the tensors."""
+    dtypes: list[str]
+    """Names of the tensors' torch dtypes."""
+    shapes: list[list[int]]
+    """Shapes of the tensors."""
+    handles: str
+    """Base64 pickle: for each tensor, or for the buffer, a dict from the UUID of a GPU to what torch's `reduce_tensor`
+    returned there."""
+    sizes: list[int] | None = None
+    """Bytes of each tensor in the buffer that holds them one after the other; null if each has a handle of its own."""
+
+
 class WeightsDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Describes where a set of tensors can be read. It is registered once and pushed many times.
 

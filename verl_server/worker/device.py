@@ -65,3 +65,10 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return  # another libc, which maps large blocks one by one too
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU without the "GPU-" prefix, "" for the CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")

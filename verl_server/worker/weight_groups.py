@@ -79,7 +79,9 @@ class WeightGroups:
         held = min(total_bytes(req), limit)
         self._budget.acquire(held)
         try:
-            windows = Arriving(group.receive(req.names, req.dtypes, req.shapes, req.load_format, limit))
+            windows = Arriving(
+                group.receive(req.names, req.dtypes, req.shapes, req.load_format, limit, req.packed_buffer_size_bytes)
+            )
             if total_bytes(req) > limit:
                 return self._streamed(req, group, windows, held)
             received = Received(
@@ -179,8 +181,12 @@ def check_lists(req: UpdateWeightsFromDistributedReq) -> None:
     counts = [len(req.names), len(req.dtypes), len(req.shapes)]
     if len(set(counts)) != 1 or not req.names:
         raise BadRequestError(f"names, dtypes and shapes must have the same length, at least 1, not {counts}.")
-    if req.load_format not in (None, "auto", "flattened_bucket"):
-        raise BadRequestError(f"load_format={req.load_format!r} is not supported; use null or 'flattened_bucket'.")
+    if req.load_format not in (None, "auto", "flattened_bucket", "packed"):
+        raise BadRequestError(
+            f"load_format={req.load_format!r} is not supported; use null, 'flattened_bucket' or 'packed'."
+        )
+    if req.packed_buffer_size_bytes < 1:
+        raise BadRequestError(f"packed_buffer_size_bytes must be at least 1, not {req.packed_buffer_size_bytes}.")
     for name, dtype, shape in zip(req.names, req.dtypes, req.shapes, strict=True):
         torch_dtype(dtype)
         if min(shape, default=0) < 0 or math.prod(shape) >= 2**48:

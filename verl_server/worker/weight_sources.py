@@ -32,6 +32,8 @@ from verl_server.weight_sync.receiver.disk import Checkpoint
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
+from verl_server.weight_sync.vllm.ipc_handles import parse_ipc_handles
+from verl_server.worker.device import device_uuid
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.prepared import Done, Prepared
 from verl_server.worker.weight_groups import WeightGroups, check_lists
@@ -119,7 +121,7 @@ class WeightSources:
         """
         if isinstance(req, UpdateWeightsFromDistributedReq):
             self.groups.lost(req.group_name)  # the next receive would read the broadcasts of this update
-        elif isinstance(req, UpdateWeightsFromTensorReq) and req.serialized_named_tensors:
+        elif isinstance(req, UpdateWeightsFromTensorReq) and (req.serialized_named_tensors or req.ipc_handles):
             with contextlib.suppress(VerlServerError):
                 give_back(handle.allocation for _, handle in self._parsed(req))
 
@@ -137,7 +139,9 @@ class WeightSources:
         return self._receiver.stage_named(named, strict_dtype=strict, partial=partial, checksums=checksums)
 
     def _parsed(self, req: UpdateWeightsFromTensorReq) -> list[tuple[str, TensorHandle]]:
-        """Return (name, handle) for the tensors in this rank's entry of SGLang's pickles."""
+        """Return (name, handle) for the tensors in vLLM's pickle, or in this rank's entry of SGLang's pickles."""
+        if req.ipc_handles is not None:
+            return parse_ipc_handles(req.ipc_handles, device_uuid(self._device))
         payloads = req.serialized_named_tensors or []
         return parse_payload(payloads[self._rank if len(payloads) > 1 else 0], req.load_format, rank=self._rank)
 
@@ -184,7 +188,7 @@ def needs_staging(req: StagedReq) -> bool:
 
 
 def _check_source(req: UpdateWeightsFromTensorReq, size: int) -> None:
-    names = ("named_tensors", "description", "registration", "serialized_named_tensors")
+    names = ("named_tensors", "description", "registration", "ipc_handles", "serialized_named_tensors")
     given = [name for name in names if getattr(req, name) is not None]
     if len(given) != 1:
         raise BadRequestError(

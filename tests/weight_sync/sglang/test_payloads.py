@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import FakeRunner, random_weights
 from verl_server.errors import BadRequestError, WeightUpdateError
+from verl_server.weight_sync import pickle_reader
 from verl_server.weight_sync.handles import Allocation, TensorHandle
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
-from verl_server.weight_sync.sglang import pickle_reader
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
 from verl_server.weight_sync.shm_file import read_shm_file
 

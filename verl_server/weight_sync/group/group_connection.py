@@ -39,6 +39,9 @@ class Meeting(Protocol):
     group_name: str
     backend: str
 
+    @property
+    def rendezvous(self) -> str: ...
+
 
 def connect_gloo(
     group_name: str, store: Store, rank: int, world_size: int, address: str, timeout: datetime.timedelta
@@ -59,12 +62,16 @@ def connect_gloo(
 
 def connect_nccl(group_name: str, store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
     """An NCCL group of its own on `store`. Returns at once: its ranks meet in the first collective."""
-    prefixed = _prefixed(store, group_name, "cuda")
+    return nccl_group(_prefixed(store, group_name, "cuda"), rank, world_size, device)
+
+
+def nccl_group(store: Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup:
+    """An NCCL group that finds NCCL's unique id in `store`, where torch's rank 0 puts it."""
     with _environment(_NCCL_SETTINGS), torch.cuda.device(device):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(days=365)  # the bound is the caller's to keep
-        backend = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-    return _group_of(backend, dist.ProcessGroup.BackendType.NCCL, "cuda", prefixed, rank, world_size)
+        backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    return _group_of(backend, dist.ProcessGroup.BackendType.NCCL, "cuda", store, rank, world_size)
 
 
 def _prefixed(store: Store, group_name: str, device_type: str) -> Store:

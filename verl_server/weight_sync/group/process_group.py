@@ -1,8 +1,9 @@
 """Weights over a process group: how a server rank joins trainers of other hosts, and receives what they broadcast.
 
-The stager of each rank holds one `WeightGroup` for each name. The layout is SGLang's, so its trainers can be used
-as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast; server rank i of
-an engine is `rank_offset + i`. `broadcast` has the trainer's side.
+The stager of each rank holds one `WeightGroup` for each name. The layout is that of SGLang and of vLLM, so their
+trainers can be used as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
+server rank i of an engine is `rank_offset + i`. They differ in how the ranks meet (`rendezvous`: `group_connection`,
+`unique_id`) and in what one broadcast holds (`load_format`). `broadcast` has the trainer's side.
 
 Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
 when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
@@ -36,6 +37,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.group.gloo_member import GlooMember
 from verl_server.weight_sync.group.group_connection import Lifeline, Meeting, connect_nccl, in_thread
+from verl_server.weight_sync.group.unique_id import connect_by_unique_id
 
 logger = logging.getLogger(__name__)
 
@@ -80,21 +82,25 @@ class WeightGroup:
         the CPU. Raises BadRequestError for a layout that cannot be, WeightUpdateError if the group did not form.
         """
         _check_layout(req, rank, device)
-        lifeline, member = Lifeline(), None
+        lifeline = Lifeline()
+        member: Member | None = None
         try:
-            member = GlooMember() if req.backend == "gloo" else None
+            member = gloo = GlooMember() if req.backend == "gloo" else None
             deadline = time.monotonic() + timeout
             address = lifeline.connect(req.master_address, req.master_port, timeout)
             left = max(0.0, deadline - time.monotonic())
-            if member is not None:
-                member.join(req, req.rank_offset + rank, address, left)
-                return cls(req.group_name, member, lifeline, timeout)
+            if gloo is not None:
+                gloo.join(req, req.rank_offset + rank, address, left)
+                return cls(req.group_name, gloo, lifeline, timeout)
             nccl = in_thread(lambda: NcclMember(req, req.rank_offset + rank, device, timeout)).result(left)
+            member = nccl
+            if req.rendezvous == "unique_id":
+                in_thread(nccl.meet).result(max(0.0, deadline - time.monotonic()))
             return cls(req.group_name, nccl, lifeline, timeout)
         except (OSError, RuntimeError, TimeoutError) as error:
             lifeline.close()
             if member is not None:
-                member.abort()
+                in_thread(member.abort)  # NCCL's may wait for a kernel that never ends
             raise WeightUpdateError(
                 f"Could not join the group '{req.group_name}' at {req.master_address}:{req.master_port} within "
                 f"{timeout:g} s ({_first_line(error)}). Is the trainer (rank 0) creating the group there now, with "
@@ -102,13 +108,20 @@ class WeightGroup:
             ) from None
 
     def receive(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        load_format: str | None,
+        window_bytes: int,
+        bucket_bytes: int = 0,
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield (name, tensor) lists as they arrive: all at once if they fit `window_bytes`, else in windows.
 
         A window has at most half of `window_bytes` (or one tensor that is larger), and the next one arrives while
         the caller copies: use its tensors on the current stream, before asking for more. "flattened_bucket" is one
-        window, as large as the sender made it. Leaving the iterator early breaks the group. Raises
+        window, as large as the sender made it, and so is each bucket of "packed", which ends with the tensor that
+        makes it larger than `bucket_bytes`. Leaving the iterator early breaks the group. Raises
         BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
         counts on its broadcasts being received.
         """
@@ -120,7 +133,7 @@ class WeightGroup:
         finished = False
         buffers: list[Tensor] = []
         try:
-            windows = _windows(names, dtypes, shapes, load_format, window_bytes)
+            windows = _windows(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
             size = max(window.nbytes for window in windows)
             for _ in windows[:2]:
                 buffers.append(self._member.allocate(size))
@@ -201,8 +214,17 @@ class NcclMember:
         limit = datetime.timedelta(seconds=timeout)
         store = TCPStore(req.master_address, req.master_port, req.world_size, False, limit)
         self._device = device
-        self._group = connect_nccl(req.group_name, store, group_rank, req.world_size, device)
+        if req.rendezvous == "unique_id":
+            self._group = connect_by_unique_id(store, group_rank, req.world_size, device)
+        else:
+            self._group = connect_nccl(req.group_name, store, group_rank, req.world_size, device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def meet(self) -> None:
+        """Wait for the other ranks, in the sum of one number with which vLLM's ranks begin."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -234,24 +256,26 @@ class NcclMember:
 class Window:
     """Consecutive tensors of one update, and where each lies in a buffer."""
 
-    def __init__(self, flattened: bool) -> None:
+    def __init__(self) -> None:
         self.names: list[str] = []
         self.nbytes = 0
-        self._flattened = flattened
         self._items: list[tuple[torch.dtype, list[int], int, int]] = []
+        self._parts: list[tuple[int, int]] = []
 
-    def add(self, name: str, dtype: torch.dtype, shape: list[int]) -> None:
-        nbytes = math.prod(shape) * dtype.itemsize
-        start = self.nbytes if self._flattened else _aligned(self.nbytes)
-        self.names.append(name)
-        self._items.append((dtype, shape, start, nbytes))
-        self.nbytes = start + nbytes
+    def add(self, bucket: Bucket) -> None:
+        """Append the tensors of one broadcast, without gaps between them."""
+        start = end = _aligned(self.nbytes)
+        for name, dtype, shape in bucket:
+            nbytes = math.prod(shape) * dtype.itemsize
+            self.names.append(name)
+            self._items.append((dtype, shape, end, nbytes))
+            end += nbytes
+        self._parts.append((start, end - start))
+        self.nbytes = end
 
     def parts(self) -> list[tuple[int, int]]:
-        """(start, bytes) in the buffer of each broadcast, in order: each tensor, or all of them in one."""
-        if self._flattened:
-            return [(0, self.nbytes)]
-        return [(start, nbytes) for _, _, start, nbytes in self._items]
+        """(start, bytes) in the buffer of each broadcast, in order."""
+        return self._parts
 
     def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """Views into `buffer`; copies where a bucket of mixed dtypes puts a tensor at an odd byte."""
@@ -262,27 +286,57 @@ class Window:
         return result
 
 
+Bucket = list[tuple[str, torch.dtype, list[int]]]
+"""(name, dtype, shape) of the tensors of one broadcast."""
+
+
 def _windows(
-    names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, window_bytes: int
+    names: list[str],
+    dtypes: list[str],
+    shapes: list[list[int]],
+    load_format: str | None,
+    window_bytes: int,
+    bucket_bytes: int,
 ) -> list[Window]:
-    """Cut an update into windows. BadRequestError if its three lists do not describe tensors."""
-    if load_format not in (None, "auto", "flattened_bucket"):
-        raise BadRequestError(f"load_format={load_format!r} is not supported; unset it or use 'flattened_bucket'.")
+    """Cut an update into windows, between two broadcasts. BadRequestError if its lists do not describe tensors."""
+    everything, windows = Window(), [Window()]
+    for bucket in _buckets(names, dtypes, shapes, load_format, bucket_bytes):
+        everything.add(bucket)
+        if windows[-1].names and _aligned(windows[-1].nbytes) + _nbytes(bucket) > window_bytes // 2:
+            windows.append(Window())
+        windows[-1].add(bucket)
+    return [everything] if everything.nbytes <= window_bytes else windows
+
+
+def _buckets(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, bucket_bytes: int
+) -> list[Bucket]:
+    """Return the tensors of each broadcast of an update."""
+    if load_format not in (None, "auto", "flattened_bucket", "packed"):
+        raise BadRequestError(
+            f"load_format={load_format!r} is not supported; unset it or use 'flattened_bucket' or 'packed'."
+        )
     if not len(names) == len(dtypes) == len(shapes) or not names:
         raise BadRequestError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: there must be as many of each."
         )
-    flattened = load_format == "flattened_bucket"
-    everything, windows = Window(flattened), [Window(flattened)]
+    buckets: list[Bucket] = [[]]
+    filled = 0
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
         dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype) or any(size < 0 for size in shape) or math.prod(shape) >= 2**48:
             raise BadRequestError(f"'{name[:100]}': dtype '{dtype_name[:50]}' and shape {shape[:16]} are no tensor's.")
-        everything.add(name, dtype, shape)
-        if windows[-1].names and _aligned(windows[-1].nbytes) + math.prod(shape) * dtype.itemsize > window_bytes // 2:
-            windows.append(Window(flattened))
-        windows[-1].add(name, dtype, shape)
-    return [everything] if flattened or everything.nbytes <= window_bytes else windows
+        is_full = load_format != "flattened_bucket" and (load_format != "packed" or filled > bucket_bytes)
+        if buckets[-1] and is_full:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append((name, dtype, shape))
+        filled += math.prod(shape) * dtype.itemsize
+    return buckets
+
+
+def _nbytes(bucket: Bucket) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in bucket)
 
 
 def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
@@ -290,6 +344,8 @@ def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
         raise BadRequestError(f"backend={req.backend!r} is not supported; use 'nccl' or 'gloo'.")
     if req.backend == "nccl" and device.type != "cuda":
         raise BadRequestError("backend='nccl' needs GPUs, but this server runs on the CPU; use 'gloo' on both sides.")
+    if req.rendezvous == "unique_id" and req.backend != "nccl":
+        raise BadRequestError(f"rendezvous='unique_id' is NCCL's: backend={req.backend!r} does not have it.")
     if not 1 <= req.rank_offset <= req.rank_offset + rank < req.world_size:
         raise BadRequestError(
             f"rank_offset={req.rank_offset} and tensor-parallel rank {rank} do not fit world_size={req.world_size}: "

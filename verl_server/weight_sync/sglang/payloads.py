@@ -27,10 +27,10 @@ import torch
 
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.handles import Allocation, TensorHandle
-from verl_server.weight_sync.sglang.pickle_reader import Function, Globals, Record, RecordClass, read_pickle, shown
+from verl_server.weight_sync.pickle_reader import Function, Globals, Record, RecordClass, read_pickle, shown
 from verl_server.weight_sync.shm_file import give_back_reference
 
-_ITEMSIZES = {
+ITEMSIZES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
@@ -63,7 +63,7 @@ def parse_payload(data: str | bytes, load_format: str | None, *, rank: int = 0) 
         raise BadRequestError(
             f"load_format={load_format!r} is not supported; leave it unset or use 'flattened_bucket'."
         )
-    payload = read_pickle(_decoded(data), _GLOBALS)
+    payload = read_pickle(decoded(data), GLOBALS)
     return _bucket(payload) if load_format == "flattened_bucket" else _pairs(payload, rank)
 
 
@@ -82,7 +82,7 @@ def give_back(allocations: Iterable[Allocation]) -> None:
                 release(allocation.ref_counter_handle, allocation.ref_counter_offset)
 
 
-def _decoded(data: str | bytes) -> bytes:
+def decoded(data: str | bytes) -> bytes:
     """The pickle in `data`: a pickle begins with 0x80, which base64 cannot contain."""
     for _ in range(3):
         if isinstance(data, bytes) and data[:1] == b"\x80":
@@ -104,7 +104,7 @@ def _pairs(payload: Any, rank: int) -> list[tuple[str, TensorHandle]]:
     for entry in payload:
         if not (isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)):
             raise BadRequestError(f"Entry {len(named)} of the payload is not a pair (name, tensor).")
-        name, value = _name(entry[0]), entry[1]
+        name, value = tensor_name(entry[0]), entry[1]
         if isinstance(value, Record) and value.name == "LocalSerializedTensor":
             value = _value_of_rank(name, value.fields.get("values"), rank)
         if not isinstance(value, TensorHandle):
@@ -120,7 +120,7 @@ def _value_of_rank(name: str, values: Any, rank: int) -> Any:
     if rank >= len(values):
         raise BadRequestError(f"'{name}' has {len(values)} values, but this is tensor-parallel rank {rank}.")
     try:
-        return read_pickle(_decoded(values[rank]), _GLOBALS)
+        return read_pickle(decoded(values[rank]), GLOBALS)
     except BadRequestError as error:
         raise BadRequestError(f"'{name}', value {rank}: {error}") from None
 
@@ -147,13 +147,13 @@ def _from_bucket(flat: TensorHandle, entry: Any) -> tuple[str, TensorHandle]:
         raise BadRequestError(
             "An entry of the bucket's metadata is no FlattenedTensorMetadata with a name and a dtype."
         )
-    name = _name(name)
+    name = tensor_name(name)
     try:
         shape = _ints(fields.get("shape"))
         start, end = _int(fields.get("start_idx")), _int(fields.get("end_idx"))
     except ValueError as error:
         raise BadRequestError(f"'{name}' in the bucket: {error}.") from None
-    unit, itemsize = _ITEMSIZES[flat.dtype], _ITEMSIZES[dtype.name]
+    unit, itemsize = ITEMSIZES[flat.dtype], ITEMSIZES[dtype.name]
     if flat.dtype not in ("uint8", dtype.name):
         raise BadRequestError(f"'{name}' is {dtype.name}, but the bucket is {flat.dtype}: only bytes may hold others.")
     if (end - start) * unit != math.prod(shape) * itemsize or end > flat.shape[0]:
@@ -212,7 +212,7 @@ def _rebuild_storage_filename(_cls: Any, _manager: Any, handle: Any, size: Any, 
         id=uuid.uuid4().hex,
         kind="shm_name",
         name=shown(handle[1:256].decode("latin1")),
-        nbytes=_int(size) * (_ITEMSIZES[kind] if kind else 1),
+        nbytes=_int(size) * (ITEMSIZES[kind] if kind else 1),
         storage_offset_bytes=_SHM_HEADER_BYTES,
     )
     return _Storage(allocation, kind)
@@ -233,7 +233,7 @@ def _load_from_bytes(*_arguments: Any) -> None:
     )
 
 
-def _rebuild_cuda_tensor(
+def rebuild_cuda_tensor(
     _cls: Any,
     shape: Any,
     stride: Any,
@@ -280,7 +280,7 @@ def _handle(allocation: Allocation, dtype: str, shape: Any, stride: Any, offset:
     return TensorHandle(allocation=allocation, dtype=dtype, shape=sizes, stride=strides, storage_offset=_int(offset))
 
 
-def _name(text: str) -> str:
+def tensor_name(text: str) -> str:
     """A parameter's name, which every message about it will carry."""
     if len(text) > 1000 or not text.isprintable():
         raise BadRequestError(f"'{shown(text)}' is no name of a parameter.")
@@ -320,19 +320,19 @@ _REDUCTIONS = {
     "rebuild_storage_filename": Function(_rebuild_storage_filename),
     "rebuild_storage_fd": Function(_rebuild_storage_fd),
     "rebuild_storage_empty": Function(_rebuild_storage_empty),
-    "rebuild_cuda_tensor": Function(_rebuild_cuda_tensor),
+    "rebuild_cuda_tensor": Function(rebuild_cuda_tensor),
 }
-_GLOBALS: Globals = {
+GLOBALS: Globals = {
     **{("torch.multiprocessing.reductions", name): function for name, function in _REDUCTIONS.items()},
     # SGLang's variant of rebuild_cuda_tensor, by the paths it has had.
-    ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): Function(_rebuild_cuda_tensor),
-    ("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"): Function(_rebuild_cuda_tensor),
+    ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): Function(rebuild_cuda_tensor),
+    ("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"): Function(rebuild_cuda_tensor),
     ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
     # How plain pickle writes a tensor: named only to say what to do instead.
     ("torch._utils", "_rebuild_tensor_v2"): _Class(),
     ("torch.storage", "_load_from_bytes"): Function(_load_from_bytes),
     ("torch", "Size"): Function(lambda sizes=(): tuple(_ints(sizes))),
-    **{("torch", name): _Dtype(name) for name in _ITEMSIZES},
+    **{("torch", name): _Dtype(name) for name in ITEMSIZES},
     **{("torch", name): _Class() for name in ("Tensor", "UntypedStorage")},
     **{("torch.storage", name): _Class() for name in ("TypedStorage", "UntypedStorage")},
     ("torch.nn.parameter", "Parameter"): _Class(),
