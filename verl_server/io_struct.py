@@ -104,7 +104,7 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
-    """stop: the token id or the stop string."""
+    """stop: the token id, the stop string or the pattern of the stop regex."""
     length: int | None = None
     """length: the number of output tokens."""
     message: str | None = None

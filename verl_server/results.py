@@ -18,7 +18,7 @@ class FinishReason(TypedDict):
     type: Literal["stop", "length", "abort"]
     """"stop": end of sequence or a stop string. "length": token limit. "abort": abort or error."""
     matched: NotRequired[int | str | None]
-    """stop: the token id or the stop string."""
+    """stop: the token id, the stop string or the pattern of the stop regex."""
     length: NotRequired[int | None]
     """length: the number of output tokens."""
     message: NotRequired[str]
@@ -75,6 +75,9 @@ class MetaInfo(TypedDict):
     """With `return_logprob`: log-probabilities of the output tokens."""
     output_token_logprobs_length: NotRequired[int]
     """Length of `output_token_logprobs`."""
+    logprobs_mode: NotRequired[Literal["default", "raw", "sampling"]]
+    """With `return_logprob`: `sampling_params.logprobs_mode`, the distribution of the log-probabilities of output
+    tokens. Those of prompt tokens are always raw."""
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     """With `top_logprobs_num`: candidates for each prompt position, the most likely first."""
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]

@@ -8,8 +8,10 @@ import pytest
 
 from verl_server import ServerArgs
 from verl_server.errors import BadRequestError
-from verl_server.server.generate_request import GenerateReqInput, Samples, unknown_fields
+from verl_server.models.tiny import byte_tokenizer
+from verl_server.server.generate_request import GenerateReqInput, Samples, read_prompts, unknown_fields
 from verl_server.server.limits import Limits
+from verl_server.server.text_tools import ModelBounds, TextTools
 
 
 def expand(body: dict[str, Any]) -> list[Samples]:
@@ -78,6 +80,23 @@ def test_string_rid_of_a_batch_is_numbered() -> None:
         ({"text": "a", "return_routed_experts": True}, "`return_routed_experts` is not supported"),
         ({"text": "a", "custom_logit_processor": "x"}, "`custom_logit_processor` is not supported"),
         ({"text": "a", "session_params": {"id": "s"}}, "`session_params` is not supported"),
+        ({"text": "a", "routed_dp_rank": 1}, "`routed_dp_rank` is not supported: this server has one"),
+        ({"text": "a", "data_parallel_rank": -1}, "`data_parallel_rank` is not supported"),
+        ({"text": "a", "priority": 1.5}, "priority"),
+        ({"text": "a", "priority": 2**63}, "priority must be a 64-bit integer"),
+        ({"text": "a", "extra_key": ["x", "y"]}, "extra_key has 2 entries for 1 prompt(s)"),
+        ({"text": "a", "cache_salt": "s" * 1025}, "cache_salt has 1025 characters"),
+        ({"text": "a", "cache_salt": 5}, "cache_salt"),
+        ({"text": "a", "sampling_params": {"logprobs_mode": "processed"}}, "logprobs_mode"),
+        ({"text": "a", "sampling_params": {"allowed_token_ids": []}}, "allowed_token_ids must be null or at least one"),
+        ({"text": "a", "sampling_params": {"allowed_token_ids": [1] * 20000}}, "setting max_allowed_token_ids"),
+        ({"text": "a", "sampling_params": {"bad_words": ["ok", " "]}}, "bad_words must be words that are not empty"),
+        ({"text": "a", "sampling_params": {"bad_words": ["\ud800"]}}, "a lone surrogate"),
+        ({"text": "a", "sampling_params": {"bad_words": ["a"] * 257}}, "setting max_bad_words)"),
+        ({"text": "a", "sampling_params": {"bad_words": ["a" * 5000]}}, "setting max_bad_words_length)"),
+        ({"text": "a", "sampling_params": {"stop_regex": ["a"] * 33}}, "at most 32 patterns"),
+        ({"text": "a", "sampling_params": {"stop_regex": "é" * 129}}, "at most 256 bytes each, not 'a pattern of 258"),
+        ({"text": "a", "sampling_params": {"stop_regex": [""]}}, "patterns that are not empty"),
     ],
 )
 def test_refusals_name_the_fault(body: dict[str, Any], says: str) -> None:
@@ -92,3 +111,38 @@ def test_unset_values_of_unsupported_fields_pass() -> None:
 
 def test_unknown_keys_are_told_apart_from_hints() -> None:
     assert unknown_fields({"text": "a", "routing_key": "k", "lora_path": None, "my_key": 1}) == ["my_key"]
+
+
+def test_a_namespace_is_made_of_both_parts() -> None:
+    """Two pairs never have one namespace, and a value that is not set adds nothing."""
+    pairs = [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"), ("1:", "a"), ("", "1:a"), ("1", ":a")]
+    found = [samples(text="x", extra_key=key, cache_salt=salt)[0].namespace for key, salt in pairs]
+    assert found[0] == "" and len(set(found)) == len(pairs)
+    assert samples(text="x", cache_salt=None)[0].namespace == ""
+    batch = samples(text=["x", "y", "z"], extra_key=["a", None, "c"], cache_salt="s", sampling_params={"n": 2})
+    alone = [samples(text="x", extra_key=key, cache_salt="s")[0].namespace for key in ("a", None, "c")]
+    assert [s.namespace for s in batch] == alone
+
+
+def test_rank_0_may_be_named() -> None:
+    assert samples(text="a", routed_dp_rank=0, data_parallel_rank=None, priority=-3)
+
+
+@pytest.mark.parametrize(
+    ("keep", "new", "length", "kept"),
+    [(3, 8, 10, 3), (20, 8, 10, 10), (-1, 100, 500, 156), (-1, None, 500, 255), (-1, 0, 500, 255), (None, 8, 10, 10)],
+)
+def test_truncated_prompts_keep_their_end(keep: int | None, new: int | None, length: int, kept: int) -> None:
+    body = {"input_ids": [list(range(length)), [7]], "truncate_prompt_tokens": keep}
+    request = GenerateReqInput.parse(body | {"sampling_params": {"max_new_tokens": new}})
+    bounds = ModelBounds(context_length=256, vocab_size=1000, max_req_input_len=255)
+    limits = Limits.of(ServerArgs(model_path="model"), context_length=256)
+    tools = TextTools(byte_tokenizer(), limits, bounds)  # type: ignore[arg-type]
+    assert read_prompts(tools, request).prompts == [list(range(length))[-kept:], [7]]
+
+
+@pytest.mark.parametrize("keep", [0, -2])
+def test_a_truncation_to_nothing_is_refused(keep: int) -> None:
+    request = GenerateReqInput.parse({"input_ids": [1], "truncate_prompt_tokens": keep})
+    with pytest.raises(BadRequestError, match="truncate_prompt_tokens must be -1 or at least 1"):
+        request.kept_tokens(1, ModelBounds(context_length=256, vocab_size=1000))

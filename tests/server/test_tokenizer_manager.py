@@ -20,6 +20,7 @@ from verl_server.errors import (
     ServerUnavailableError,
     VerlServerError,
 )
+from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput
 
 
@@ -107,6 +108,36 @@ def _emit(stack: Stack, running: Any, message: io.UpdateWeightVersionReq) -> io.
     stack.scheduler.version = message.new_version
     stack.scheduler.emit(running, [9], None)
     return io.ControlReply(id=message.id, success=True)
+
+
+@pytest.mark.parametrize("mode", ["default", "raw", "sampling"])
+def test_the_mode_of_logprobs_is_named_where_there_are_logprobs(stack: Stack, mode: str) -> None:
+    sampling = {"max_new_tokens": 1, "logprobs_mode": mode}
+    out = run(stack, input_ids=[10], sampling_params=sampling, return_logprob=True)
+    assert out["meta_info"]["logprobs_mode"] == mode
+    assert "logprobs_mode" not in run(stack, input_ids=[10], sampling_params=sampling)["meta_info"]
+
+
+def test_the_scheduler_gets_priority_namespace_and_words_as_tokens(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 1, "bad_words": ["ab", " ab", "c"], "allowed_token_ids": [5, 6]}
+    run(stack, input_ids=[[1], [2]], sampling_params=sampling, priority=7, extra_key=["x", None], cache_salt="y")
+    first, second = stack.scheduler.wait_for(io.TokenizedGenerateReq, 2)
+    encode = stack.text.encode
+    # The tokenizer has a token for each byte, so a leading space is a token more and the word's last token the same.
+    assert first.bad_words_ids == second.bad_words_ids == [encode("ab", False), encode("c", False)]
+    assert first.sampling.allowed_token_ids == [5, 6] and first.priority == second.priority == 7
+    assert "" != first.namespace != second.namespace != ""
+    run(stack, input_ids=[1], sampling_params={"max_new_tokens": 1})
+    plain = stack.scheduler.wait_for(io.TokenizedGenerateReq, 3)[-1]
+    assert (plain.priority, plain.namespace, plain.bad_words_ids) == (0, "", [])
+
+
+def test_a_word_counts_with_and_without_a_leading_space() -> None:
+    ids = {"cat": [1], " cat": [2], "new york": [3, 4], " new york": [5, 4], "ab": [6], " ab": [7, 6]}
+    words = ["cat", " new york", "ab"]
+    assert bad_words_ids(words, ids.__getitem__) == [[1], [2], [3, 4], [5, 4], [6]]
+    with pytest.raises(BadRequestError, match="without tokens"):
+        bad_words_ids(["x"], lambda text: [])
 
 
 # -- stops --------------------------------------------------------------------------------------------------

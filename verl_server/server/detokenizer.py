@@ -1,4 +1,4 @@
-"""Detokenization of one token at a time: `IncrementalDetokenizer`, and `OutputText`, which also looks for stop strings.
+"""Detokenization of one token at a time: `IncrementalDetokenizer`, and `OutputText`, which also looks for stops.
 
 A request's state in the TokenizerManager owns an `OutputText`. Results depend on the token sequence only: the grouping
 of tokens into the scheduler's messages changes no result.
@@ -6,6 +6,7 @@ of tokens into the scheduler's messages changes no result.
 
 from __future__ import annotations
 
+from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Decoder
 
 _REPLACEMENT = "�"
@@ -51,22 +52,32 @@ class IncrementalDetokenizer:
 
 
 class OutputText:
-    """The text of one completion, which ends at the first stop string."""
+    """The text of one completion, which ends at the first stop string or match of a stop regex.
 
-    def __init__(self, decode: Decoder, stop: list[str], no_stop_trim: bool) -> None:
+    If a token completes both, the stop string counts.
+    """
+
+    def __init__(
+        self, decode: Decoder, stop: list[str], no_stop_trim: bool, stop_regexes: StopRegexes | None = None
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(decode)
         self._stop = stop
+        self._stop_regexes = stop_regexes
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in stop), default=0)
         self._text = ""
         self.matched: str | None = None
+        """The stop string or the pattern that ended the output."""
 
     def push(self, token: int) -> str | None:
-        """Add a token. Return the stop string that the token completed, or None. Add no token after a stop string."""
+        """Add a token. Return the stop string or the pattern that the token completed, or None.
+
+        Add no token after one that completed a stop string or a pattern.
+        """
         return self._add(self._detokenizer.push(token))
 
     def finish(self) -> str | None:
-        """Add the text that was held back. Return the stop string that ends the output, or None."""
+        """Add the text that was held back. Return the stop string or pattern that ends the output, or None."""
         return self._add(self._detokenizer.flush()) if self.matched is None else self.matched
 
     def _add(self, piece: str) -> str | None:
@@ -76,9 +87,15 @@ class OutputText:
         self._text += piece
         found = [(at, s) for s in self._stop if (at := self._text.find(s, start)) >= 0]
         if found:
-            at, self.matched = min(found, key=lambda hit: hit[0])
-            self._text = self._text[: at + len(self.matched) if self._no_stop_trim else at]
+            at, stop = min(found, key=lambda hit: hit[0])
+            self._end(stop, at, at + len(stop))
+        elif self._stop_regexes is not None and (match := self._stop_regexes.search(self._text, len(piece))):
+            self._end(*match)
         return self.matched
+
+    def _end(self, matched: str, start: int, end: int) -> None:
+        self.matched = matched
+        self._text = self._text[: end if self._no_stop_trim else start]
 
     @property
     def text(self) -> str:
@@ -86,7 +103,10 @@ class OutputText:
 
     @property
     def safe_text(self) -> str:
-        """The text that a stream may send now: `text` without an end that may be the beginning of a stop string."""
+        """The text that a stream may send now: `text` without an end that may be the beginning of a stop string.
+
+        The beginning of a match of a stop regex is not held back, because a match may begin anywhere.
+        """
         if self.matched is not None or self._no_stop_trim or not self._stop:
             return self._text
         held = max(self._held(stop) for stop in self._stop)

@@ -1,8 +1,8 @@
 """`ReqState`: one sample in progress in the TokenizerManager, and its conversion into a result object.
 
-`extend` takes the scheduler's tokens, looks for stop strings, and records what `meta_info` reports. `extend` runs once
-for each token of each request, so it only appends; the result object is built when a caller reads it. A `ReqState` is
-used on the TokenizerManager's event loop only.
+`extend` takes the scheduler's tokens, looks for stop strings and stop regexes, and records what `meta_info` reports. It
+runs once for each token of each request, so it only appends; the result object is built when a caller reads it. A
+`ReqState` is used on the TokenizerManager's event loop only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from verl_server import columns
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices
+from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Decoder
 
 Triple = list[Any]
@@ -36,6 +37,7 @@ class ReqState:
         logprob_text: bool = False,
         return_prompt_token_ids: bool = False,
         columnar: bool = False,
+        stop_regexes: StopRegexes | None = None,
         write: Write | None = None,
     ) -> None:
         self.rid = rid
@@ -70,9 +72,10 @@ class ReqState:
         self._framed = 0  # number of output tokens in the last frame
         self._interval = req.sampling.stream_interval or 1
         sampling = req.sampling
-        watch = decode is not None and (stream or bool(sampling.stop))
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
-        self._text = OutputText(decode, stop, sampling.no_stop_trim) if watch and decode is not None else None
+        self._text: OutputText | None = None
+        if decode is not None and (stream or stop or stop_regexes is not None):
+            self._text = OutputText(decode, stop, sampling.no_stop_trim, stop_regexes)
 
     # -- what the scheduler sends ---------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class ReqState:
 
     @staticmethod
     def _until_stop(text: OutputText, tokens: list[int], last: bool) -> tuple[int, str | None]:
-        """Return (number of new tokens that belong to the output, stop string that ends the output or None)."""
+        """Return (number of new tokens that belong to the output, stop string or pattern that ends it or None)."""
         for count, token in enumerate(tokens, start=1):
             if (matched := text.push(token)) is not None:
                 return count, matched
@@ -195,6 +198,7 @@ class ReqState:
             meta["weight_versions"] = self.weight_versions
         if self.req.return_logprob:
             meta |= self._logprob_columns() if self.columnar else self._logprob_lists()
+            meta["logprobs_mode"] = self.req.sampling.logprobs_mode
         return meta
 
     def _logprob_lists(self) -> dict[str, Any]:

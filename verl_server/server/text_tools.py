@@ -26,6 +26,9 @@ Decoder = Callable[[list[int]], str]
 Ids = list[int] | bytes
 """Token ids: a list or, in the result of a text worker, the bytes of an array of native 32-bit integers."""
 
+_MOST_REGEX_ON_LOOP = 48
+"""Characters of the regular expressions that are compiled on the loop, which takes at most 5 ms."""
+
 
 class NeedsWorkerError(Exception):
     """The work takes too long for the event loop. A text worker must do it."""
@@ -170,6 +173,11 @@ class TextTools:
         self.bounds.check_length(len(ids))
         self.bounds.check_ids("input_ids", ids)
         return array("i", ids).tobytes() if self.in_worker else ids
+
+    def check_regex_place(self, patterns: Sequence[str]) -> None:
+        """Raise NeedsWorkerError if these regular expressions take too long to compile here."""
+        if self._most_text is not None and sum(map(len, patterns)) > _MOST_REGEX_ON_LOOP:
+            raise NeedsWorkerError
 
     def check_decode(self, count: int) -> None:
         """Check that `count` token ids may be decoded. Decoding a token takes about as long as encoding a character."""

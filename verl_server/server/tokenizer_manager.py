@@ -42,6 +42,7 @@ from verl_server.io_struct import (
 )
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.sampling_params import GRAMMARS
+from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, Samples, check_samples
 from verl_server.server.generation import Generation
 from verl_server.server.grammar_checks import CheckedGrammar
@@ -52,6 +53,7 @@ from verl_server.server.request_state import ReqState, Write
 from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.slices import Slices
+from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import unpack
 from verl_server.server.tokenizer import ModelText
@@ -174,6 +176,7 @@ class TokenizerManager:
             self._check(samples, len(prompt))
             grammar = grammar_of(samples.sampling)
             checked = None if grammar is None else await self.text.grammars.check(grammar)
+            await self._prepare_text(samples, slices)
             assert samples.sampling.max_new_tokens is not None
             tokens += len(prompt) * len(samples.rids)
             candidates += samples.candidates(len(prompt), samples.sampling.max_new_tokens)
@@ -214,6 +217,18 @@ class TokenizerManager:
                 room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
             samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
 
+    async def _prepare_text(self, samples: Samples, slices: Slices) -> None:
+        """Tokenize `bad_words` and compile `stop_regex`. Raise BadRequestError."""
+        assert self.model_text is not None
+        sampling, encode = samples.sampling, self.model_text.encode
+        if sampling.bad_words:
+            samples.bad_words_ids = bad_words_ids(sampling.bad_words, lambda word: encode(word, False))
+        if sampling.stop_regex:
+            for pattern in sampling.stop_regex:
+                StopRegexes([pattern])  # RE2's module keeps it for the next line
+                await slices.end()
+            samples.stop_regexes = StopRegexes(sampling.stop_regex)
+
     def _make_state(
         self,
         obj: GenerateReqInput,
@@ -241,6 +256,7 @@ class TokenizerManager:
             logprob_start_len=samples.logprob_start_len if samples.return_logprob else -1,
             top_logprobs_num=samples.top_logprobs_num if samples.return_logprob else 0,
             token_ids_logprob=samples.token_ids_logprob if samples.return_logprob else None,
+            bad_words_ids=samples.bad_words_ids,
             namespace=samples.namespace,
             priority=obj.priority or 0,
         )
@@ -255,6 +271,7 @@ class TokenizerManager:
             logprob_text=obj.return_text_in_logprobs,
             return_prompt_token_ids=obj.return_prompt_token_ids,
             columnar=obj.columnar,
+            stop_regexes=samples.stop_regexes,
             write=write,
         )
 
