@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_server.errors import VerlServerError
@@ -38,7 +39,7 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling.spec import ForwardOutput, SampleSpec
+from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
@@ -46,7 +47,7 @@ from verl_server.weight_sync.handles import WeightsDescription
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
-from verl_server.worker.tp_worker import TpWorker
+from verl_server.worker.tp_worker import MakeMasks, TpWorker
 
 VOCAB = 1009
 _MASK = (1 << 61) - 1
@@ -87,6 +88,12 @@ def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def allowed_tokens(masks: TokenMasks, row: int) -> list[int]:
+    """Return the tokens that the mask of a row of the step allows."""
+    words = masks.words[masks.rows.index(row)].numpy()
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=VOCAB, bitorder="little")).tolist()
+
+
 class FakeStep:
     """A launched step, which its runner computes later."""
 
@@ -96,10 +103,11 @@ class FakeStep:
         self._salt = runner.salt
         self._failure, runner.fail_later_with = runner.fail_later_with, None
         self._output: ForwardOutput | None = None
+        self.masks: TokenMasks | None = None
 
     def compute(self) -> None:
         assert self._runner.salt == self._salt, "the weights changed during a step in flight"
-        self._output = self._runner.compute(self._batch, self._specs)
+        self._output = self._runner.compute(self._batch, self._specs, self.masks)
 
     def result(self) -> ForwardOutput:
         self._runner.compute_until(self)
@@ -142,7 +150,9 @@ class FakeModelRunner:
         self.nan_at: Callable[[list[int]], bool] | None = None
         self.computed_tokens = 0
 
-    def launch(self, batch: ForwardBatch, specs: list[SampleSpec] | None) -> FakeStep:
+    def launch(
+        self, batch: ForwardBatch, specs: list[SampleSpec] | None, make_masks: MakeMasks | None = None
+    ) -> FakeStep:
         assert specs is not None
         self._check_shape(batch, specs)
         if self.on_launch is not None:
@@ -152,6 +162,8 @@ class FakeModelRunner:
             raise error
         step = FakeStep(self, batch, specs)
         self.queue.append(step)
+        if make_masks is not None:
+            step.masks = make_masks()
         if not self.overlaps or self.is_early():
             self.compute_until(step)
         return step
@@ -161,15 +173,18 @@ class FakeModelRunner:
         while step in self.queue:
             self.queue.pop(0).compute()
 
-    def compute(self, batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+    def compute(self, batch: ForwardBatch, specs: list[SampleSpec], masks: TokenMasks | None) -> ForwardOutput:
         for row, column, pages in batch.page_updates:
             self.table[row][column : column + len(pages)] = pages
         contexts = self._write_all(batch)
         self.batches.append(batch)
         out = ForwardOutput([], [], [], [])
-        for spec, entry in zip(specs, batch.sample, strict=True):
+        for row, (spec, entry) in enumerate(zip(specs, batch.sample, strict=True)):
             kv = contexts[entry]
             token, position = next_token(kv, self.salt), len(kv)
+            if masks is not None and row in masks.rows:
+                allowed = allowed_tokens(masks, row)
+                token = allowed[token % len(allowed)]
             out.next_ids.append(token)
             self.last_tokens[batch.rows[entry]] = token
             bad = self.nan_at is not None and self.nan_at(spec.prompt_ids)

@@ -114,6 +114,8 @@ class FakeScheduler:
             count = message.sampling.max_new_tokens or 0
             script = self.script(message) if self.script else [(first + k) % VOCAB for k in range(count)]
             self.running[message.rid] = Running(message, script)
+        elif isinstance(message, io.GrammarTokenizer):
+            pass
         elif isinstance(message, io.FinishReq):
             self.running.pop(message.rid, None)
         elif isinstance(message, io.AbortReq):

@@ -1,0 +1,384 @@
+"""Requests with a grammar in the scheduler: compilation, masks, overlap, retraction, aborts, and matchers that fail."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLParserLimits
+
+from tests.grammar.conftest import EOS, TOKENIZER
+from tests.scheduler.fakes import VOCAB, Harness, allowed_tokens, generate, prompt, update
+from verl_server.grammar import compiler
+from verl_server.grammar.compiler import MaskExecutor, Matcher
+from verl_server.grammar.source import Grammar, Kind, translate
+from verl_server.io_struct import (
+    ContinueGenerationReq,
+    FinishReq,
+    GrammarTokenizer,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+)
+from verl_server.sampling_params import SamplingParams
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy", None]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+
+
+class GrammarHarness(Harness):
+    def __init__(self, overlaps: bool = True, **settings: Any) -> None:
+        super().__init__(overlaps=overlaps, **({"chunked_prefill_size": 64} | settings))
+        tokenizer = TOKENIZER.backend_tokenizer.to_str().encode()
+        self.scheduler.handle(GrammarTokenizer(tokenizer=tokenizer, eos_token_ids=[EOS]))
+
+    def constrain(
+        self, rid: str, kind: Kind, text: str, new: int = 60, stop_ids: list[int] | None = None, **params: Any
+    ) -> None:
+        sampling = SamplingParams(max_new_tokens=new, temperature=0.0, **params)
+        self.scheduler.handle(
+            TokenizedGenerateReq(
+                rid=rid,
+                input_ids=prompt(int(rid.strip("abcdefghijklmnopqrstuvwxyz") or 0), 9),
+                sampling=sampling,
+                stop_ids=[EOS] if stop_ids is None else stop_ids,
+                return_logprob=True,
+                grammar=translate(Grammar(kind, text)),
+            )
+        )
+
+    def before_compilation(self, hook: Callable[[str], object]) -> None:
+        """Call `hook` in the thread that compiles, before it compiles a grammar."""
+        compiler = self.scheduler.grammars._compiler
+        assert compiler is not None
+        compile = compiler.compile
+
+        def hooked(grammar: str) -> Matcher:
+            hook(grammar)
+            return compile(grammar)
+
+        compiler.compile = hooked  # type: ignore[method-assign]
+
+    def hold_compilation(self) -> threading.Event:
+        """Compile nothing until the returned event is set."""
+        gate = threading.Event()
+        self.before_compilation(lambda _: gate.wait(20))
+        return gate
+
+    def compile(self) -> None:
+        """Wait until all grammars are compiled."""
+        for req in self.scheduler.grammars.waiting.values():
+            assert req.grammar is not None
+            req.grammar.start.exception(timeout=20)
+
+    def finish(self) -> None:
+        self.compile()
+        self.run()
+
+    def text(self, rid: str) -> str:
+        return str(TOKENIZER.decode([token for token in self.tokens[rid] if token != EOS]))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_every_output_follows_its_grammar_beside_free_requests(overlaps: bool) -> None:
+    h = GrammarHarness(overlaps)
+    for i in range(3):
+        h.add(f"r{i}", prompt(i, 9), 20)
+        h.constrain(f"s{i}", "json_schema", SCHEMA, new=100)
+    h.constrain("g7", "ebnf", 'root ::= "(" root ")" | [0-9]{2}')
+    h.constrain("g8", "regex", "[ab]{3,5}c")
+    h.finish()
+    for i in range(3):
+        assert h.tokens[f"r{i}"] == generate(prompt(i, 9), 20, 0), "a free request is not disturbed"
+        if h.finished[f"s{i}"].type == "stop":
+            assert set(json.loads(h.text(f"s{i}"))) == {"a", "b"}
+        else:
+            assert h.text(f"s{i}").startswith('{"a":')
+    assert {h.finished[f"s{i}"].type for i in range(3)} <= {"stop", "length"}
+    assert set(h.text("g8")[:-1]) <= {"a", "b"} and h.text("g8").endswith("c")
+    assert h.finished["g8"].type == "stop" and h.finished["g8"].matched == h.tokens["g8"][-1]
+    assert set(h.text("g7")) <= set("()0123456789")
+
+
+def test_the_outputs_with_and_without_overlap_are_equal() -> None:
+    results = []
+    for overlaps in (True, False):
+        h = GrammarHarness(overlaps)
+        for i in range(4):
+            h.constrain(f"s{i}", "regex", "([a-f][0-9]){2,20}x")
+        h.finish()
+        results.append((h.tokens, {rid: reason.type for rid, reason in h.finished.items()}))
+    assert results[0] == results[1]
+
+
+def test_a_constrained_step_is_launched_before_the_step_before_it_was_collected() -> None:
+    """The forward pass of step n+1 is launched first. Then step n is collected, and the masks are made."""
+    h = GrammarHarness()
+    h.runner.is_early = lambda: False
+    h.constrain("s1", "regex", "[a-z]{50}")
+    h.compile()
+    seen: list[tuple[int, int]] = []
+    h.runner.on_launch = lambda batch: seen.append((h.runner.uncollected, len(h.tokens.get("s1", []))))
+    h.steps(4)
+    assert seen == [(0, 0), (1, 0), (1, 1), (1, 2)], "each launch finds the step before it in flight"
+    assert len(h.tokens["s1"]) == 3 and h.runner.uncollected == 1
+
+
+def test_equal_grammars_are_compiled_once() -> None:
+    h = GrammarHarness()
+    compiled: list[str] = []
+    h.before_compilation(compiled.append)
+    for i in range(4):
+        h.constrain(f"s{i}", "regex", "a{2}")
+    h.finish()
+    h.constrain("s9", "regex", "a{2}")
+    assert not h.scheduler.grammars.waiting, "it does not wait, because its grammar is compiled"
+    h.run()
+    assert len(compiled) == 1 and all(h.text(rid) == "aa" for rid in ("s0", "s1", "s2", "s3", "s9"))
+
+
+def test_a_request_waits_outside_the_queue_while_its_grammar_is_compiled() -> None:
+    """It delays nobody, keeps its place, and may be aborted."""
+    h = GrammarHarness()
+    gate = h.hold_compilation()
+    h.constrain("s1", "regex", "ab")
+    h.constrain("s2", "regex", "abc")
+    h.constrain("s3", "regex", "ab")
+    h.add("r1", prompt(1, 9), 4)
+    h.run()
+    assert h.finished["r1"].type == "length" and list(h.scheduler.grammars.waiting) == ["s1", "s2", "s3"]
+    assert h.scheduler.internal_state()["num_waiting_reqs"] == 3 and not h.scheduler.has_work()
+    h.abort("s2")
+    h.scheduler.handle(FinishReq(rid="s3"))
+    h.scheduler.emit()
+    assert h.finished["s2"].message == "Abort in waiting queue" and "s3" not in h.scheduler.requests
+    gate.set()
+    h.finish()
+    assert h.text("s1") == "ab" and not h.scheduler.requests
+
+
+def test_a_full_queue_counts_requests_whose_grammar_is_compiled() -> None:
+    h = GrammarHarness(max_queued_requests=1)
+    gate = h.hold_compilation()
+    h.constrain("s1", "regex", "ab")
+    h.constrain("s2", "regex", "ab")
+    h.scheduler.emit()
+    assert h.finished["s2"].status_code == 503
+    gate.set()
+    h.finish()
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_requests() -> None:
+    h = GrammarHarness()
+    h.scheduler.handle(
+        TokenizedGenerateReq(
+            rid="s1", input_ids=[1], sampling=SamplingParams(max_new_tokens=4), grammar='{"grammars": []}'
+        )
+    )
+    h.constrain("s2", "regex", "ab")
+    h.finish()
+    assert h.finished["s1"].type == "abort" and h.finished["s1"].status_code == 400
+    assert h.text("s2") == "ab"
+
+
+def test_a_server_without_a_tokenizer_refuses_grammars() -> None:
+    h = Harness()
+    h.scheduler.handle(
+        TokenizedGenerateReq(rid="s1", input_ids=[1], sampling=SamplingParams(max_new_tokens=4), grammar="x")
+    )
+    h.scheduler.emit()
+    assert h.finished["s1"].status_code == 400 and "tokenizer" in (h.finished["s1"].message or "")
+
+
+def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
+    h = Harness()
+    h.scheduler.handle(GrammarTokenizer(tokenizer=b"{}", eos_token_ids=[EOS]))
+    h.scheduler.handle(
+        TokenizedGenerateReq(rid="s1", input_ids=[1], sampling=SamplingParams(max_new_tokens=4), grammar="x")
+    )
+    h.add("r1", prompt(1, 9), 4)
+    h.run()
+    assert "does not permit constrained decoding" in (h.finished["s1"].message or "")
+    assert h.finished["r1"].type == "length"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_retraction_keeps_the_state_of_the_output(overlaps: bool) -> None:
+    """With too few pages, requests are retracted and computed again. The outputs are those of a large pool."""
+    results = []
+    for pages in (16, 200):
+        h = GrammarHarness(overlaps, num_pages=pages, disable_radix_cache=True)
+        for i in range(4):
+            h.constrain(f"s{i}", "regex", "([a-f][0-9]){12}x", new=30)
+        h.finish()
+        results.append(h.tokens)
+        assert (h.scheduler.planner.num_retractions > 0) == (pages == 16)
+        assert all(h.finished[f"s{i}"].type == "stop" and len(h.text(f"s{i}")) == 25 for i in range(4))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "wait"])
+def test_updates_and_pauses_keep_the_state_of_the_output(mode: str) -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "([a-f][0-9]){10}x")
+    h.compile()
+    h.steps(5)
+    h.control(update(1, mode))
+    h.steps(3)
+    if mode != "wait":
+        h.control(PauseGenerationReq(id=2, mode=mode))  # type: ignore[arg-type]
+        h.control(ContinueGenerationReq(id=3))
+    h.finish()
+    text = h.text("s1")
+    assert len(text) == 21 and text.endswith("x") and h.finished["s1"].type == "stop"
+
+
+def test_an_abort_frees_the_matcher_of_a_running_request() -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "[a-z]{50}")
+    h.constrain("s2", "regex", "[a-z]{9}")
+    h.compile()
+    h.steps(4)
+    h.abort("s1")
+    h.run()
+    assert h.finished["s1"].type == "abort" and len(h.text("s2")) == 9
+
+
+# -- the end of an output -----------------------------------------------------------------------------------
+
+
+def test_eos_is_allowed_where_the_grammar_accepts() -> None:
+    """Token 70 is "b". A stop token that is not EOS is allowed at the same places."""
+    h = GrammarHarness()
+    seen: list[list[int]] = []
+    make_masks = h.scheduler.grammars.masks
+
+    def spy(sampled: Any) -> Any:
+        result = make_masks(sampled)
+        seen.append(sorted(allowed_tokens(result[0], 0)) if result[0] else [])
+        return result
+
+    h.scheduler.grammars.masks = spy  # type: ignore[method-assign]
+    h.constrain("s1", "regex", "ab?", stop_ids=[EOS, 300])
+    h.finish()
+    assert seen[0] == [69] and seen[1] == [EOS, 70, 300]
+
+
+def test_with_ignore_eos_an_output_ends_where_nothing_else_is_allowed() -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "a{1,6}", stop_ids=[], ignore_eos=True)
+    h.constrain("s2", "regex", "(|a{0})", stop_ids=[], ignore_eos=True)
+    h.finish()
+    assert h.text("s1") == "aaaaaa" and h.finished["s1"].type == "stop"
+    assert h.tokens["s2"] == [EOS] and h.finished["s2"].type == "stop"
+
+
+def test_a_length_limit_ends_an_output_unless_it_is_complete() -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "a{5}", new=5)
+    h.constrain("s2", "regex", "a{5}", new=4)
+    h.finish()
+    assert h.finished["s1"].type == "stop" and h.finished["s2"].type == "length"
+
+
+# -- matchers that fail -------------------------------------------------------------------------------------
+
+
+def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of s1 needs more states, and s2 needs few."""
+    h = GrammarHarness()
+    h.constrain("s2", "regex", "[a-z]{9}")
+    h.compile()
+    monkeypatch.setattr(compiler, "_LIMITS", LLParserLimits(max_lexer_states=12, verbose_errors=False))
+    h.constrain("s1", "regex", "[a-z]{40}")
+    h.add("r1", prompt(1, 9), 9)
+    h.finish()
+    reason = h.finished["s1"]
+    assert reason.type == "abort" and reason.status_code == 400 and "Use a simpler grammar" in (reason.message or "")
+    assert 0 < len(h.text("s1")) < 40 and len(h.text("s2")) == 9 and h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
+
+
+@pytest.mark.parametrize("call", ["fill", "consume"])
+def test_a_failure_of_the_library_ends_the_constrained_requests_only(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic(*args: Any) -> None:
+        raise PanicError("index out of bounds")
+
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "[a-z]{9}")
+    h.add("r1", prompt(1, 9), 9)
+    h.compile()
+    h.steps(3)
+    monkeypatch.setattr(MaskExecutor, call, panic)
+    h.run()
+    assert h.finished["s1"].status_code == 500 and "index out of bounds" in (h.finished["s1"].message or "")
+    assert h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
+
+
+def test_a_row_without_any_allowed_token_ends_with_an_abort() -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "ab")
+    h.runner.nan_at = lambda ids: True
+    h.finish()
+    reason = h.finished["s1"]
+    assert reason.type == "abort" and reason.status_code == 400 and "No token can be sampled" in (reason.message or "")
+
+
+def test_a_step_that_fails_at_its_launch_serves_the_others_again() -> None:
+    h = GrammarHarness()
+    h.constrain("s1", "regex", "[a-z]{9}")
+    h.compile()
+    h.steps(3)
+    h.runner.fail_with = RuntimeError("broken step")
+    h.run()
+    assert h.finished["s1"].status_code == 500
+    h.constrain("s2", "regex", "[a-z]{9}")
+    h.finish()
+    assert len(h.text("s2")) == 9
+
+
+def test_random_arrivals_aborts_and_retractions() -> None:
+    """Outputs that end by their grammar match it; all requests end; the invariants hold after every turn."""
+    rng = random.Random(5)
+    h = GrammarHarness(num_pages=24, disable_radix_cache=False)
+    for i in range(40):
+        kind = rng.choice(["free", "regex", "schema"])
+        if kind == "free":
+            h.add(f"r{i}", prompt(i, rng.randrange(2, 12)), rng.randrange(1, 20))
+        elif kind == "regex":
+            h.constrain(f"s{i}", "regex", "([a-f][0-9]){2,9}x", new=rng.randrange(1, 30))
+        else:
+            h.constrain(f"j{i}", "json_schema", SCHEMA, new=rng.randrange(1, 30))
+        if rng.random() < 0.2:
+            h.abort(rng.choice(list(h.scheduler.requests)))
+        h.steps(rng.randrange(3))
+    h.finish()
+    assert len(h.finished) == 40 and not h.scheduler.requests
+    for rid, reason in h.finished.items():
+        if reason.type == "stop" and rid.startswith("j"):
+            assert set(json.loads(h.text(rid))) == {"a", "b"}
+
+
+def test_copies_of_a_matcher_are_independent() -> None:
+    h = GrammarHarness()
+    assert h.scheduler.grammars._compiler is not None
+    start: Matcher = h.scheduler.grammars._compiler.compile(translate(Grammar("regex", "a|b")))
+    first, second = start.copy(), start.copy()
+    MaskExecutor(1).consume([(first, 69)])
+    first.check()
+    assert first.is_complete and not second.is_complete and not start.is_complete
+    assert h.scheduler.grammars._compiler.num_words == -(-VOCAB // 32)
