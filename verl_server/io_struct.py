@@ -452,6 +452,8 @@ class ReleaseMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
     id: int = 0
     tags: list[str] | None = None
     """Any of "kv_cache", "weights" and "cuda_graph"; null for all."""
+    cpu_backup: bool | None = None
+    """Keep the contents of the weights in host memory; null: if the server has `enable_weights_cpu_backup`."""
 
 
 class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):

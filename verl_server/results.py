@@ -177,6 +177,8 @@ class InternalState(TypedDict, total=False):
     """State of the weights: served, torn by a failed update, without contents, or released."""
     refusal: str | None
     """The reason why generation is refused now; None if it is not refused."""
+    released: list[str]
+    """Tags of the memory that `release_memory_occupation` released."""
     paused: bool
     """True between `pause_generation` and `continue_generation`."""
     draining: bool

@@ -269,6 +269,7 @@ class FakeWeights:
         self.handled: list[WeightReq] = []
         self.in_transaction = False
         self.wrote_in_transaction = False
+        self.released: list[str] = []
 
     def refusal(self) -> str | None:
         return self.reason

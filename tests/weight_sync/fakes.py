@@ -63,7 +63,7 @@ class FakeRunner:
         self.has_backup = False
         """True if `resume_weights` restores the weights."""
 
-    def __getattr__(self, name: str) -> Callable[[], bool]:
+    def __getattr__(self, name: str) -> Callable[..., bool]:
         """Return a method for `release_*`, `resume_*` and `synchronize` that records its call.
 
         The method raises `fail[name]` if it is set, and returns `has_backup` otherwise.
@@ -71,7 +71,7 @@ class FakeRunner:
         if not name.startswith(("release_", "resume_", "synchronize")):
             raise AttributeError(name)
 
-        def call() -> bool:
+        def call(*_: object) -> bool:
             self.calls.append(name)
             if name in self.fail:
                 raise self.fail[name]

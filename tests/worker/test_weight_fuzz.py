@@ -89,7 +89,7 @@ class WeighedRunner(FakeModelRunner):
 
     def synchronize(self) -> None: ...
 
-    def release_weights(self) -> None:
+    def release_weights(self, keep_contents: bool | None = None) -> None:
         self._backup = self.held() if self._has_backup else None
         self.fill({name: torch.full(shape, -7.0) for name, shape in SHAPES.items()})
 

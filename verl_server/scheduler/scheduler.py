@@ -429,6 +429,7 @@ class Scheduler:
             "weight_version": weights.version,
             "weights_state": weights.state,
             "refusal": weights.refusal(),
+            "released": weights.released,
             "paused": self.control.paused,
             "draining": self.control.draining,
             "transaction": self.control.transaction.name if self.control.transaction.is_open else None,

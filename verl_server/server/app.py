@@ -21,9 +21,12 @@ from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.routes import NativeApi
+from verl_server.server.dialects.vllm.control_routes import VllmControlApi
+from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
+from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -44,7 +47,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
             Exception: _on_crash,
         },
     )
-    return InstanceMiddleware(AuthMiddleware(app, rules, control_paths), manager.instance_id)
+    return InstanceMiddleware(AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths), manager.instance_id)
 
 
 def operations(manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> list[Operation]:
@@ -53,6 +56,8 @@ def operations(manager: TokenizerManager, server_args: ServerArgs, rules: Access
         *NativeApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
         *OpenAIApi(manager, server_args).operations(),
+        *VllmApi(manager, server_args, rules).operations(),
+        *VllmControlApi(manager, server_args).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

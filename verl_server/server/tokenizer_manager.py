@@ -298,12 +298,18 @@ class TokenizerManager:
         self.abandon(state)
         state.fail(error)
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ask the scheduler to end one request or all. Callers get partial output. An unknown `rid` is ignored."""
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> bool:
+        """Ask the scheduler to end one request or all. Callers get partial output. An unknown `rid` is ignored.
+
+        Return True if any request was running that this concerns.
+        """
         if abort_all:
             self._send(self._encode(AbortReq(abort_all=True)))
-        elif rid in self._by_rid:
+            return bool(self._states)
+        if rid in self._by_rid:
             self._send(self._encode(AbortReq(rid=self._by_rid[rid].req.rid)))
+            return True
+        return False
 
     # -- control --------------------------------------------------------------------------------------------
 

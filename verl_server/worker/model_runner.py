@@ -282,10 +282,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.resume()
 
-    def release_weights(self) -> None:
-        """Free the weights' memory. With `enable_weights_cpu_backup` the contents are kept in host memory."""
+    def release_weights(self, keep_contents: bool | None = None) -> None:
+        """Free the weights' memory, and keep their contents in host memory (None: if `enable_weights_cpu_backup`)."""
         self._release_scratch()
-        self._weights_arena.release(keep_contents=self._args.enable_weights_cpu_backup)
+        keep = self._args.enable_weights_cpu_backup if keep_contents is None else keep_contents
+        self._weights_arena.release(keep_contents=keep)
 
     def resume_weights(self) -> bool:
         """Allocate the weights' memory again. Return True if the weights are unchanged since the release.

@@ -45,7 +45,7 @@ class WeightSources:
         self._receiver = WeightReceiver(
             runner.weight_map, tp.rank, tp.size, runner.device, fused=server_args.fused_weight_copy
         )
-        self._allow_hub = server_args.allow_hub_updates
+        self._allow_hub, self._own_path = server_args.allow_hub_updates, server_args.model_path
         self.groups = WeightGroups(self._receiver, runner, tp, server_args)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -167,11 +167,11 @@ class WeightSources:
         return plan
 
     def _folder(self, model_path: str) -> Path:
-        """Return the folder of `model_path`, downloaded from the hub only if the server's settings permit it.
+        """Return the folder of `model_path`. A hub id, except the server's own, needs `allow_hub_updates`.
 
         Raise BadRequestError for a hub id without that permission: a caller must not choose what the server downloads.
         """
-        if self._allow_hub:
+        if self._allow_hub or model_path == self._own_path:
             return resolve_model_folder(model_path)
         folder = local_folder(model_path)
         if folder is None:

@@ -102,6 +102,11 @@ class WeightUpdater:
                 discard(prepared)
         return ControlReply(id=req.id, success=True, message=message, payload=payload)
 
+    @property
+    def released(self) -> list[str]:
+        """Tags of the memory that is released."""
+        return list(self._released)
+
     def refusal(self) -> str | None:
         """Return the reason why generation cannot be served now, None if it can."""
         if self.state == "asleep":
@@ -149,7 +154,7 @@ class WeightUpdater:
             case WeightsCheckerReq():
                 return self._check(req)
             case ReleaseMemoryOccupationReq():
-                return self._release(req.tags)
+                return self._release(req.tags, req.cpu_backup)
             case ResumeMemoryOccupationReq():
                 return self._resume(req.tags)
 
@@ -296,7 +301,7 @@ class WeightUpdater:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def _release(self, tags: list[str] | None) -> Outcome:
+    def _release(self, tags: list[str] | None, cpu_backup: bool | None) -> Outcome:
         present = [tag for tag in MEMORY_TAGS if tag not in self._released]
         for tag in _chosen(tags, present, "already released"):
             # Set before the release: if the release fails on one rank, `_resume` repairs all ranks.
@@ -306,7 +311,7 @@ class WeightUpdater:
                 before, self._before_sleep = (self.state, self._unwritten), None
                 self.state = "asleep"
                 self._sources.release()
-                agree(self._tp, self._runner.release_weights)
+                agree(self._tp, lambda: self._runner.release_weights(cpu_backup))
                 self._before_sleep = before
             elif tag == "kv_cache":
                 agree(self._tp, self._runner.release_kv_cache)

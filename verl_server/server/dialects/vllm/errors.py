@@ -1,0 +1,43 @@
+"""Error answers in vLLM's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import functools
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from verl_server.errors import VerlServerError
+from verl_server.server.dialects.operation import Handler
+from verl_server.server.responses import error_headers, json_response
+
+
+class ModelNotFoundError(VerlServerError):
+    """The server does not serve a model of this name."""
+
+    status_code = 404
+
+
+def error_content(error: VerlServerError) -> dict[str, Any]:
+    kinds = {400: "BadRequestError", 404: "NotFoundError"}
+    try:
+        phrase = HTTPStatus(error.status_code).phrase
+    except ValueError:
+        phrase = "Internal Server Error"
+    kind = kinds.get(error.status_code, phrase)
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.status_code}}
+
+
+def answers_errors(handler: Handler) -> Handler:
+    """Return `handler` with errors answered in vLLM's shape."""
+
+    @functools.wraps(handler)
+    async def answering(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except VerlServerError as error:
+            return json_response(error_content(error), error.status_code, error_headers(error))
+
+    return answering

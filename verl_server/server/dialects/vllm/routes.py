@@ -1,0 +1,164 @@
+"""vLLM's routes that do not change the server: `/inference/v1/generate`, aborts, version and load."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from verl_server import __version__
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.server.auth import AccessRules
+from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
+from verl_server.server.dialects.vllm.choices import InferenceChoices
+from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
+from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
+from verl_server.server.generation import Generation
+from verl_server.server.responses import (
+    SSE_DONE,
+    EventStream,
+    json_response,
+    read_body,
+    read_json,
+    run_job,
+    sse,
+    unless_disconnected,
+)
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_PREFIX = "generate-tokens-"
+
+
+class AbortRequestsReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /abort_requests`."""
+
+    request_ids: list[str] | None = None
+    """Names of the requests. Null or an empty list aborts all requests."""
+
+
+class VllmApi:
+    """Handlers of vLLM's routes that do not change the server."""
+
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> None:
+        self._manager, self._args, self._rules = manager, server_args, rules
+        self._generations: dict[str, Generation] = {}
+        """Unanswered requests to `/inference/v1/generate`, by the caller's name."""
+
+    def operations(self) -> list[Operation]:
+        return [
+            Operation(
+                "/inference/v1/generate",
+                answers_errors(self.generate),
+                POST,
+                body=InferenceRequest,
+                refused=REFUSED,
+                without_effect=WITHOUT_EFFECT,
+                media_types=(JSON, EVENTS),
+            ),
+            Operation(
+                "/abort_requests",
+                answers_errors(self.abort_requests),
+                POST,
+                aliases=("/inference/v1/abort_requests",),
+                body=AbortRequestsReq,
+            ),
+            Operation("/version", self.version),
+            Operation("/load", answers_errors(self.load)),
+        ]
+
+    # -- generate -------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        """Return {"request_id", "choices", "usage", ...}. Each choice has `token_ids`, `logprobs`, `finish_reason`,
+        `stop_reason` and `weight_versions`. With `stream`, each server-sent event has the tokens since the last event,
+        and the last event is `[DONE]`."""
+        body = await read_body(request, self._args.max_request_bytes)
+        manager = self._manager
+        manager.check_serving()
+        read = await run_job(request, manager.text, INFERENCE, body)
+        manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
+        self._check_model(read.request.model)
+        request_id = request.headers.get(REQUEST_ID_HEADER) or read.request.request_id or uuid.uuid4().hex
+        read.read.request.rid = request_id
+        generation = await manager.submit_read(read.read)
+        self._generations[request_id] = generation
+        choices = InferenceChoices(read, request_id, read.request.model or self._model_name)
+        if read.request.stream:
+            return EventStream(_frames(generation, choices), lambda: self._close(request_id, generation))
+        try:
+            await unless_disconnected(request, generation.wait())
+            return json_response(await unless_disconnected(request, choices.response(generation.states)))
+        finally:
+            self._close(request_id, generation)
+
+    def _close(self, request_id: str, generation: Generation) -> None:
+        generation.close()
+        if self._generations.get(request_id) is generation:
+            del self._generations[request_id]
+
+    @property
+    def _model_name(self) -> str:
+        return self._args.served_model_name or self._manager.controls.model_path
+
+    def _check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless `name` is null or a name of the served model."""
+        known = {self._model_name, self._args.model_path, self._manager.controls.model_path}
+        if name and name not in known:
+            raise ModelNotFoundError(f"The model `{name}` does not exist. This server has `{self._model_name}`.")
+
+    # -- abort ----------------------------------------------------------------------------------------------
+
+    async def abort_requests(self, request: Request) -> Response:
+        """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
+        output. To abort all requests is a control call. A name that no request has is ignored."""
+        body = await read_json(request, self._args.max_request_bytes)
+        try:
+            wanted = msgspec.convert(body, AbortRequestsReq).request_ids
+        except msgspec.ValidationError as error:
+            raise BadRequestError(str(error).replace("`$.", "`")) from None
+        self._manager.check_serving()
+        if not wanted:
+            if (refusal := self._rules.control_refusal(request.scope)) is not None:
+                return refusal
+            aborted = self._manager.num_requests
+            self._manager.abort_request(abort_all=True)
+        else:
+            aborted = sum(self._abort(name) for name in set(wanted))
+        return json_response({"status": "aborted", "aborted": aborted})
+
+    def _abort(self, name: str) -> int:
+        """Abort a request by its name in the request or in the answer. Return 1 if it was running, else 0."""
+        generation = self._generations.get(name) or self._generations.get(name.removeprefix(_PREFIX))
+        if generation is None:
+            return int(self._manager.abort_request(rid=name))
+        for state in generation.states:
+            self._manager.abort_request(rid=state.rid)
+        return 1
+
+    # -- information ----------------------------------------------------------------------------------------
+
+    async def version(self, request: Request) -> Response:
+        """Return {"version"}: the version of this server."""
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """Return {"server_load"}: the number of unanswered samples."""
+        self._manager.check_serving()
+        return json_response({"server_load": self._manager.num_requests})
+
+
+async def _frames(generation: Generation, choices: InferenceChoices) -> AsyncIterator[bytes]:
+    try:
+        async for i, state in generation.updates():
+            if (chunk := await choices.chunk(i, state, generation.states)) is not None:
+                yield sse(chunk)
+        if (usage := choices.usage_chunk(generation.states)) is not None:
+            yield sse(usage)
+    except VerlServerError as error:
+        yield sse(error_content(error))
+    yield SSE_DONE

@@ -1,0 +1,148 @@
+"""vLLM's four calls of a weight update, carried out as a transaction: init, start, update, finish.
+
+`control_routes` calls them for HTTP routes and for `/collective_rpc`. A trainer on other GPUs describes its NCCL group
+in `init_info`, and broadcasts after each update was announced. A trainer on the server's GPUs sends an `init_info`
+without an address, and IPC handles in each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.io_struct import (
+    BeginWeightUpdateReq,
+    ControlReply,
+    ControlReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+)
+from verl_server.weight_sync.handles import PickledHandles
+
+CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
+"""Sends a control request to the scheduler. Returns a successful reply, or raises its error."""
+S = TypeVar("S", bound=msgspec.Struct)
+
+GROUP_NAME = "vllm_weight_transfer"
+"""Name of the process group of vLLM's trainers, of which a server has one."""
+_BUFFER_BYTES = 1 << 30
+"""vLLM's default for the size of a packed broadcast."""
+
+
+class InitInfo(msgspec.Struct, kw_only=True):
+    """vLLM's `init_info`. Without an address, updates bring IPC handles."""
+
+    master_address: str | None = None
+    master_port: int | None = None
+    rank_offset: int = 1
+    world_size: int | None = None
+    nccl_unique_id_b64: str | None = None
+    packed: bool | None = None
+    packed_buffer_size_bytes: int = _BUFFER_BYTES
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True):
+    """vLLM's `update_info`. With IPC handles, the tensors are read; otherwise they are received through NCCL."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
+    ipc_handles_pickled: str | None = None
+    ipc_handles: Any = None
+    tensor_sizes: list[int] | None = None
+
+
+class WeightTransfer:
+    """What the trainer's `init_info` said, which later calls depend on."""
+
+    def __init__(self) -> None:
+        self._init = InitInfo()
+
+    async def init(self, carry_out: CarryOut, raw: Any) -> None:
+        """Join the trainer's NCCL group, in place of an earlier one. Without an address, only note the settings."""
+        info = _converted("init_info", raw, InitInfo)
+        if info.nccl_unique_id_b64 is not None:
+            raise BadRequestError(
+                "init_info.nccl_unique_id_b64 is not supported: send master_address and master_port of the trainer's "
+                "store."
+            )
+        if info.master_address is not None:
+            if info.master_port is None or info.world_size is None:
+                raise BadRequestError("init_info with master_address needs master_port and world_size too.")
+            await self._leave(carry_out)
+            await carry_out(
+                InitWeightsUpdateGroupReq(
+                    master_address=info.master_address,
+                    master_port=info.master_port,
+                    rank_offset=info.rank_offset,
+                    world_size=info.world_size,
+                    group_name=GROUP_NAME,
+                    rendezvous="unique_id",
+                )
+            )
+        self._init = info
+
+    async def shutdown(self, carry_out: CarryOut) -> None:
+        """Leave the trainer's group, if there is one."""
+        await self._leave(carry_out)
+        self._init = InitInfo()
+
+    @staticmethod
+    async def _leave(carry_out: CarryOut) -> None:
+        try:
+            await carry_out(DestroyWeightsUpdateGroupReq(group_name=GROUP_NAME))
+        except VerlServerError as error:
+            if error.status_code != 400:  # 400: there is no group
+                raise
+
+    async def start(self, carry_out: CarryOut) -> None:
+        """Open a transaction. Running requests finish first, unless generation is paused."""
+        await carry_out(BeginWeightUpdateReq())
+
+    async def finish(self, carry_out: CarryOut, weight_version: str | None) -> None:
+        """Close the transaction: what was written becomes one new version."""
+        await carry_out(EndWeightUpdateReq(weight_version=weight_version))
+
+    async def update(self, carry_out: CarryOut, raw: Any) -> None:
+        """Write tensors into the weights. Outside a transaction, the update is a version of its own."""
+        info = _converted("update_info", raw, UpdateInfo)
+        if info.ipc_handles is not None:
+            raise BadRequestError("update_info.ipc_handles is not JSON: send ipc_handles_pickled.")
+        if info.ipc_handles_pickled is not None:
+            handles = PickledHandles(
+                names=info.names,
+                dtypes=info.dtype_names,
+                shapes=info.shapes,
+                handles=info.ipc_handles_pickled,
+                sizes=info.tensor_sizes,
+            )
+            await carry_out(UpdateWeightsFromTensorReq(ipc_handles=handles))
+            return
+        packed = info.packed if info.packed is not None else bool(self._init.packed)
+        await carry_out(
+            UpdateWeightsFromDistributedReq(
+                names=info.names,
+                dtypes=info.dtype_names,
+                shapes=info.shapes,
+                group_name=GROUP_NAME,
+                load_format="packed" if packed else None,
+                packed_buffer_size_bytes=info.packed_buffer_size_bytes or self._init.packed_buffer_size_bytes,
+            )
+        )
+
+
+def _converted(name: str, raw: Any, kind: type[S]) -> S:
+    if not isinstance(raw, dict):
+        raise BadRequestError(f"The body needs `{name}`, which must be an object, not {type(raw).__name__}.")
+    try:
+        return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"{name}: " + str(error).replace("`$.", "`")) from None

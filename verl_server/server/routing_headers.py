@@ -1,0 +1,30 @@
+"""Headers with which routers and clients choose a server, checked for every route.
+
+`X-Session-ID` and `X-SMG-Routing-Key` choose among servers; at the server they have no effect, because the prefix cache
+finds a session's prefix by itself. `X-data-parallel-rank` chooses a rank in a server, which has only rank 0.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from verl_server.errors import BadRequestError
+from verl_server.server.responses import bad_request
+
+_RANK_HEADER = "X-data-parallel-rank"
+
+
+class RoutingHeadersMiddleware:
+    """Refuses requests for a data-parallel rank that the server does not have."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        rank = Headers(scope=scope).get(_RANK_HEADER) if scope["type"] == "http" else None
+        if rank is None or rank.strip() == "0":
+            await self._app(scope, receive, send)
+            return
+        message = f"{_RANK_HEADER}: {rank[:20]} is not served: this server has one data-parallel rank, 0."
+        await bad_request(BadRequestError(message))(scope, receive, send)
