@@ -48,18 +48,11 @@ _REMEDY = (
     "server with a smaller mem_fraction_static, chunked_prefill_size or max_running_requests."
 )
 _NOTHING_ALLOWED = (
-    "No token can be sampled: allowed_token_ids, bad_words, logit_bias and min_new_tokens together forbid every token."
+    "No token can be sampled: the grammar, allowed_token_ids, bad_words, logit_bias and min_new_tokens together forbid "
+    "every token."
 )
 _TOO_LARGE = (
     "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
-)
-
-_NAN = FinishReason(type="stop", matched="NaN happened")
-_NO_TOKEN = FinishReason(
-    type="abort",
-    message="No token can be sampled: the grammar together with min_new_tokens, logit_bias and other limits on tokens "
-    "allows none, or the model computed NaN.",
-    status_code=400,
 )
 
 
@@ -367,12 +360,12 @@ class Scheduler:
         for sampled, (req, token, logprob) in enumerate(tokens):
             if req.row < 0:
                 continue
-            if logprob == NOTHING_ALLOWED and req.spec.masked:
+            if logprob == NOTHING_ALLOWED and (req.spec.masked or req.grammar is not None):
                 out.add(req, _refused(400, _NOTHING_ALLOWED), [], [])
                 finished.append((req, True))
                 continue
             if not math.isfinite(logprob) or not 0 <= token < vocab_size:  # there was no distribution
-                out.add(req, _NO_TOKEN if req.grammar is not None else _NAN, [], [])
+                out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
                 finished.append((req, False))
                 continue
             num_tokens += 1
