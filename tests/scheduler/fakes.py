@@ -107,7 +107,8 @@ class FakeStep:
 
     def compute(self) -> None:
         assert self._runner.salt == self._salt, "the weights changed during a step in flight"
-        self._output = self._runner.compute(self._batch, self._specs, self.masks)
+        self._runner.masks = self.masks
+        self._output = self._runner.compute(self._batch, self._specs)
 
     def result(self) -> ForwardOutput:
         self._runner.compute_until(self)
@@ -147,6 +148,8 @@ class FakeModelRunner:
         """Raised by the next launch, if set."""
         self.fail_later_with: Exception | None = None
         """Raised by the result of the next step, if set."""
+        self.masks: TokenMasks | None = None
+        """The masks of the step that is computed."""
         self.nan_at: Callable[[list[int]], bool] | None = None
         self.computed_tokens = 0
 
@@ -173,7 +176,7 @@ class FakeModelRunner:
         while step in self.queue:
             self.queue.pop(0).compute()
 
-    def compute(self, batch: ForwardBatch, specs: list[SampleSpec], masks: TokenMasks | None) -> ForwardOutput:
+    def compute(self, batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
         for row, column, pages in batch.page_updates:
             self.table[row][column : column + len(pages)] = pages
         contexts = self._write_all(batch)
@@ -182,8 +185,8 @@ class FakeModelRunner:
         for row, (spec, entry) in enumerate(zip(specs, batch.sample, strict=True)):
             kv = contexts[entry]
             token, position = next_token(kv, self.salt), len(kv)
-            if masks is not None and row in masks.rows:
-                allowed = allowed_tokens(masks, row)
+            if self.masks is not None and row in self.masks.rows:
+                allowed = allowed_tokens(self.masks, row)
                 token = allowed[token % len(allowed)]
             out.next_ids.append(token)
             self.last_tokens[batch.rows[entry]] = token

@@ -23,7 +23,9 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
+from verl_server.worker.forward_batch import ForwardBatch
 
 SCHEMA = json.dumps(
     {
@@ -331,11 +333,18 @@ def test_a_failure_of_the_library_ends_the_constrained_requests_only(
 
 def test_a_row_without_any_allowed_token_ends_with_an_abort() -> None:
     h = GrammarHarness()
+    compute = h.runner.compute
+
+    def forbid(batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+        output = compute(batch, specs)
+        output.logprobs = [NOTHING_ALLOWED for _ in specs]
+        return output
+
+    h.runner.compute = forbid  # type: ignore[method-assign]
     h.constrain("s1", "regex", "ab")
-    h.runner.nan_at = lambda ids: True
     h.finish()
     reason = h.finished["s1"]
-    assert reason.type == "abort" and reason.status_code == 400 and "No token can be sampled" in (reason.message or "")
+    assert reason.type == "abort" and reason.status_code == 400 and "the grammar" in (reason.message or "")
 
 
 def test_a_step_that_fails_at_its_launch_serves_the_others_again() -> None:

@@ -97,7 +97,8 @@ def test_a_refusal_is_400_and_names_the_fault(stack: Stack, grammar: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"), [({"grammar_backend": "none"}, "grammar_backend=none"), ({"skip_tokenizer_init": True}, "skip_")]
+    ("settings", "says"),
+    [({"grammar_backend": "none"}, "grammar_backend=none"), ({"skip_tokenizer_init": True}, "skip_")],
 )
 def test_a_server_that_cannot_constrain_says_why(text_folder: Path, settings: dict[str, Any], says: str) -> None:
     stack = Stack(text_folder, **settings)
