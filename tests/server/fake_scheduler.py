@@ -118,6 +118,8 @@ class FakeScheduler:
             pass
         elif isinstance(message, io.FinishReq):
             self.running.pop(message.rid, None)
+        elif isinstance(message, io.GrammarTokenizer):
+            pass  # the fake has no grammars
         elif isinstance(message, io.AbortReq):
             for rid in list(self.running) if message.abort_all else [message.rid]:
                 if rid in self.running:

@@ -42,7 +42,7 @@ def test_the_sampled_token_comes_first_and_its_name_is_its_id(stack: Stack) -> N
     content = answer["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["token_id:1", "token_id:2", "token_id:3"]
     assert [entry["logprob"] for entry in content] == [-0.01, -0.02, -0.03]
-    # The fake's candidates are the tokens 0 and 1; token 1 was sampled at the first position, token 2 was not a candidate.
+    # The fake's candidates are the tokens 0 and 1. Token 1 was sampled first; token 2 was not a candidate.
     assert [(top["token"], top["rank"]) for top in content[0]["top_logprobs"]] == [("token_id:1", 2), ("token_id:0", 1)]
     assert [top["token_id"] for top in content[1]["top_logprobs"]] == [2, 0, 1]
     assert content[1]["rank"] is None and content[1]["bytes"] is None
@@ -74,17 +74,16 @@ def test_values_that_json_cannot_hold_are_vllms_lowest(stack: Stack) -> None:
     thread = threading.Thread(target=lambda: answers.append(generate(stack, sampling_params={"logprobs": 0})))
     thread.start()
     (req,) = stack.scheduler.wait_for(io.TokenizedGenerateReq)
-    stack.scheduler.send(
-        io.BatchTokenIDOut(
-            rids=[req.rid],
-            output_ids=[[4]],
-            output_logprobs=[[float("-inf")]],
-            cached_tokens=[0],
-            num_retractions=[0],
-            finish_reasons=[io.FinishReason(type="length", length=1)],
-            weight_version="7",
-        )  # fmt: skip
+    out = io.BatchTokenIDOut(
+        rids=[req.rid],
+        output_ids=[[4]],
+        output_logprobs=[[float("-inf")]],
+        cached_tokens=[0],
+        num_retractions=[0],
+        finish_reasons=[io.FinishReason(type="length", length=1)],
+        weight_version="7",
     )
+    stack.scheduler.send(out)
     thread.join(10)
     assert answers[0]["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
