@@ -31,12 +31,13 @@ from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
 _JOBS: dict[str, Job[Any]] = {
-<<<<<<< HEAD
-    job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, INFERENCE, ENCODE, CHECK_GRAMMAR)
-=======
     job.name: job
-    for job in (GENERATE, COMPLETION, CHAT, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, ENCODE, CHECK_GRAMMAR)
->>>>>>> 50348c2 (Serve Anthropic's messages)
+    for job in (
+        *(GENERATE, ENCODE, CHECK_GRAMMAR),
+        *(COMPLETION, CHAT, TOKENIZE, DETOKENIZE),
+        *(MESSAGES, COUNT_TOKENS),
+        *(INFERENCE,),
+    )
 }
 _MOST_MESSAGE_LENGTH = 4096
 """Largest length of an error message in characters. A message may quote the caller's text, which may be long."""
