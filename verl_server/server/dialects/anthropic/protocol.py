@@ -78,7 +78,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of `POST /v1/messages`."""
 
     max_tokens: int
-    """Largest number of output tokens, reasoning included."""
+    """Largest number of output tokens, reasoning included. The output also ends where the context is full."""
     stop_sequences: list[str] | None = None
     """Strings that end the output. The matched one is returned as `stop_sequence`."""
     stream: bool = False
