@@ -41,6 +41,7 @@ SECTIONS = {
     "verl_server.server.dialects.sglang.routes": "Generation, health and information",
     "verl_server.server.dialects.sglang.admin_routes": "Control routes",
     "verl_server.server.dialects.openai.routes": "OpenAI's routes",
+    "verl_server.server.dialects.anthropic.routes": "Anthropic's routes",
     "verl_server.server.openapi": "The description of all routes",
 }
 """Titles of the modules that mount routes."""

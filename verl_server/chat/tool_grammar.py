@@ -1,7 +1,7 @@
-"""`forced_call_grammar`: a grammar that permits only valid calls of a request's tools.
+"""Grammars of a chat's output: `forced_call_grammar` permits only valid tool calls, `answer_grammar` only JSON.
 
-Dialects use it for `tool_choice` "required" and for a named tool. The grammar is Lark in llguidance's dialect, for
-`SamplingParams.ebnf`. What it permits, `output.OutputParser` parses into calls.
+Both leave the reasoning before them free. Dialects use the first for `tool_choice` "required" and for a named tool. The
+grammars are Lark in llguidance's dialect, for `SamplingParams.ebnf`. `output.OutputParser` parses what they permit.
 """
 
 from __future__ import annotations
@@ -43,12 +43,29 @@ def forced_call_grammar(
         )
     lark = _Lark(special_tokens or {})
     calls = write(lark, [tool for tool in tools if choice.name in (None, tool.name)], parallel)
+    return lark.grammar(_after_reasoning(lark, calls, format, thinking_open))
+
+
+def answer_grammar(
+    schema: Mapping[str, Any],
+    format: OutputFormat,
+    *,
+    thinking_open: bool = False,
+    special_tokens: Mapping[str, int] | None = None,
+) -> str:
+    """Return the grammar, as Lark, of an answer that is JSON of this schema. The arguments are explained above."""
+    lark = _Lark(special_tokens or {})
+    return lark.grammar(_after_reasoning(lark, lark.json(schema), format, thinking_open))
+
+
+def _after_reasoning(lark: _Lark, expression: str, format: OutputFormat, thinking_open: bool) -> str:
     reasoning = format.reasoning_format
-    if reasoning is not None:
-        thought = f"{lark.text_until(reasoning.close)} /[ \\n]{{0,4}}/"
-        is_open = thinking_open or reasoning.starts_open
-        calls = f"{thought} {calls}" if is_open else f"({lark.tag(reasoning.open)} {thought})? {calls}"
-    return lark.grammar(calls)
+    if reasoning is None:
+        return expression
+    thought = f"{lark.text_until(reasoning.close)} /[ \\n]{{0,4}}/"
+    if thinking_open or reasoning.starts_open:
+        return f"{thought} {expression}"
+    return f"({lark.tag(reasoning.open)} {thought})? {expression}"
 
 
 class _Lark:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from verl_server.errors import VerlServerError
 from verl_server.server.auth import AccessRules, AuthMiddleware
+from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
@@ -58,6 +59,7 @@ def operations(manager: TokenizerManager, server_args: ServerArgs, rules: Access
         *OpenAIApi(manager, server_args).operations(),
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),
+        *AnthropicApi(manager, server_args).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

@@ -1,7 +1,8 @@
 """Access control: SGLang's rules for `api_key` and `admin_api_key`, and protection against requests from web pages.
 
-A client sends a key as `Authorization: Bearer KEY`. If an admin key is set, control routes (weights, memory, pause,
-flush) require it and refuse the plain key. Every route accepts the admin key.
+A client sends a key as `Authorization: Bearer KEY` or, as Anthropic's clients do, as `x-api-key: KEY`. If an admin key
+is set, control routes (weights, memory, pause, flush) require it and refuse the plain key. Every route accepts the
+admin key.
 
 A browser on the server's host can reach a server that is bound to loopback, and any web page can make the browser send
 requests: to a host name that the page's owner resolves to 127.0.0.1 (DNS rebinding), or through a form, an image or a
@@ -53,13 +54,13 @@ class AccessRules:
         """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
         headers = Headers(scope=scope)
         keys = [key for key in (self._api_key, self._admin_api_key) if key is not None]
-        return None if self._api_key is None or _bearer_is_one_of(headers, keys) else _unauthorized()
+        return None if self._api_key is None or _sends_one_of(headers, keys) else _unauthorized()
 
     def control_refusal(self, scope: Scope) -> Response | None:
         """Check a request to a route that affects the whole server."""
         headers = Headers(scope=scope)
         key = self._api_key if self._admin_api_key is None else self._admin_api_key
-        if key is not None and not _bearer_is_one_of(headers, [key]):
+        if key is not None and not _sends_one_of(headers, [key]):
             return _unauthorized()
         return self._page_refusal(headers, scope["path"])
 
@@ -117,11 +118,14 @@ class AuthMiddleware:
         return self._rules.refusal(scope)
 
 
-def _bearer_is_one_of(headers: Headers, keys: list[str]) -> bool:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
+def _sends_one_of(headers: Headers, keys: list[str]) -> bool:
+    """Return True if either header holds one of the keys. Both headers have the same rights."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer] if scheme.lower() == "bearer" else []
+    given += headers.getlist("x-api-key")
     # Compare bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
-    sent = given.strip().encode("latin-1")
-    return scheme.lower() == "bearer" and any(hmac.compare_digest(sent, key.encode()) for key in keys)
+    sent = [key.strip().encode("latin-1") for key in given]
+    return any(hmac.compare_digest(each, key.encode()) for each in sent for key in keys)
 
 
 def _unauthorized() -> Response:

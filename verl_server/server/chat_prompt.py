@@ -13,7 +13,7 @@ import msgspec
 from verl_server.chat.call_readers import ParameterTypes
 from verl_server.chat.output import OutputFormat, OutputParser
 from verl_server.chat.templates import Message
-from verl_server.chat.tool_grammar import forced_call_grammar
+from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
 from verl_server.server.text_tools import TextTools
 
@@ -31,7 +31,7 @@ class ChatOutput(msgspec.Struct, frozen=True):
     types: ParameterTypes = {}
     """See `OutputFormat.parser`."""
     grammar: str | None = None
-    """Grammar for `SamplingParams.ebnf` if a tool call is required."""
+    """Grammar for `SamplingParams.ebnf` if a tool call is required, or if the answer has a schema."""
 
     def parser(self, whole_calls: bool) -> OutputParser:
         """Return a parser for one sample. See `OutputFormat.parser`."""
@@ -54,11 +54,13 @@ def read_chat_prompt(
     tools: Sequence[Tool] = (),
     choice: ToolChoice | None = None,
     parallel: bool = True,
+    schema: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """Render a conversation in OpenAI's shape, with contents that are strings.
 
-    `options` are those of `ChatTemplates.render`. The template gets the tools unless `choice` is none. Raise
-    BadRequestError for what the template or the tool format refuses.
+    `options` are those of `ChatTemplates.render`. The template gets the tools unless `choice` is none. With `parallel`,
+    a forced call may be several. `schema`: the answer is JSON of this schema. Raise BadRequestError for what the
+    template or the tool format refuses.
     """
     choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
@@ -68,16 +70,19 @@ def read_chat_prompt(
     format = text.output_format(options)
     thinking_open = format.thinking_open(rendered)
     tag_ids = text.tag_ids(format.tags(tools=bool(offered)))
+    grammar = None
+    if choice.is_forced:
+        grammar = forced_call_grammar(
+            offered, choice, format, parallel=parallel, thinking_open=thinking_open, special_tokens=tag_ids
+        )
+    elif schema is not None:
+        grammar = answer_grammar(schema, format, thinking_open=thinking_open, special_tokens=tag_ids)
     output = ChatOutput(
         format=format,
         tools=bool(offered),
         thinking_open=thinking_open,
         keeps_special_tokens=any(map(text.is_special, tag_ids.values())),
         types=parameter_types(offered) if format.needs_types else {},
-        grammar=forced_call_grammar(
-            offered, choice, format, parallel=parallel, thinking_open=thinking_open, special_tokens=tag_ids
-        )
-        if choice.is_forced
-        else None,
+        grammar=grammar,
     )
     return ChatPrompt(text.encode([rendered], add_special_tokens=False)[0], unused, output)

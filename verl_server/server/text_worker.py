@@ -20,6 +20,7 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable, wait_writable
+from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
 from verl_server.server.dialects.vllm.reading import INFERENCE
 from verl_server.server.generate_request import GENERATE
@@ -30,7 +31,13 @@ from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
 _JOBS: dict[str, Job[Any]] = {
-    job.name: job for job in (GENERATE, COMPLETION, CHAT, TOKENIZE, DETOKENIZE, INFERENCE, ENCODE, CHECK_GRAMMAR)
+    job.name: job
+    for job in (
+        *(GENERATE, ENCODE, CHECK_GRAMMAR),
+        *(COMPLETION, CHAT, TOKENIZE, DETOKENIZE),
+        *(MESSAGES, COUNT_TOKENS),
+        *(INFERENCE,),
+    )
 }
 _MOST_MESSAGE_LENGTH = 4096
 """Largest length of an error message in characters. A message may quote the caller's text, which may be long."""

@@ -1,0 +1,201 @@
+"""Converts Anthropic's messages, tools and tool choices into OpenAI's shapes, which `chat.tools` decodes.
+
+An error names the block that it refuses, for example `messages[2].content[0]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl_server.errors import BadRequestError
+
+Message = dict[str, Any]
+
+_REDACTED = "its text is encrypted for another server: leave the block out"
+_NO_BLOCKS = {
+    "image": "only text is served",
+    "document": "only text is served: send the text in a text block",
+    "search_result": "send the text in a text block",
+    "redacted_thinking": _REDACTED,
+    "container_upload": "the server runs no code",
+}
+_TOOL_FIELDS = {"name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming"}
+_UNUSED_TOOL_FIELDS = {
+    "defer_loading": "the server has no tool search: send only the tools that may be called",
+    "input_examples": "write the examples into the description",
+    "allowed_callers": "only the client calls tools",
+}
+
+
+def read_messages(system: str | Sequence[Message] | None, messages: Sequence[Message]) -> list[Message]:
+    """Return the conversation in OpenAI's shape. Adjacent messages of one role are joined, as Anthropic joins them."""
+    if not messages:
+        raise BadRequestError("messages cannot be empty.")
+    found: list[Message] = []
+    if system:
+        found.append({"role": "system", "content": _text("system", system)})
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        role = message.get("role")
+        if role == "assistant":
+            found.append(_assistant(place, message.get("content")))
+        elif role == "user":
+            found += _user(place, message.get("content"))
+        elif role == "system":
+            found.append({"role": "system", "content": _text(f"{place}.content", message.get("content"))})
+        else:
+            raise BadRequestError(f'{place}.role must be "user", "assistant" or "system", not {role!r:.64}.')
+    return _joined(found)
+
+
+def _user(place: str, content: Any) -> list[Message]:
+    """Return the messages of a user's turn: one for each tool result, and one for the text."""
+    results: list[Message] = []
+    texts: list[str] = []
+    for at, block in _blocks(place, content):
+        if block["type"] == "text":
+            texts.append(_string(at, block, "text"))
+        elif block["type"] == "tool_result":
+            text = _text(f"{at}.content", block.get("content") or "")
+            result: Message = {"role": "tool", "tool_call_id": _string(at, block, "tool_use_id"), "content": text}
+            results.append(result | ({"is_error": True} if block.get("is_error") else {}))
+        else:
+            raise _refused(at, block, "a user's message")
+    return [*results, {"role": "user", "content": "\n".join(texts)}] if texts or not results else results
+
+
+def _assistant(place: str, content: Any) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    for at, block in _blocks(place, content):
+        if block["type"] == "text":
+            texts.append(_string(at, block, "text"))
+        elif block["type"] == "thinking":
+            thoughts.append(_string(at, block, "thinking"))
+        elif block["type"] == "tool_use":
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
+                raise BadRequestError(f"{at}.input must be an object.")
+            function = {"name": _string(at, block, "name"), "arguments": arguments}
+            calls.append({"id": _string(at, block, "id"), "type": "function", "function": function})
+        else:
+            raise _refused(at, block, "the assistant's message")
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Join adjacent messages of the user, and of the assistant without tool calls in the first of them."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        same = last.get("role") == message["role"]
+        if same and message["role"] == "user":
+            joined[-1] = last | {"content": f"{last['content']}\n{message['content']}"}
+        elif same and message["role"] == "assistant" and "tool_calls" not in last:
+            thoughts = last.get("reasoning_content", "") + message.get("reasoning_content", "")
+            reasoning = {"reasoning_content": thoughts} if thoughts else {}
+            joined[-1] = message | {"content": last["content"] + message["content"]} | reasoning
+        else:
+            joined.append(message)
+    return joined
+
+
+def _blocks(place: str, content: Any) -> list[tuple[str, Message]]:
+    """Return (place, block) of each block of a message's content. A string is one text block."""
+    if isinstance(content, str):
+        return [(f"{place}.content", {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise BadRequestError(f"{place}.content must be a string or a list of blocks.")
+    found = [(f"{place}.content[{i}]", block) for i, block in enumerate(content)]
+    for at, block in found:
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise BadRequestError(f"{at} must be an object with `type`.")
+    return found
+
+
+def _text(place: str, content: Any) -> str:
+    """Return a string, or the joined text of a list of text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequestError(f"{place} must be a string or a list of text blocks.")
+    texts = []
+    for i, block in enumerate(content):
+        at = f"{place}[{i}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise BadRequestError(f"{at} must be an object with `type`.")
+        if block["type"] != "text":
+            raise _refused(at, block, "this place")
+        texts.append(_string(at, block, "text"))
+    return "\n".join(texts)
+
+
+def _string(place: str, block: Mapping[str, Any], key: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise BadRequestError(f"{place}.{key} must be a string.")
+    return value
+
+
+def _refused(place: str, block: Message, where: str) -> BadRequestError:
+    kind = block["type"]
+    remedy = _NO_BLOCKS.get(kind, f"{where} cannot have it")
+    return BadRequestError(f"{place} has the type {kind!r:.64}, which is not supported: {remedy}.")
+
+
+# -- tools --------------------------------------------------------------------------------------------------
+
+
+def openai_tools(tools: Sequence[Message] | None) -> list[Message]:
+    """Return tools in OpenAI's shape."""
+    return [_openai_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())]
+
+
+def _openai_tool(place: str, tool: Message) -> Message:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise BadRequestError(
+            f"{place}.type {kind!r:.64} is not supported: the server has no tools of its own. Declare a tool with "
+            "`name`, `description` and `input_schema`."
+        )
+    for name, remedy in _UNUSED_TOOL_FIELDS.items():
+        if tool.get(name) not in (None, False, [], ["direct"]):
+            raise BadRequestError(f"{place}.{name} is not supported: {remedy}.")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise BadRequestError(f"{place}.input_schema must be a JSON schema (an object).")
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def openai_tool_choice(choice: Message | None) -> tuple[Any, bool]:
+    """Return (OpenAI's tool_choice, True if several calls are permitted)."""
+    if choice is None:
+        return None, True
+    single = choice.get("disable_parallel_tool_use", False)
+    if not isinstance(single, bool | None):
+        raise BadRequestError("tool_choice.disable_parallel_tool_use must be true or false.")
+    convert = _CHOICES.get(str(choice.get("type")))
+    if convert is None:
+        raise BadRequestError(f"tool_choice.type must be one of {', '.join(_CHOICES)}, not {choice.get('type')!r:.64}.")
+    return convert(choice), not single
+
+
+def _named(choice: Message) -> Message:
+    return {"type": "function", "function": {"name": _string("tool_choice", choice, "name")}}
+
+
+_CHOICES: dict[str, Callable[[Message], Any]] = {
+    "auto": lambda choice: "auto",
+    "any": lambda choice: "required",
+    "tool": _named,
+    "none": lambda choice: "none",
+}

@@ -1,0 +1,131 @@
+"""Parses, renders and tokenizes the bodies of Anthropic's routes, in text workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.tools import read_tool_choice, read_tools
+from verl_server.errors import BadRequestError
+from verl_server.sampling_params import SamplingParams
+from verl_server.server.chat_prompt import ChatOutput, ChatPrompt, read_chat_prompt
+from verl_server.server.dialects.anthropic.conversation import openai_tool_choice, openai_tools, read_messages
+from verl_server.server.dialects.anthropic.protocol import CountTokensRequest, MessagesRequest, parse_body
+from verl_server.server.json_body import parse_json
+from verl_server.server.text_tools import Ids, Job, TextTools
+
+
+class ReadMessages(msgspec.Struct, kw_only=True):
+    """Result of the job `MESSAGES`."""
+
+    request: MessagesRequest
+    """The request without messages, system and tools."""
+    prompt: Ids
+    sampling_params: dict[str, Any]
+    output: ChatOutput
+    end_of_call: str | None
+    """Stop string that ends the output after one call, if only one is permitted."""
+    unknown_fields: int
+    unused_options: list[str]
+    """Names of the template variables that the template does not use. They are no error."""
+
+
+class CountedTokens(msgspec.Struct, kw_only=True):
+    """Result of the job `COUNT_TOKENS`."""
+
+    count: int
+    unused_options: list[str]
+
+
+def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
+    request, unknown = parse_body(parse_json(body), MessagesRequest)
+    tools.decoder(True)  # raises without a tokenizer, which the text of the reply needs
+    if "" in (request.stop_sequences or ()):
+        raise BadRequestError("stop_sequences cannot hold an empty string.")
+    params = request.sampling_params()
+    tools.limits.check_sampling(SamplingParams.parse(params))
+    prompt, parallel = _prompt(tools, request)
+    # As in Anthropic's API, a message may ask for more tokens than the context has room for.
+    room = tools.bounds.context_length - len(prompt.ids)
+    params["max_new_tokens"] = min(request.max_tokens, max(room, 0))
+    if prompt.output.grammar is not None:
+        params["ebnf"] = prompt.output.grammar
+    if prompt.output.keeps_special_tokens:
+        params["skip_special_tokens"] = False
+    end_of_call = _end_of_call(prompt.output) if not parallel else None
+    if end_of_call is not None:
+        params["stop"] = [*(request.stop_sequences or ()), end_of_call]
+    read = ReadMessages(
+        request=request,
+        prompt=tools.prompt(prompt.ids),
+        sampling_params=params,
+        output=msgspec.structs.replace(prompt.output, grammar=None),
+        end_of_call=end_of_call,
+        unknown_fields=unknown,
+        unused_options=prompt.unused_options,
+    )
+    request.messages, request.system, request.tools, request.output_config = [], None, None, None
+    return read
+
+
+def count_tokens(tools: TextTools, body: bytes) -> CountedTokens:
+    request, _ = parse_body(parse_json(body), CountTokensRequest)
+    prompt, _ = _prompt(tools, request)
+    return CountedTokens(count=len(prompt.ids), unused_options=prompt.unused_options)
+
+
+MESSAGES = Job("messages", read_message_request, ReadMessages)
+COUNT_TOKENS = Job("count_tokens", count_tokens, CountedTokens)
+
+
+def _prompt(tools: TextTools, request: CountTokensRequest) -> tuple[ChatPrompt, bool]:
+    """Return (rendered prompt, True if the policy may call several tools)."""
+    messages = read_messages(request.system, request.messages)
+    options: dict[str, Any] = {}
+    if messages[-1]["role"] == "assistant":
+        if "tool_calls" in messages[-1]:
+            raise BadRequestError("The last message calls tools: add a user's message with their tool_result blocks.")
+        options |= {"continue_final_message": True}
+    thinking = request.thinking
+    if thinking is not None and thinking.type in ("enabled", "disabled"):
+        options["enable_thinking"] = thinking.type == "enabled"
+    elif thinking is not None and thinking.type not in ("adaptive", "between_tools"):
+        raise BadRequestError(
+            f"thinking.type must be enabled, disabled, adaptive or between_tools, not {thinking.type!r:.64}."
+        )
+    declared = read_tools(openai_tools(request.tools))
+    given, parallel = openai_tool_choice(request.tool_choice)
+    choice = read_tool_choice(given, declared)
+    schema = _json_schema(request)
+    if schema is not None and choice.mode != "none":
+        raise BadRequestError("output_config.format and tools exclude each other: set tool_choice to type none.")
+    return read_chat_prompt(tools, messages, options, declared, choice, parallel, schema), parallel
+
+
+def _end_of_call(output: ChatOutput) -> str | None:
+    """Return the stop string that ends the output after its first call, or None without tools.
+
+    Raise BadRequestError if the format has none, and the call is not forced by a grammar, which permits one only.
+    """
+    if not output.tools or output.grammar is not None:
+        return None
+    format = output.format.tool_format
+    if format is None:
+        return None
+    if not format.close:
+        raise BadRequestError(
+            "tool_choice.disable_parallel_tool_use is not supported with type auto for the tool format "
+            f"`{output.format.tools}` of the served model: calls have no closing tag. Use type any or tool."
+        )
+    return format.close
+
+
+def _json_schema(request: CountTokensRequest) -> dict[str, Any] | None:
+    format = None if request.output_config is None else request.output_config.format
+    if format is None:
+        return None
+    schema = format.get("schema")
+    if format.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise BadRequestError('output_config.format must be {"type": "json_schema", "schema": {...}}.')
+    return schema

@@ -1,0 +1,131 @@
+"""Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`.
+
+Each message becomes a `GenerateReqInput` with one sample. `MessageWriter` converts the sample into a message or into
+the events of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from verl_server.errors import VerlServerError
+from verl_server.server.dialects.anthropic.message import MessageWriter, event
+from verl_server.server.dialects.anthropic.protocol import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
+from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
+from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest
+from verl_server.server.generation import Generation
+from verl_server.server.responses import (
+    EventStream,
+    error_headers,
+    json_response,
+    read_body,
+    run_job,
+    unless_disconnected,
+)
+from verl_server.server.text_tools import Job
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+R = TypeVar("R")
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""HTTP status -> Anthropic's error type, for statuses that have one of their own."""
+
+
+class AnthropicApi:
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+        self._manager = manager
+        self._args = server_args
+
+    def operations(self) -> list[Operation]:
+        known: dict[str, Any] = {"methods": POST, "refused": REFUSED, "without_effect": WITHOUT_EFFECT}
+        return [
+            Operation("/v1/messages", self.messages, body=MessagesRequest, media_types=(JSON, EVENTS), **known),
+            Operation(
+                "/v1/messages/count_tokens", self.count_tokens, body=CountTokensRequest, answer=TokenCount, **known
+            ),
+        ]
+
+    async def messages(self, request: Request) -> Response:
+        """Return Anthropic's message, with blocks of the types thinking, text and tool_use. With `stream`, send
+        server-sent events with Anthropic's events."""
+        try:
+            read = await self._read(request, MESSAGES)
+            self._manager.text.warn_of_unused(read.unused_options)
+            self._manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
+            writer = MessageWriter(read, self._args.served_model_name or self._manager.controls.model_path)
+            wanted = GenerateReqInput(
+                sampling_params=read.sampling_params,
+                rid=writer.id,
+                stream=read.request.stream,
+                return_logprob=read.request.return_logprob,
+            )
+            generation = await self._manager.submit_read(
+                ReadRequest(request=wanted, prompts=[read.prompt], is_single=True)
+            )
+        except VerlServerError as error:
+            return anthropic_error(error)
+        if read.request.stream:
+            return EventStream(_events(generation, writer), generation.close)
+        try:
+            await unless_disconnected(request, generation.wait())
+            return json_response(await unless_disconnected(request, writer.message(generation.states[0])))
+        except VerlServerError as error:
+            return anthropic_error(error)
+        finally:
+            generation.close()
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return {"input_tokens"}: the number of prompt tokens that `/v1/messages` would have for this body."""
+        try:
+            counted = await self._read(request, COUNT_TOKENS)
+        except VerlServerError as error:
+            return anthropic_error(error)
+        self._manager.text.warn_of_unused(counted.unused_options)
+        return json_response({"input_tokens": counted.count})
+
+    async def _read(self, request: Request, job: Job[R]) -> R:
+        """Return the body of a request, parsed and tokenized."""
+        body = await read_body(request, self._args.max_request_bytes)
+        self._manager.check_serving()
+        return await run_job(request, self._manager.text, job, body)
+
+
+async def _events(generation: Generation, writer: MessageWriter) -> AsyncIterator[bytes]:
+    try:
+        async for _, state in generation.updates():
+            frames = await writer.events(state)
+            if frames:
+                yield frames
+    except VerlServerError as error:
+        yield event(_error(error))
+
+
+def anthropic_error(error: VerlServerError) -> Response:
+    """Return an error in Anthropic's shape."""
+    return json_response(_error(error), error.status_code, error_headers(error))
+
+
+def _error(error: VerlServerError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status_code < 500 else "api_error"
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status_code, kind), "message": str(error)}}
