@@ -42,6 +42,8 @@ SECTIONS = {
     "verl_server.server.dialects.sglang.admin_routes": "Control routes",
     "verl_server.server.dialects.openai.routes": "OpenAI's routes",
     "verl_server.server.dialects.anthropic.routes": "Anthropic's routes",
+    "verl_server.server.dialects.vllm.routes": "vLLM's routes",
+    "verl_server.server.dialects.vllm.control_routes": "vLLM's control routes",
     "verl_server.server.openapi": "The description of all routes",
 }
 """Titles of the modules that mount routes."""

@@ -124,7 +124,9 @@ def test_values_without_quotes_have_the_types_of_the_schema() -> None:
     ((_, arguments),) = calls(parse("qwen3_coder", f"<tool_call><function=get>{body}</function></tool_call>"))
     assert json.loads(arguments) == {"city": "5", "days": 5, "flag": True, "list": ["a", 1], "other": "1"}
     value = 'two "lines"\n  \\ and </param and <b>\n'
-    text = f"<tool_call><function=get><parameter=city>\n{value}\n</parameter><parameter=days>soon</parameter></function>"
+    text = (
+        f"<tool_call><function=get><parameter=city>\n{value}\n</parameter><parameter=days>soon</parameter></function>"
+    )
     ((_, arguments),) = calls(parse("qwen3_coder", text))
     assert json.loads(arguments) == {"city": value, "days": "soon"}
 
@@ -284,7 +286,8 @@ def test_arguments_are_streamed_and_only_a_possible_tag_is_held_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>", '<tool_call>{"name": "get", "arguments": {"a": "', "[get(", "<tool_cal", "<", " ", '{"', "[["]
+    "piece",
+    ["<tool_call>", '<tool_call>{"name": "get", "arguments": {"a": "', "[get(", "<tool_cal", "<", " ", '{"', "[["],
 )
 def test_hostile_texts_are_read_in_linear_steps(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text that a parser keeps unread stays short, so that no character is read again and again."""

@@ -56,7 +56,10 @@ class FakeScheduler:
     """If set, tokens are sent only after `release`."""
     version: str = "default"
     control: Control | None = None
+    tokenizers: list[io.GrammarTokenizer] = field(default_factory=list)
+    """The first message of a server that compiles grammars."""
     received: list[Any] = field(default_factory=list)
+    """All other messages."""
     running: dict[str, Running] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class FakeScheduler:
         """Wait until `count` messages of this kind have arrived, and return all messages of the kind."""
 
         def found() -> list[Any]:
-            return [m for m in self.received if isinstance(m, kind)]
+            return [m for m in (*self.tokenizers, *self.received) if isinstance(m, kind)]
 
         with self._changed:
             assert self._changed.wait_for(lambda: len(found()) >= count, timeout), (
@@ -98,7 +101,10 @@ class FakeScheduler:
                 message = decoder.decode(data)
                 self._handle(message)
                 with self._changed:
-                    self.received.append(message)
+                    if isinstance(message, io.GrammarTokenizer):
+                        self.tokenizers.append(message)
+                    else:
+                        self.received.append(message)
                     self._changed.notify_all()
             if not ready and not self.hold:
                 for running in list(self.running.values()):
@@ -114,8 +120,6 @@ class FakeScheduler:
             count = message.sampling.max_new_tokens or 0
             script = self.script(message) if self.script else [(first + k) % VOCAB for k in range(count)]
             self.running[message.rid] = Running(message, script)
-        elif isinstance(message, io.GrammarTokenizer):
-            pass
         elif isinstance(message, io.FinishReq):
             self.running.pop(message.rid, None)
         elif isinstance(message, io.GrammarTokenizer):
