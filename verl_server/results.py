@@ -1,7 +1,7 @@
 """Types of an engine's results: the answers of `/generate`, `/server_info` and `/model_info`.
 
 Their form is SGLang's. The types are for readers and type checkers; nothing validates objects against them.
-`server.request_state` and `server.dialects.sglang.routes` build the objects, and `engine` returns them unchanged.
+`server.request_state` and `server.dialects.sglang.info_routes` build the objects, and `engine` returns them unchanged.
 """
 
 # No `from __future__ import annotations`: with postponed annotations a TypedDict does not know its required keys.

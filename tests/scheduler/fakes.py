@@ -202,7 +202,7 @@ class FakeModelRunner:
         raise AssertionError("there is nothing to warm up")
 
     def memory_figures(self) -> dict[str, Any]:
-        return {"kv_bytes": len(self.kv) * 8}
+        return {"weight_bytes": 0, "kv_cache_bytes": len(self.kv) * 8}
 
     def _check_shape(self, batch: ForwardBatch, specs: list[SampleSpec]) -> None:
         assert len(batch.rows) == len(batch.cached_lens) == len(batch.extend_lens) > 0

@@ -232,7 +232,7 @@ def test_health_asks_a_silent_scheduler(stack: Stack) -> None:
 
 
 def test_health_is_503_while_the_scheduler_hangs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.server.dialects.sglang.routes._HEALTH_TIMEOUT", 0.2)
+    monkeypatch.setattr("verl_server.server.dialects.sglang.health_routes._HEALTH_TIMEOUT", 0.2)
     stack.scheduler.control = lambda message: None
     stack.manager.last_message -= 1000
     answers: list[int] = []

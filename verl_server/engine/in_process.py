@@ -39,7 +39,7 @@ class Engine(EngineBase):
         self._processes = EngineProcesses(server_args or ServerArgs.from_kwargs(**kwargs))
         self.server_args = self._processes.server_args
         # This slow import runs while the scheduler processes start.
-        from verl_server.server.dialects.sglang.routes import NativeApi
+        from verl_server.server.dialects.sglang.info_routes import InfoApi
 
         # The finalizer runs at shutdown(), when the engine is garbage-collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self._processes.shutdown)
@@ -47,7 +47,7 @@ class Engine(EngineBase):
             self.scheduler_info = cast(SchedulerInfo, self._processes.wait_ready())
             if self._processes.manager is not None:
                 self._manager_or_none: TokenizerManager | None = self._processes.manager
-                self._info = NativeApi(self._processes.manager, self.server_args)
+                self._info = InfoApi(self._processes.manager, self.server_args)
             else:
                 self._manager_or_none = None
         except BaseException:
@@ -113,7 +113,7 @@ class Engine(EngineBase):
         return cast(ServerInfo, manager.run_sync(self._info.server_info_dict(), timeout=30))
 
     def get_model_info(self) -> ModelInfo:
-        from verl_server.server.dialects.sglang.routes import model_info
+        from verl_server.server.dialects.sglang.info_routes import model_info
 
         return cast(ModelInfo, model_info(self.tokenizer_manager, self.server_args))
 

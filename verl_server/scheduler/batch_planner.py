@@ -135,6 +135,11 @@ class BatchPlanner:
         """Return True if a running request still recomputes the KV that an update dropped."""
         return any(req.restarted for req in self.running)
 
+    @property
+    def num_retracted(self) -> int:
+        """Number of waiting requests that were retracted."""
+        return self._num_retracted
+
     def has_started(self) -> bool:
         """Return True if any request was started and has not ended. Retracted requests count."""
         return bool(self.running) or self._num_retracted > 0

@@ -403,15 +403,22 @@ class Scheduler:
         planner, weights, stats = self.planner, self.worker.weights, self.stats
         total, used = planner.max_tokens(), planner.num_used_tokens()
         prompt_tokens, cached_tokens = planner.num_prompt_tokens, planner.num_cached_tokens
+        waiting_tokens = sum(len(req.token_ids) for req in planner.waiting)
+        memory = self.worker.runner.memory_figures()
         return {
             "num_running_reqs": len(planner.running),
             "num_waiting_reqs": len(planner.waiting) + len(self.grammars.waiting),
+            "num_retracted_reqs": planner.num_retracted,
             "num_used_tokens": used,
+            "num_waiting_uncached_tokens": waiting_tokens,
+            "num_total_tokens": used + waiting_tokens,
             "max_total_num_tokens": total,
             "token_usage": used / total,
             "cache_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
             "num_cached_pages": planner.cache.num_shareable,
             "gen_throughput": stats.gen_throughput(),
+            "last_gen_throughput": stats.gen_throughput(),
+            "effective_max_running_requests_per_dp": planner.rows.max_rows,
             "num_retractions": planner.num_retractions,
             "num_requests": stats.num_requests,
             "num_aborted_requests": stats.num_aborted,
@@ -426,7 +433,13 @@ class Scheduler:
             "paused": self.control.paused,
             "draining": self.control.draining,
             "transaction": self.control.transaction.name if self.control.transaction.is_open else None,
-            "memory": self.worker.runner.memory_figures(),
+            "memory": memory,
+            "memory_usage": {
+                "weight": round(memory["weight_bytes"] / 2**30, 3),
+                "kvcache": round(memory["kv_cache_bytes"] / 2**30, 3),
+                "token_capacity": total,
+                "graph": {},
+            },
         }
 
     def check_invariants(self, *, deep: bool) -> None:

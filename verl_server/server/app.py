@@ -21,6 +21,8 @@ from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
+from verl_server.server.dialects.sglang.health_routes import HealthApi
+from verl_server.server.dialects.sglang.info_routes import InfoApi
 from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
@@ -55,6 +57,8 @@ def operations(manager: TokenizerManager, server_args: ServerArgs, rules: Access
     """Return the operations of all dialects, and those that describe them."""
     dialects = [
         *NativeApi(manager, server_args).operations(),
+        *HealthApi(manager).operations(),
+        *InfoApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
         *OpenAIApi(manager, server_args).operations(),
         *VllmApi(manager, server_args, rules).operations(),

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from verl_server.server.responses import error_object, json_response
 from verl_server.server_args import ServerArgs
 
-_OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping")
+_OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping", "/liveness")
 """Paths that start with one of these prefixes need no key."""
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """Content types that a page of another origin can send without a CORS preflight request."""

@@ -30,6 +30,20 @@ _STATE_NAMES = {"num_queue_reqs": "num_waiting_reqs"}
 """Gauge -> its key in the scheduler's internal state, for the gauges that have another name there."""
 
 
+def gauges_text(load: Mapping[str, Any]) -> str:
+    """Return the numbers of a load, and of its parts, as Prometheus gauges with SGLang's names for `/v1/loads`."""
+    prefixes = {"disaggregation": "disagg"}
+    lines = []
+    for name, value in load.items():
+        numbers = (
+            {f"{prefixes.get(name, name)}_{key}": v for key, v in value.items()} if isinstance(value, dict) else {}
+        )
+        for key, number in (numbers or {name: value}).items():
+            if isinstance(number, int | float) and not isinstance(number, bool) and key != "dp_rank":
+                lines += [f"# TYPE sglang_{key} gauge", f'sglang_{key}{{dp_rank="{load["dp_rank"]}"}} {number}']
+    return "\n".join(lines) + "\n"
+
+
 class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -84,6 +85,8 @@ class TokenizerManager:
         self.ready = False
         """True after the warm-up request was answered."""
         self.last_message = time.monotonic()
+        self.last_tokens = -math.inf
+        """Time on the monotonic clock when tokens of any request arrived."""
         self._messages = messages
         self._waits_for_room = False
         self._on_death = on_death
@@ -372,6 +375,8 @@ class TokenizerManager:
 
     def _on_tokens(self, out: BatchTokenIDOut) -> None:
         self.controls.weight_version = out.weight_version
+        if any(out.output_ids):
+            self.last_tokens = self.last_message
         for i, wire_rid in enumerate(out.rids):
             state = self._states.get(wire_rid)
             if state is None:  # it ended at a stop string or was abandoned, and the scheduler did not know yet
