@@ -14,8 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,10 @@ from benchmarks.large_tokenizer import large_tokenizer
 from benchmarks.options import report
 from benchmarks.shapes import SHAPES
 from verl_server import HttpServerEngineAdapter
+from verl_server.errors import VerlServerError
 from verl_server.models.tiny import make_model_folder
+
+_START_SECONDS, _STOP_SECONDS = 120.0, 30.0
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -88,6 +96,34 @@ def train(args: argparse.Namespace, folder: Path, url: str) -> list[dict[str, An
     return [log for log in trainer.state.log_history if "reward" in log]
 
 
+@contextmanager
+def serve(folder: Path) -> Iterator[HttpServerEngineAdapter]:
+    """Serve the model on the second GPU as `verl-server serve` does: TRL's client sends no key."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--load-format", "dummy", "--device", "cuda", "--dtype", "bfloat16", "--base-gpu-id", "1"]
+    command = [sys.executable, "-m", "verl_server", "serve", "--model-path", str(folder), "--port", str(port)]
+    server = subprocess.Popen([*command, *options])
+    try:
+        with attach(f"http://127.0.0.1:{port}", server) as engine:
+            yield engine
+    finally:
+        server.terminate()
+        server.wait(_STOP_SECONDS)
+
+
+def attach(url: str, server: subprocess.Popen[bytes]) -> HttpServerEngineAdapter:
+    """Attach to the server as soon as it answers."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            return HttpServerEngineAdapter.attach(url)
+        except VerlServerError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.peers.trl_grpo", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
@@ -101,10 +137,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = make_model_folder(
             temporary, "qwen3", weights=False, tokenizer=large_tokenizer(shape["vocab_size"]), **shape
         )
-        settings: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "base_gpu_id": 1}
-        with HttpServerEngineAdapter(model_path=str(folder), port=0, **settings) as server:
-            assert server.url is not None
+        with serve(folder) as server:
             before = server.get_model_info()["weight_version"]
+            assert server.url is not None
             logs = train(args, folder, server.url)
             after = server.get_model_info()["weight_version"]
     rewards = [log["reward"] for log in logs]
