@@ -17,6 +17,9 @@ from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
 from verl_server.server.text_tools import TextTools
 
+_PROMPT_END = 64
+"""Tokens at the end of a prompt of token ids in which the tag of an open reasoning is looked for."""
+
 
 class ChatOutput(msgspec.Struct, frozen=True):
     """How the output of one chat request is parsed."""
@@ -32,6 +35,11 @@ class ChatOutput(msgspec.Struct, frozen=True):
     """See `OutputFormat.parser`."""
     grammar: str | None = None
     """Grammar for `SamplingParams.ebnf` if a tool call is required, or if the answer has a schema."""
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if the output may have reasoning or tool calls, so that it needs a parser."""
+        return self.format.reasoning_format is not None or (self.tools and self.format.tool_format is not None)
 
     def parser(self, whole_calls: bool) -> OutputParser:
         """Return a parser for one sample. See `OutputFormat.parser`."""
@@ -55,19 +63,25 @@ def read_chat_prompt(
     choice: ToolChoice | None = None,
     parallel: bool = True,
     schema: Mapping[str, Any] | None = None,
+    input_ids: list[int] | None = None,
 ) -> ChatPrompt:
     """Render a conversation in OpenAI's shape, with contents that are strings.
 
     `options` are those of `ChatTemplates.render`. The template gets the tools unless `choice` is none. With `parallel`,
-    a forced call may be several. `schema`: the answer is JSON of this schema. Raise BadRequestError for what the
-    template or the tool format refuses.
+    a forced call may be several. `schema`: the answer is JSON of this schema. `input_ids` replaces the messages; no
+    template is rendered then. Raise BadRequestError for what the template or the tool format refuses.
     """
     choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
     if offered:
         options = {**options, "tools": template_tools(offered)}
-    rendered, unused = text.render_text(template_messages(messages), options)
     format = text.output_format(options)
+    if input_ids is None:
+        rendered, unused = text.render_text(template_messages(messages), options)
+        input_ids = text.encode([rendered], add_special_tokens=False)[0]
+    else:
+        text.bounds.check_ids("input_ids", input_ids)
+        rendered, unused = text.decoder(False)(input_ids[-_PROMPT_END:]), []
     thinking_open = format.thinking_open(rendered)
     tag_ids = text.tag_ids(format.tags(tools=bool(offered)))
     grammar = None
@@ -85,4 +99,4 @@ def read_chat_prompt(
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
     )
-    return ChatPrompt(text.encode([rendered], add_special_tokens=False)[0], unused, output)
+    return ChatPrompt(input_ids, unused, output)

@@ -130,11 +130,6 @@ def bad_request(error: VerlServerError) -> Response:
     return json_response(content, error.status_code, error_headers(error))
 
 
-def openai_error(error: VerlServerError) -> Response:
-    content = error_object(str(error), error.status_code, openai_error_type(error))
-    return json_response(content, error.status_code, error_headers(error))
-
-
 def openai_error_type(error: VerlServerError) -> str:
     return "BadRequestError" if error.status_code < 500 else "InternalServerError"
 

@@ -21,7 +21,9 @@ from verl_server.ipc.child_process import child_main
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable, wait_writable
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
-from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from verl_server.server.dialects.openai.reading import CHAT, COMPLETION
+from verl_server.server.dialects.openai.responses_request import RESPONSES
+from verl_server.server.dialects.openai.tokenizing import DETOKENIZE, TOKENIZE
 from verl_server.server.dialects.vllm.reading import INFERENCE
 from verl_server.server.generate_request import GENERATE
 from verl_server.server.grammar_checks import CHECK_GRAMMAR
@@ -34,7 +36,7 @@ _JOBS: dict[str, Job[Any]] = {
     job.name: job
     for job in (
         *(GENERATE, ENCODE, CHECK_GRAMMAR),
-        *(COMPLETION, CHAT, TOKENIZE, DETOKENIZE),
+        *(COMPLETION, CHAT, RESPONSES, TOKENIZE, DETOKENIZE),
         *(MESSAGES, COUNT_TOKENS),
         *(INFERENCE,),
     )

@@ -1,18 +1,40 @@
-"""`Choices` builds OpenAI's responses and stream chunks from samples: `TextChoices` and `ChatChoices`."""
+"""`Choices` builds OpenAI's responses and stream chunks from samples. `TextChoices` are those of /v1/completions.
+
+A chunk is made for each step of each stream, so chunks are assembled as bytes: everything that stays the same for a
+stream is encoded once.
+"""
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from verl_server.io_struct import TokenLogprobs
-from verl_server.server.dialects.openai.protocol import OpenAIRequest
-from verl_server.server.request_state import ReqState, Triple
+import orjson
+
+from verl_server.server.dialects.openai.logprobs import LogprobWriter
+from verl_server.server.dialects.openai.protocol import CompletionRequest, OpenAIRequest
+from verl_server.server.dialects.openai.tokens import TokenTexts
+from verl_server.server.request_state import ReqState
 from verl_server.server.responses import write_json
 from verl_server.server.slices import Slices
 from verl_server.server.tokenizer import ModelText
+
+_NO_FINISH = b',"finish_reason":null,"matched_stop":null'
+
+
+@dataclass
+class Progress:
+    """What was streamed of one sample."""
+
+    head: bytes
+    """Beginning of each frame, up to the index of the choice."""
+    chars: int = 0
+    tokens: int = 0
+    offset: int = 0
+    """Characters of the tokens whose log-probabilities were streamed."""
 
 
 class Choices(abc.ABC):
@@ -21,73 +43,57 @@ class Choices(abc.ABC):
     object_name: str
     chunk_name: str
 
-    def __init__(self, text: ModelText, model: str, body: OpenAIRequest) -> None:
+    def __init__(self, texts: TokenTexts, model: str, body: OpenAIRequest, top_logprobs: int | None) -> None:
+        """`top_logprobs` is the number of candidates that are shown; None shows no log-probabilities."""
+        self.created = int(time.time())
         self._model = model
         self._body = body
-        self._decode = text.decoder(skip_special_tokens=False)
-        self._decode_shown = text.decoder(body.skip_special_tokens is not False)
-        self._created = int(time.time())
+        self._logprobs = LogprobWriter(texts, body, top_logprobs)
         self._id: str | None = None
-        self._sent: dict[int, tuple[int, int]] = {}  # index of a choice -> (characters, tokens) that were streamed
+        self._progress: dict[int, Progress] = {}
 
     # -- different for text and chat ------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
-        """Return a whole choice."""
+    async def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+        """Return a whole choice, without the fields that text and chat share."""
 
     @abc.abstractmethod
-    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
-        """Return the choice of a chunk. `text` is the new text, and `first` is True for the sample's first chunk."""
+    async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        """Return the fields of the response that only text or only chat has."""
 
     @abc.abstractmethod
-    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
-        """Return the log-probabilities of the output tokens [start, end), or None if they were not requested.
+    async def news(self, state: ReqState, progress: Progress, first: bool, end: int) -> bytes | None:
+        """Return the content of a choice with what is new up to token `end`, or None if there is nothing to send."""
 
-        Each position is encoded when it is built, because it may have hundreds of candidates.
-        """
+    @abc.abstractmethod
+    def last(self, state: ReqState) -> bytes:
+        """Return the content of the last choice of a stream, which has the finish reason."""
 
-    # -- shared ---------------------------------------------------------------------------------------------
+    # -- the whole response ---------------------------------------------------------------------------------
 
     async def response(self, states: Sequence[ReqState]) -> dict[str, Any]:
         """Return the whole response."""
         slices = Slices()
         choices = []
         for i, state in enumerate(states):
-            choices.append(write_json(self.choice(i, state, await self.logprobs(state, 0, len(state.output_ids)))))
+            choice = await self.choice(i, state) | finish_fields(state, self.finish_type(i, state))
+            if self._body.return_meta_info:
+                await state.write_candidates()
+                choice["meta_info"] = state.meta_info()
+            choices.append(write_json(choice))
             await slices.end()
-        return self._head(self.object_name, states[0]) | {
-            "choices": choices,
-            "usage": self.usage(states),
-            "metadata": {
-                "weight_version": states[0].weight_version,
-                "weight_versions": [span for state in states for span in state.weight_versions],
-            },
-        }
+        response: dict[str, Any] = {"id": self._name(states[0]), "object": self.object_name, "created": self.created}
+        response |= {"model": self._model, "choices": choices, "usage": self.usage(states)}
+        response |= {"metadata": weight_versions(states)} | await self.response_fields(states)
+        if self._body.return_cached_tokens_details:
+            details = {"device": sum(state.cached_tokens for state in states[:: self._body.n]), "host": 0}
+            response["sglext"] = response.get("sglext", {}) | {"cached_tokens_details": details}
+        return response
 
-    async def chunks(self, index: int, state: ReqState) -> AsyncIterator[dict[str, Any]]:
-        """Yield chunks with the new text and tokens of a sample. The last chunk has only the finish reason."""
-        head = self._head(self.chunk_name, state)
-        first = index not in self._sent
-        chars, tokens = self._sent.get(index, (0, 0))
-        prefix = self.echoed(state) if first else ""
-        # Tokens that arrive while log-probabilities are encoded belong to the next chunk.
-        text, until, done = state.text(), len(state.output_ids), state.done
-        new = prefix + text[chars:]
-        if first or new or until > tokens:
-            choice = self.delta(index, new, await self.logprobs(state, tokens, until), first)
-            choice["finish_reason"] = None
-            if self._body.return_token_ids:
-                choice["token_ids"] = state.output_ids[tokens:until]
-            self._sent[index] = (len(text), until)
-            yield head | {"choices": [choice]} | self._running_usage(state)
-        if done:
-            choice = self.delta(index, "", None, False) | _finish(state)
-            yield head | {"choices": [choice]} | self._running_usage(state)
-
-    def usage_chunk(self, states: Sequence[ReqState]) -> dict[str, Any]:
-        """Return the chunk that has only the token counts."""
-        return self._head(self.chunk_name, states[0]) | {"choices": [], "usage": self.usage(states)}
+    def finish_type(self, index: int, state: ReqState) -> str | None:
+        """Return the finish reason of a choice, or None while it runs."""
+        return None if state.finish_reason is None else state.finish_reason.type
 
     def usage(self, states: Sequence[ReqState]) -> dict[str, Any]:
         """Return the token counts. A prompt with n samples counts once."""
@@ -102,103 +108,121 @@ class Choices(abc.ABC):
             "reasoning_tokens": 0,
         }
 
-    def echoed(self, state: ReqState) -> str:
-        """Return the text of the prompt if the request has `echo`, otherwise ""."""
-        return ""
+    # -- streams --------------------------------------------------------------------------------------------
 
-    def _running_usage(self, state: ReqState) -> dict[str, Any]:
-        return {"usage": self.usage([state])} if self._body.wants_usage_in_each_chunk else {}
+    async def frames(self, index: int, state: ReqState) -> bytes:
+        """Return the frames with the new text and tokens of a sample. The last frame has only the finish reason."""
+        progress = self._progress.get(index)
+        first = progress is None
+        if progress is None:
+            progress = self._progress[index] = Progress(self._frame_head(index, state))
+        # Tokens that arrive while log-probabilities are encoded belong to the next frame.
+        end, done = len(state.output_ids), state.done
+        new = await self.news(state, progress, first, end)
+        tail = self._usage_tail(state)
+        frame = b""
+        if new is not None:
+            answer_fields = self.first_fields(state) if first else b""
+            frame = b"%b%b%b}]%b%b}\n\n" % (progress.head, new, _NO_FINISH, answer_fields, tail)
+        if not done:
+            return frame
+        reason = orjson.dumps(finish_fields(state, self.finish_type(index, state)))[1:-1]
+        metadata = b',"metadata":' + orjson.dumps(weight_versions([state]))
+        return b"%b%b%b,%b}]%b%b}\n\n" % (frame, progress.head, self.last(state), reason, metadata, tail)
 
-    def _head(self, object_name: str, state: ReqState) -> dict[str, Any]:
+    def usage_frame(self, states: Sequence[ReqState]) -> bytes:
+        """Return the frame that has only the token counts."""
+        head = {"id": self._name(states[0]), "object": self.chunk_name, "created": self.created, "model": self._model}
+        return b"data: " + orjson.dumps(head | {"choices": [], "usage": self.usage(states)}) + b"\n\n"
+
+    def _frame_head(self, index: int, state: ReqState) -> bytes:
+        head = {"id": self._name(state), "object": self.chunk_name, "created": self.created, "model": self._model}
+        return b'data: %b,"choices":[{"index":%d,' % (orjson.dumps(head)[:-1], index)
+
+    def first_fields(self, state: ReqState) -> bytes:
+        """Return fields that the first frame of a sample has beside its choice."""
+        return b""
+
+    def _usage_tail(self, state: ReqState) -> bytes:
+        if not self._body.wants_usage_in_each_chunk:
+            return b""
+        return b',"usage":' + orjson.dumps(self.usage([state]))
+
+    def _name(self, state: ReqState) -> str:
         self._id = self._id or state.rid
-        return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
-
-    def _token_ids(self, state: ReqState) -> dict[str, Any]:
-        if not self._body.return_token_ids:
-            return {}
-        ids = state.output_ids.copy()
-        return {"token_ids": ids, "response_token_ids": ids, "prompt_token_ids": state.req.input_ids}
-
-    def _token(self, token: int) -> str:
-        return self._decode([token])
+        return self._id
 
 
 class TextChoices(Choices):
     object_name = chunk_name = "text_completion"
 
-    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
-        text = self.echoed(state) + state.text()
-        return {"index": index, "text": text, "logprobs": logprobs} | _finish(state) | self._token_ids(state)
+    def __init__(self, text: ModelText, texts: TokenTexts, model: str, body: CompletionRequest) -> None:
+        super().__init__(texts, model, body, body.logprobs)
+        self._echo = body.echo
+        self._decode = text.decoder(body.skip_special_tokens is not False)
 
-    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs}
+    async def choice(self, index: int, state: ReqState) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs.is_on:
+            positions = self._logprobs.prompt(state) if self._echo else []
+            positions += self._logprobs.output(state, 0, len(state.output_ids))
+            logprobs = orjson.Fragment((await self._logprobs.completion(positions, 0))[0])
+        choice = {"index": index, "text": self._echoed(state) + state.text(), "logprobs": logprobs}
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = orjson.Fragment(await self._logprobs.prompt_logprobs(state))
+        if self._body.return_token_ids:
+            choice["token_ids"] = state.output_ids
+        if self._body.return_token_ids or self._body.return_prompt_token_ids:
+            choice["prompt_token_ids"] = state.req.input_ids
+        return choice
 
-    def echoed(self, state: ReqState) -> str:
-        return self._decode_shown(state.req.input_ids) if getattr(self._body, "echo", False) else ""
+    async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
+        return {}
 
-    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
-        if not state.req.return_logprob:
+    async def news(self, state: ReqState, progress: Progress, first: bool, end: int) -> bytes | None:
+        text = state.text()
+        piece = text[progress.chars :]
+        start = progress.tokens
+        body = self._body
+        if not (piece or first or (end > start and (self._logprobs.is_on or body.return_token_ids))):
             return None
-        triples = state.output_triples(start)[: end - start]
-        candidates: list[TokenLogprobs | None] = [*state.output_top[start:end]]
-        prompt = state.prompt_logprobs
-        if start == 0 and getattr(self._body, "echo", False) and prompt is not None:
-            triples = [[v, t, None] for v, t in zip(prompt.logprobs, prompt.token_ids, strict=True)] + triples
-            candidates = [*(prompt.top or []), *candidates]
-        slices = Slices()
-        tokens, offsets, at = [], [], 0
-        for triple in triples:
-            tokens.append(self._token(triple[1]))
-            offsets.append(at)
-            at += len(tokens[-1])
-            await slices.end()
-        top = []
-        for each in candidates:
-            found = {self._token(t[1]): t[0] for t in reversed(state.triples(each) or [])}
-            top.append(write_json(found or None))
-            await slices.end()
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [t[0] for t in triples],
-            "tokens": tokens,
-            "top_logprobs": top or None,
-        }
-
-
-class ChatChoices(Choices):
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-
-    def choice(self, index: int, state: ReqState, logprobs: Any) -> dict[str, Any]:
-        message = {"role": "assistant", "content": state.text(), "reasoning_content": None, "tool_calls": None}
-        return {"index": index, "message": message, "logprobs": logprobs} | _finish(state) | self._token_ids(state)
-
-    def delta(self, index: int, text: str, logprobs: Any, first: bool) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text}
+        progress.chars, progress.tokens = len(text), end
         if first:
-            delta = {"role": "assistant"} | delta
-        return {"index": index, "delta": delta, "logprobs": logprobs}
+            piece = self._echoed(state) + piece
+        logprobs = b"null"
+        if self._logprobs.is_on:
+            positions = self._logprobs.prompt(state) if self._echo and first else []
+            positions += self._logprobs.output(state, start, end)
+            logprobs, progress.offset = await self._logprobs.completion(positions, progress.offset)
+        ids = b""
+        if body.return_token_ids:
+            ids = b',"token_ids":' + orjson.dumps(state.output_ids[start:end])
+        if first and (body.return_token_ids or body.return_prompt_token_ids):
+            ids += b',"prompt_token_ids":' + orjson.dumps(state.req.input_ids)
+        return b'"text":%b,"logprobs":%b%b' % (orjson.dumps(piece), logprobs, ids)
 
-    async def logprobs(self, state: ReqState, start: int, end: int) -> Any:
-        if not state.req.return_logprob:
-            return None
-        triples = state.output_triples(start)[: end - start]
-        tops: list[TokenLogprobs | None] = [*state.output_top[start:end]] or [None] * len(triples)
-        slices = Slices()
-        content = []
-        for triple, top in zip(triples, tops, strict=False):
-            candidates = [self._entry(t) for t in state.triples(top) or []]
-            content.append(write_json(self._entry(triple) | {"top_logprobs": candidates}))
-            await slices.end()
-        return {"content": content}
+    def last(self, state: ReqState) -> bytes:
+        return b'"text":"","logprobs":null'
 
-    def _entry(self, triple: Triple) -> dict[str, Any]:
-        token = self._token(triple[1])
-        return {"token": token, "bytes": list(token.encode()), "logprob": triple[0]}
+    def _echoed(self, state: ReqState) -> str:
+        """Return the text of the prompt if the request has `echo`, otherwise ""."""
+        return self._decode(state.req.input_ids) if self._echo else ""
 
 
-def _finish(state: ReqState) -> dict[str, Any]:
+def finish_fields(state: ReqState, finish_type: str | None) -> dict[str, Any]:
+    """Return the finish reason, and what ended the sample in SGLang's field (`matched_stop`) and in vLLM's.
+
+    vLLM's `stop_reason` is null for a token that ends every output, such as EOS.
+    """
     reason = state.finish_reason
-    if reason is None:
-        return {"finish_reason": None, "matched_stop": None}
-    return {"finish_reason": reason.type, "matched_stop": reason.matched}
+    matched = None if reason is None else reason.matched
+    asked = isinstance(matched, str) or matched in (state.req.sampling.stop_token_ids or ())
+    return {"finish_reason": finish_type, "matched_stop": matched, "stop_reason": matched if asked else None}
+
+
+def weight_versions(states: Sequence[ReqState]) -> dict[str, Any]:
+    """Return the `metadata` of an answer: the weight version at its end, and the spans of the output tokens."""
+    return {
+        "weight_version": states[0].weight_version,
+        "weight_versions": [span for state in states for span in state.weight_versions],
+    }

@@ -1,57 +1,24 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion into SGLang's sampling parameters.
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion into `GenerateReqInput`.
 
-The bodies have OpenAI's fields and SGLang's additional fields. Known fields that are not implemented are refused if
-they are set. Unknown fields are ignored, as OpenAI's clients expect, and the caller counts them.
+The bodies have OpenAI's fields and the additional fields of vLLM and SGLang. `fields` lists the known fields that are
+refused or without effect. Unknown fields are ignored, as OpenAI's clients expect, and the caller counts them.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.server.generate_request import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
+from verl_server.sampling_params import LogprobsMode
+from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint
+from verl_server.server.generate_request import GenerateReqInput
 
-R = TypeVar("R", bound="OpenAIRequest")
+R = TypeVar("R", bound=msgspec.Struct)
 
-_NO_TOOLS = "tool calls are not parsed; put the tools in the messages and read the text"
-_NO_GRAMMAR = "constrained decoding is not implemented"
-UNSUPPORTED = UNSUPPORTED_FIELDS | {
-    "tools": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "suffix": "fill-in-the-middle is not implemented",
-    "regex": _NO_GRAMMAR,
-    "ebnf": _NO_GRAMMAR,
-    "json_schema": _NO_GRAMMAR,
-    "structural_tag": _NO_GRAMMAR,
-    "stop_regex": "use stop or stop_token_ids",
-    "custom_params": "custom logit processors are not implemented",
-    "audio": "only text is served",
-    "prediction": "speculative decoding is not implemented",
-    "web_search_options": "the server has no tools",
-}
-HINTS = ACCEPTED_HINTS | {
-    "user": "it names the caller to OpenAI",
-    "safety_identifier": "it names the caller to OpenAI",
-    "prompt_cache_key": "the prefix cache finds every prefix by itself",
-    "store": "nothing is stored",
-    "metadata": "nothing is stored",
-    "service_tier": "there is one class of service",
-    "parallel_tool_calls": "tool calls are not parsed",
-    "tool_choice": "tool calls are not parsed",
-    "separate_reasoning": "reasoning is not parsed",
-    "stream_reasoning": "reasoning is not parsed",
-    "reasoning_effort": "reasoning is not parsed",
-    "verbosity": "the model has no such setting",
-    "response_format": "checked: only text",
-    "best_of": "checked: only the value of n",
-    "modalities": "checked: only text",
-    "return_cached_tokens_details": "the details are always returned",
-    "return_prompt_token_ids": "use return_token_ids",
-    "return_meta_info": "use /generate",
-}
-"""Known fields that have no effect on tokens, or that `parse_openai` checks separately."""
+_UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -67,7 +34,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """Fields of both routes."""
 
     model: str = ""
-    """Ignored: a server serves one model."""
+    """A server serves one model, so any name is accepted, except for a name with an adapter (`model:adapter`)."""
     max_tokens: int | None = None
     """Largest number of output tokens."""
     temperature: float | None = None
@@ -90,11 +57,16 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """`presence_penalty` of `SamplingParams`."""
     logit_bias: dict[str, float] | None = None
     """`logit_bias` of `SamplingParams`."""
+    response_format: dict[str, Any] | None = None
+    """Format of the output: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema":
+    {"schema": ...}}, or {"type": "structural_tag", ...}. A schema is always enforced, with `strict` or without."""
+    # Additional fields of SGLang, of vLLM, or of both
     rid: str | list[str] | None = None
-    """Name of the request for `/abort_request`. Default: a random name."""
-    # SGLang's additional fields
+    """Name of the request for `/abort_request`, and the `id` of the answer. Default: a random name."""
+    request_id: str | None = None
+    """vLLM's name of `rid`."""
     top_k: int | None = None
-    """`top_k` of `SamplingParams`."""
+    """`top_k` of `SamplingParams`; 0 means off, as in vLLM."""
     min_p: float | None = None
     """`min_p` of `SamplingParams`."""
     min_tokens: int | None = None
@@ -103,36 +75,142 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """`repetition_penalty` of `SamplingParams`."""
     stop_token_ids: list[int] | None = None
     """`stop_token_ids` of `SamplingParams`."""
+    stop_regex: str | list[str] | None = None
+    """`stop_regex` of `SamplingParams`."""
     no_stop_trim: bool | None = None
     """`no_stop_trim` of `SamplingParams`."""
+    include_stop_str_in_output: bool | None = None
+    """vLLM's name of `no_stop_trim`."""
     ignore_eos: bool | None = None
     """`ignore_eos` of `SamplingParams`."""
     skip_special_tokens: bool | None = None
     """`skip_special_tokens` of `SamplingParams`."""
+    spaces_between_special_tokens: bool | None = None
+    """`spaces_between_special_tokens` of `SamplingParams`."""
+    allowed_token_ids: list[int] | None = None
+    """`allowed_token_ids` of `SamplingParams`."""
+    bad_words: list[str] | None = None
+    """`bad_words` of `SamplingParams`."""
+    logprobs_mode: LogprobsMode = "default"
+    """`logprobs_mode` of `SamplingParams`."""
+    regex: str | None = None
+    """`regex` of `SamplingParams`."""
+    ebnf: str | None = None
+    """`ebnf` of `SamplingParams`."""
+    json_schema: str | dict[str, Any] | None = None
+    """`json_schema` of `SamplingParams`, as text or as an object."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's constraint: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object` and
+    `structural_tag`."""
+    guided_json: str | dict[str, Any] | None = None
+    """`structured_outputs.json` of older versions of vLLM."""
+    guided_regex: str | None = None
+    """`structured_outputs.regex` of older versions of vLLM."""
+    guided_choice: list[str] | None = None
+    """`structured_outputs.choice` of older versions of vLLM."""
+    guided_grammar: str | None = None
+    """`structured_outputs.grammar` of older versions of vLLM."""
+    stream_interval: int | None = None
+    """`stream_interval` of `SamplingParams`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens at the end of each prompt. -1: as many as the model can serve together with the
+    largest number of output tokens."""
+    truncation_side: Literal["left"] | None = None
+    """Side from which `truncate_prompt_tokens` removes tokens. Only vLLM's "left" is served."""
+    prompt_logprobs: int | None = None
+    """Return the log-probability of each prompt token, and this number of candidates for each position, in vLLM's
+    shape: null for the first position, and {token id: {"logprob", "rank", "decoded_token"}} for the others. `rank` is
+    null if the prompt token is not among the candidates. Not with `stream`."""
+    logprob_token_ids: list[int] | None = None
+    """Token ids whose log-probabilities are returned in place of the most likely candidates. Needs `logprobs`."""
     return_token_ids: bool = False
-    """Return token ids with each choice."""
+    """Return the token ids of each choice (`token_ids`, in a chat also `response_token_ids`) and of its prompt."""
+    return_prompt_token_ids: bool = False
+    """Return the token ids of the prompt: in each choice and, in a chat, also in the answer (`prompt_token_ids`)."""
+    return_tokens_as_token_ids: bool = False
+    """Write each token of the log-probabilities as `token_id:<id>`."""
+    return_meta_info: bool = False
+    """Return the `meta_info` of `/generate` with each choice. Not with `stream`."""
+    return_cached_tokens_details: bool = False
+    """Return the number of cached prompt tokens in each kind of memory as `sglext.cached_tokens_details`."""
+    extra_key: str | list[str | None] | None = None
+    """`extra_key` of `/generate`: a namespace of the prefix cache."""
+    cache_salt: str | list[str | None] | None = None
+    """`cache_salt` of `/generate`: a second part of the namespace."""
+    priority: int | None = None
+    """`priority` of `/generate`: requests of a larger priority start first, as in SGLang. In vLLM, a smaller number
+    starts first."""
 
-    def sampling_params(self, max_new_tokens: int | None) -> dict[str, Any]:
+    def generate_request(self, max_new_tokens: int | None, logprobs: int | None, grammar: str = "") -> GenerateReqInput:
+        """Return the request without prompts.
+
+        `logprobs` is the number of candidates that the answer shows for each position; None shows no
+        log-probabilities. `grammar` is a grammar for forced tool calls.
+        """
+        prompt_logprobs = self.prompt_logprobs
+        top = max(logprobs or 0, prompt_logprobs or 0)
+        return GenerateReqInput(
+            sampling_params=self.sampling_params(max_new_tokens, grammar),
+            rid=self.rid or self.request_id,
+            stream=self.stream,
+            return_logprob=logprobs is not None or prompt_logprobs is not None,
+            logprob_start_len=0 if prompt_logprobs is not None else -1,
+            top_logprobs_num=top,
+            token_ids_logprob=list(self.logprob_token_ids) if self.logprob_token_ids is not None else None,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+    def sampling_params(self, max_new_tokens: int | None, grammar: str = "") -> dict[str, Any]:
         """Return the settings under SGLang's names. Unset fields are left out, so that they keep their defaults."""
+        trim = self.no_stop_trim if self.no_stop_trim is not None else self.include_stop_str_in_output
         params = {
             "n": self.n,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": -1 if self.top_k == 0 else self.top_k,
             "min_p": self.min_p,
             "min_new_tokens": self.min_tokens,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
+            "stop_regex": self.stop_regex,
             "sampling_seed": self.seed,
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
-            "no_stop_trim": self.no_stop_trim,
+            "no_stop_trim": trim,
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
+            "spaces_between_special_tokens": self.spaces_between_special_tokens,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words or None,
+            "logprobs_mode": None if self.logprobs_mode == "default" else self.logprobs_mode,
+            "stream_interval": self.stream_interval,
         }
-        return {key: value for key, value in params.items() if value is not None} | {"max_new_tokens": max_new_tokens}
+        given = {key: value for key, value in params.items() if value is not None}
+        return given | self._constraint(grammar) | {"max_new_tokens": max_new_tokens}
+
+    def _constraint(self, grammar: str) -> dict[str, str]:
+        found = constraint({name: getattr(self, name) for name in CONSTRAINTS})
+        if not grammar:
+            return found
+        if found:
+            raise BadRequestError(
+                "tool_choice requires a tool call, which excludes response_format and other constraints of the output: "
+                "leave one of them out."
+            )
+        return {"ebnf": grammar}
+
+    def check_logprobs(self, name: str, count: int | None) -> None:
+        """Check the numbers of candidates. `name` is the field with `count`."""
+        at_least(0, name, count)
+        at_least(0, "prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequestError("prompt_logprobs are not sent in a stream: set stream=false.")
+        if self.return_meta_info and self.stream:
+            raise BadRequestError("return_meta_info is not available in a stream: set stream=false.")
 
     @property
     def wants_usage(self) -> bool:
@@ -149,9 +227,14 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of such prompts."""
     echo: bool = False
-    """Repeat the prompt before the completion."""
+    """Repeat the prompt before the completion. With `max_tokens=0`, return the prompt only."""
     logprobs: int | None = None
-    """Return log-probabilities, and this number of candidates for each position."""
+    """Return log-probabilities, and this number of candidates for each position. The candidates always include the
+    sampled token, so there may be one more."""
+    best_of: int | None = None
+    """Only the value of `n` is served: use `n` and choose among the choices."""
+    add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as a token for the beginning of the text, to prompts that are text."""
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
@@ -167,54 +250,66 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """Return the log-probability of every output token."""
     top_logprobs: int | None = None
     """Number of most likely candidates that are returned for each position. Needs `logprobs`."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the policy may call. The chat template gets them, whatever `tool_choice` says."""
+    tool_choice: str | dict[str, Any] | None = None
+    """"auto" (the default with `tools`): the policy decides; "none": the output is not searched for calls; "required",
+    or {"type": "function", "function": {"name": ...}}: the output is constrained to calls."""
+    parallel_tool_calls: bool = True
+    """Allow several calls in one message. If false, a forced call is constrained to one, and otherwise the first one
+    is returned."""
+    separate_reasoning: bool = True
+    """Return the reasoning as `reasoning_content` (SGLang) and `reasoning` (vLLM) instead of in the content."""
+    stream_reasoning: bool = True
+    """Stream the reasoning as it arrives, instead of in one piece."""
+    include_reasoning: bool = True
+    """Return the reasoning. If false, it is removed from the message."""
+    reasoning_effort: str | float | None = None
+    """Passed to the chat template as `reasoning_effort`. "none" also sets `enable_thinking` and `thinking` to false,
+    and other values set them to true. A template may use none of them, and the server then warns once in its log."""
+    documents: list[dict[str, Any]] | None = None
+    """Documents for a chat template that reads `documents`."""
+    chat_template: str | None = None
+    """A chat template that the operator allows (`allowed_chat_templates`)."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     continue_final_message: bool = False
     """Continue the last message, which must be the assistant's, instead of beginning a new message."""
     add_generation_prompt: bool = True
     """End the prompt with the tokens that begin a message of the assistant."""
+    modalities: list[Literal["text"]] | None = None
+    """Only ["text"] is served."""
+    return_input_ids_in_sglext: bool = False
+    """Return the token ids of the prompt as `sglext.input_ids`. Not with `stream`."""
+    return_output_ids_in_sglext: bool = False
+    """Return the token ids of each choice as `sglext.output_ids`. Not with `stream`."""
 
 
-def parse_openai(body: Any, kind: type[R]) -> tuple[R, int]:
+def parse_openai(
+    body: Any, kind: type[R], refused: Mapping[str, str], without_effect: Mapping[str, str]
+) -> tuple[R, int]:
     """Decode a body strictly. Return (request, number of unknown keys in the body). Raise BadRequestError."""
     if not isinstance(body, dict):
         raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
     given = {key: value for key, value in body.items() if value is not None}
-    modalities = given.get("modalities")
-    for name, remedy in UNSUPPORTED.items():
-        if given.get(name) not in (None, False, 0, "", [], {}) and not (
-            name == "modalities" and modalities == ["text"]
-        ):
-            raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
-    response_format = given.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
-        raise BadRequestError(f"response_format {response_format!r} is not supported: {_NO_GRAMMAR}; leave it out.")
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise BadRequestError("best_of is not supported: use n and choose among the choices.")
-    try:
-        request = msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error).replace("`$.", "`")) from None
+    for name in given.keys() & refused.keys():
+        if given[name] not in _UNSET:
+            raise BadRequestError(f"Field `{name}` is not supported: {refused[name]}.")
+    request = convert(given, kind)
     known = kind.__struct_fields__
-    unknown = sum(1 for key in body if key not in known and key not in UNSUPPORTED and key not in HINTS)
+    unknown = sum(1 for key in body if key not in known and key not in refused and key not in without_effect)
     return request, unknown
 
 
-def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each `content` as one string. Parts of type "text" are joined, other parts refused."""
-    if not messages:
-        raise BadRequestError("messages cannot be empty.")
-    plain = []
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise BadRequestError(f"messages[{i}] needs a `role`.")
-        content = message.get("content")
-        if isinstance(content, list):
-            wrong = [p for p in content if not isinstance(p, dict) or p.get("type") != "text" or "text" not in p]
-            if wrong:
-                raise BadRequestError(f"messages[{i}] has a part that is not text; only text is served.")
-            content = "".join(str(part["text"]) for part in content)
-        elif content is not None and not isinstance(content, str):
-            raise BadRequestError(f"messages[{i}].content must be a string or a list of text parts.")
-        plain.append(message | {"content": content if content is not None else ""})
-    return plain
+def convert(body: Any, kind: type[R]) -> R:
+    """Decode a body without its nulls. Raise BadRequestError, which names the field."""
+    given = {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error).replace("`$.", "`")) from None
+
+
+def at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise BadRequestError(f"{name} must be at least {least}, not {value}.")

@@ -1,4 +1,4 @@
-"""Parses and tokenizes the bodies of OpenAI's routes, on the event loop if they are small, otherwise in a text worker.
+"""Parses and tokenizes the bodies of completions and chats, on the event loop if they are small, otherwise in a worker.
 
 Each `Job` is the part of one route's work that grows with the body. Chat templates are rendered in text workers only.
 """
@@ -9,25 +9,35 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-import orjson
 
+from verl_server.chat.formats import NONE
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
+from verl_server.server.chat_prompt import ChatOutput
+from verl_server.server.dialects.openai.fields import (
+    CHAT_REFUSED,
+    CHAT_WITHOUT_EFFECT,
+    COMPLETION_REFUSED,
+    COMPLETION_WITHOUT_EFFECT,
+)
+from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt
 from verl_server.server.dialects.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    at_least,
     parse_openai,
-    text_messages,
 )
 from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
+
+_DEFAULT_COMPLETION_TOKENS = 16
 
 
 class ReadCompletion(msgspec.Struct, kw_only=True):
     """Result of the job `COMPLETION`."""
 
     request: CompletionRequest
-    """The request with an empty `prompt`."""
+    """The request with an empty `prompt`, and with its `max_tokens`."""
     prompts: list[Ids]
     is_single: bool
     unknown_fields: int
@@ -37,119 +47,104 @@ class ReadChat(msgspec.Struct, kw_only=True):
     """Result of the job `CHAT`."""
 
     request: ChatCompletionRequest
-    """The request without `messages`, `input_ids` and `chat_template_kwargs`."""
+    """The request without the fields that the prompt was made of, and with its `max_tokens`."""
     prompts: list[Ids]
     """Always one prompt."""
+    output: ChatOutput
     is_single: bool = True
     unknown_fields: int
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
 
 
-class TextReply(msgspec.Struct, kw_only=True):
-    """A reply of `/tokenize` or `/detokenize`."""
-
-    json: memoryview
-    """The encoded body of the reply."""
-    unused_options: list[str] = []
-    """See `ReadChat.unused_options`."""
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`. Set exactly one of `prompt` and `messages`."""
-
-    prompt: str | list[str] | None = None
-    """A text, or a list of texts."""
-    messages: list[dict[str, Any]] | None = None
-    """Chat messages, which the chat template renders."""
-    add_special_tokens: bool = True
-    """Add the tokenizer's special tokens, such as a token for the beginning of the text, to `prompt`."""
-    add_generation_prompt: bool = True
-    """End `messages` with the tokens that begin a message of the assistant."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template."""
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /detokenize`."""
-
-    tokens: list[int | list[int]]
-    """Token ids, or a list of such lists."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
-
-
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
-    request, unknown = parse_openai(parse_json(body), CompletionRequest)
+    request, unknown = parse_openai(parse_json(body), CompletionRequest, COMPLETION_REFUSED, COMPLETION_WITHOUT_EFFECT)
     tools.decoder(True)  # raises without a tokenizer, which the text of the reply needs
-    tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(None)))
+    if request.max_tokens is None:
+        request.max_tokens = _DEFAULT_COMPLETION_TOKENS
+    at_least(0 if request.echo else 1, "max_tokens", request.max_tokens)
+    if request.best_of not in (None, request.n):
+        raise BadRequestError("best_of is not supported: use n and choose among the choices.")
+    request.check_logprobs("logprobs", request.logprobs)
+    if request.logprob_token_ids is not None and request.logprobs is None:
+        raise BadRequestError("logprob_token_ids needs logprobs.")
+    tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
     prompts, is_single = _split_prompt(request.prompt)
     tools.limits.check_samples(len(prompts), 1)
-    read = tools.prompts(prompts)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids: Any = tools.encode(texts, request.add_special_tokens) if texts else prompts
+    keep = kept_tokens(tools, request.truncate_prompt_tokens, request.max_tokens)
+    read = [tools.prompt(each, keep) for each in ids]
     request.prompt = ""
     return ReadCompletion(request=request, prompts=read, is_single=is_single, unknown_fields=unknown)
 
 
 def read_chat(tools: TextTools, body: bytes) -> ReadChat:
-    request, unknown = parse_openai(parse_json(body), ChatCompletionRequest)
+    request, unknown = parse_openai(parse_json(body), ChatCompletionRequest, CHAT_REFUSED, CHAT_WITHOUT_EFFECT)
     tools.decoder(True)
-    tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(None)))
-    unused: list[str] = []
-    ids = request.input_ids
-    if ids is None:
-        options = dict(request.chat_template_kwargs or {})
-        if request.continue_final_message:
-            options["continue_final_message"] = True
-        # A prompt that continues a message must not begin another one, so the default of add_generation_prompt changes.
-        opens_answer = request.add_generation_prompt and not options.get("continue_final_message", False)
-        options.setdefault("add_generation_prompt", opens_answer)
-        ids, unused = tools.render(text_messages(request.messages), options)
-    elif not ids:
-        raise BadRequestError("input_ids cannot be empty.")
-    prompts = [tools.prompt(ids)]
-    request.messages, request.input_ids, request.chat_template_kwargs = [], None, None
-    return ReadChat(request=request, prompts=prompts, unknown_fields=unknown, unused_options=unused)
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
+    at_least(1, "max_completion_tokens", request.max_tokens)
+    request.check_logprobs("top_logprobs", request.top_logprobs)
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if getattr(request, name) and not request.logprobs:
+            raise BadRequestError(f"{name} needs logprobs=true.")
+    for name in ("return_input_ids_in_sglext", "return_output_ids_in_sglext"):
+        if getattr(request, name) and request.stream:
+            raise BadRequestError(f"{name} is not available in a stream: use return_token_ids.")
+    tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
+    prompt = read_openai_prompt(
+        tools,
+        request.messages,
+        template_options(request),
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        parallel=request.parallel_tool_calls,
+        input_ids=request.input_ids,
+    )
+    output = prompt.output
+    if output.keeps_special_tokens:
+        request.skip_special_tokens = False
+    if not request.separate_reasoning:
+        output = msgspec.structs.replace(output, format=msgspec.structs.replace(output.format, reasoning=NONE))
+    keep = kept_tokens(tools, request.truncate_prompt_tokens, request.max_tokens)
+    request.messages, request.input_ids, request.tools = [], None, None
+    request.chat_template_kwargs = request.chat_template = request.documents = request.tool_choice = None
+    return ReadChat(
+        request=request,
+        prompts=[tools.prompt(prompt.ids, keep)],
+        output=output,
+        unknown_fields=unknown,
+        unused_options=prompt.unused_options,
+    )
 
 
-def tokenize(tools: TextTools, body: bytes) -> TextReply:
-    request = _convert(parse_json(body), TokenizeRequest)
-    if (request.prompt is None) == (request.messages is None):
-        raise BadRequestError("Give exactly one of `prompt` and `messages`.")
-    unused: list[str] = []
-    tokens: list[Any]
-    if request.messages is not None:
-        options = dict(request.chat_template_kwargs or {})
-        options.setdefault("add_generation_prompt", request.add_generation_prompt)
-        tokens, unused = tools.render(text_messages(request.messages), options)
-        count: Any = len(tokens)
-    elif isinstance(request.prompt, str):
-        (tokens,) = tools.encode([request.prompt], request.add_special_tokens)
-        count = len(tokens)
-    else:
-        tokens = tools.encode(request.prompt or [], request.add_special_tokens)
-        count = [len(ids) for ids in tokens]
-    reply = {"tokens": tokens, "count": count, "max_model_len": tools.bounds.context_length}
-    return TextReply(json=memoryview(orjson.dumps(reply)), unused_options=unused)
+def template_options(request: Any) -> dict[str, Any]:
+    """Return the template's variables of a chat or of a request to tokenize one."""
+    options = dict(request.chat_template_kwargs or {})
+    for name in ("chat_template", "documents"):
+        if (value := getattr(request, name)) is not None:
+            options[name] = value
+    options = effort_options(request.reasoning_effort) | options
+    if request.continue_final_message:
+        options["continue_final_message"] = True
+    # A prompt that continues a message must not begin another one, so the default of add_generation_prompt changes.
+    opens_answer = request.add_generation_prompt and not options.get("continue_final_message", False)
+    options.setdefault("add_generation_prompt", opens_answer)
+    return options
 
 
-def detokenize(tools: TextTools, body: bytes) -> TextReply:
-    request = _convert(parse_json(body), DetokenizeRequest)
-    decode = tools.decoder(request.skip_special_tokens)
-    nested = bool(request.tokens) and isinstance(request.tokens[0], list)
-    if any(isinstance(part, list) != nested for part in request.tokens):
-        raise BadRequestError("tokens mixes ids and lists.")
-    batch: list[list[int]] = request.tokens if nested else [request.tokens]  # type: ignore[assignment,list-item]
-    tools.check_decode(sum(map(len, batch)))
-    for ids in batch:
-        tools.bounds.check_ids("tokens", ids)
-    texts = [decode(ids) for ids in batch]
-    return TextReply(json=memoryview(orjson.dumps({"text": texts if nested else texts[0]})))
+def kept_tokens(tools: TextTools, keep: int | None, max_new_tokens: int | None) -> int | None:
+    """Return the number of tokens that `truncate_prompt_tokens` keeps at the end of a prompt; None keeps all."""
+    if keep is None or keep >= 1:
+        return keep
+    if keep != -1:
+        raise BadRequestError(f"truncate_prompt_tokens must be -1 or at least 1, not {keep}.")
+    return tools.bounds.room_for_prompt(max_new_tokens)
 
 
 COMPLETION = Job("completion", read_completion, ReadCompletion)
 CHAT = Job("chat", read_chat, ReadChat)
-TOKENIZE = Job("tokenize", tokenize, TextReply)
-DETOKENIZE = Job("detokenize", detokenize, TextReply)
 
 
 def _split_prompt(prompt: str | list[Any]) -> tuple[list[str | list[int]], bool]:
@@ -162,11 +157,3 @@ def _split_prompt(prompt: str | list[Any]) -> tuple[list[str | list[int]], bool]
     if len(kinds) > 1:
         raise BadRequestError("prompt mixes strings, token ids and lists of them.")
     return ([prompt], True) if int in kinds else (prompt, False)
-
-
-def _convert(body: Any, kind: type[Any]) -> Any:
-    given = {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(str(error).replace("`$.", "`")) from None

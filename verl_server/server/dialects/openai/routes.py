@@ -1,37 +1,50 @@
-"""OpenAI-compatible routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/tokenize`, `/detokenize`.
+"""OpenAI-compatible routes: models, completions, chat completions, responses, and the tokenizer's routes.
 
-Each request to generate becomes a `GenerateReqInput`. `Choices` converts the samples into a response or into chunks.
+Each request to generate becomes a `GenerateReqInput`. `Choices` and `ResponseAnswer` convert the samples into an answer
+or into the frames of a stream.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.server.dialects.openai.choices import ChatChoices, Choices, TextChoices
-from verl_server.server.dialects.openai.protocol import (
-    HINTS,
-    UNSUPPORTED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    OpenAIRequest,
+from verl_server.errors import VerlServerError
+from verl_server.server.dialects.openai.chat_choices import ChatChoices
+from verl_server.server.dialects.openai.choices import Choices, TextChoices
+from verl_server.server.dialects.openai.errors import ModelNotFoundError, error_content, openai_error
+from verl_server.server.dialects.openai.fields import (
+    CHAT_REFUSED,
+    CHAT_WITHOUT_EFFECT,
+    COMPLETION_REFUSED,
+    COMPLETION_WITHOUT_EFFECT,
 )
-from verl_server.server.dialects.openai.reading import (
-    CHAT,
-    COMPLETION,
+from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from verl_server.server.dialects.openai.reading import CHAT, COMPLETION, ReadChat, ReadCompletion
+from verl_server.server.dialects.openai.responses_answer import ResponseAnswer
+from verl_server.server.dialects.openai.responses_request import (
+    RESPONSES,
+    RESPONSES_REFUSED,
+    RESPONSES_WITHOUT_EFFECT,
+    ReadResponse,
+    ResponsesRequest,
+)
+from verl_server.server.dialects.openai.tokenizing import (
     DETOKENIZE,
+    DETOKENIZE_WITHOUT_EFFECT,
     TOKENIZE,
+    TOKENIZE_REFUSED,
+    TOKENIZE_WITHOUT_EFFECT,
     DetokenizeRequest,
-    ReadChat,
-    ReadCompletion,
     TextReply,
     TokenizeRequest,
 )
+from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
@@ -39,14 +52,12 @@ from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
     encoded_response,
-    error_object,
     json_response,
-    openai_error,
-    openai_error_type,
     read_body,
     run_job,
     sse,
     unless_disconnected,
+    write_json,
 )
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer import ModelText
@@ -55,7 +66,8 @@ from verl_server.server_args import ServerArgs
 
 R = TypeVar("R")
 
-_DEFAULT_COMPLETION_TOKENS = 16
+_Read = ReadCompletion | ReadChat | ReadResponse
+_STREAMED = (JSON, EVENTS)
 
 
 class OpenAIApi:
@@ -63,16 +75,56 @@ class OpenAIApi:
         self._manager = manager
         self._args = server_args
         self._created = int(time.time())
+        self._texts: TokenTexts | None = None
 
     def operations(self) -> list[Operation]:
-        generation: dict[str, Any] = {"refused": UNSUPPORTED, "without_effect": HINTS, "media_types": (JSON, EVENTS)}
         return [
             Operation("/v1/models", self.models),
             Operation("/v1/models/{name:path}", self.model),
-            Operation("/v1/completions", self.completions, POST, body=CompletionRequest, **generation),
-            Operation("/v1/chat/completions", self.chat_completions, POST, body=ChatCompletionRequest, **generation),
-            Operation("/tokenize", self.tokenize, POST, aliases=("/v1/tokenize",), body=TokenizeRequest),
-            Operation("/detokenize", self.detokenize, POST, aliases=("/v1/detokenize",), body=DetokenizeRequest),
+            Operation(
+                "/v1/completions",
+                self.completions,
+                POST,
+                body=CompletionRequest,
+                refused=COMPLETION_REFUSED,
+                without_effect=COMPLETION_WITHOUT_EFFECT,
+                media_types=_STREAMED,
+            ),
+            Operation(
+                "/v1/chat/completions",
+                self.chat_completions,
+                POST,
+                body=ChatCompletionRequest,
+                refused=CHAT_REFUSED,
+                without_effect=CHAT_WITHOUT_EFFECT,
+                media_types=_STREAMED,
+            ),
+            Operation(
+                "/v1/responses",
+                self.responses,
+                POST,
+                body=ResponsesRequest,
+                refused=RESPONSES_REFUSED,
+                without_effect=RESPONSES_WITHOUT_EFFECT,
+                media_types=_STREAMED,
+            ),
+            Operation(
+                "/tokenize",
+                self.tokenize,
+                POST,
+                aliases=("/v1/tokenize",),
+                body=TokenizeRequest,
+                refused=TOKENIZE_REFUSED,
+                without_effect=TOKENIZE_WITHOUT_EFFECT,
+            ),
+            Operation(
+                "/detokenize",
+                self.detokenize,
+                POST,
+                aliases=("/v1/detokenize",),
+                body=DetokenizeRequest,
+                without_effect=DETOKENIZE_WITHOUT_EFFECT,
+            ),
         ]
 
     # -- models ---------------------------------------------------------------------------------------------
@@ -106,112 +158,135 @@ class OpenAIApi:
         error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
         return json_response({"error": error}, 404)
 
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
+        if ":" in name and name != self._model_name:
+            raise ModelNotFoundError(
+                f"model {name!r:.200} names an adapter, and adapters are not served: push merged weights, and send the "
+                f"name {self._model_name!r} or any name without a colon."
+            )
+
     # -- completions ----------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         """Return OpenAI's completion object. With `stream`, send server-sent events with OpenAI's chunks."""
         try:
-            read = await self._read(request, COMPLETION)
+            read = await self.read(request, COMPLETION)
             body = read.request
-            most = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-            _at_least(1, "max_tokens", most)
-            _at_least(0, "logprobs", body.logprobs)
-            wanted = GenerateReqInput(
-                sampling_params=body.sampling_params(most),
-                rid=body.rid,
-                stream=body.stream,
-                return_logprob=body.logprobs is not None,
-                logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
-                top_logprobs_num=body.logprobs or 0,
-            )
-            generation = await self._submit(request, wanted, read)
+            self.check_model(body.model)
+            wanted = body.generate_request(body.max_tokens, body.logprobs)
+            if body.echo and body.logprobs is not None:
+                wanted.logprob_start_len = 0
+            generation = await self._submit(request, wanted, read, body)
         except VerlServerError as error:
-            return openai_error(error)
-        return await self._answer(request, body, generation, TextChoices(self._text(), self._model_name, body))
+            return openai_error(error, CompletionRequest.__struct_fields__)
+        return await self._answer(
+            request, body, generation, TextChoices(self.text(), self.token_texts(), self._model_name, body)
+        )
 
     async def chat_completions(self, request: Request) -> Response:
         """Return OpenAI's chat completion object. With `stream`, send server-sent events with OpenAI's chunks."""
         try:
-            read = await self._read(request, CHAT)
+            read = await self.read(request, CHAT)
             self._manager.text.warn_of_unused(read.unused_options)
             body = read.request
-            most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-            _at_least(1, "max_completion_tokens", most)
-            _at_least(0, "top_logprobs", body.top_logprobs)
-            if body.top_logprobs and not body.logprobs:
-                raise BadRequestError("top_logprobs needs logprobs=true.")
-            wanted = GenerateReqInput(
-                sampling_params=body.sampling_params(most),
-                rid=body.rid,
-                stream=body.stream,
-                return_logprob=body.logprobs,
-                top_logprobs_num=body.top_logprobs or 0,
-            )
-            generation = await self._submit(request, wanted, read)
+            self.check_model(body.model)
+            top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            wanted = body.generate_request(body.max_tokens, top_logprobs, read.output.grammar or "")
+            generation = await self._submit(request, wanted, read, body)
         except VerlServerError as error:
-            return openai_error(error)
-        return await self._answer(request, body, generation, ChatChoices(self._text(), self._model_name, body))
+            return openai_error(error, ChatCompletionRequest.__struct_fields__)
+        choices = ChatChoices(self.token_texts(), self._model_name, body, read.output)
+        return await self._answer(request, body, generation, choices)
 
-    async def _read(self, request: Request, job: Job[R]) -> R:
+    async def responses(self, request: Request) -> Response:
+        """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
+        try:
+            read = await self.read(request, RESPONSES)
+            self._manager.text.warn_of_unused(read.unused_options)
+            body, chat = read.request, read.chat
+            self.check_model(body.model)
+            top_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
+            wanted = chat.generate_request(chat.max_tokens, top_logprobs, read.output.grammar or "")
+            generation = await self._submit(request, wanted, read, chat)
+        except VerlServerError as error:
+            return openai_error(error, ResponsesRequest.__struct_fields__)
+        answer = ResponseAnswer(self.token_texts(), self._model_name, body, chat, read.output)
+        if body.stream:
+            return EventStream(answer.frames(generation), generation.close)
+        return await self._whole(request, generation, answer.response(generation.states[0]))
+
+    async def read(self, request: Request, job: Job[R]) -> R:
         """Return the body of a request, parsed and tokenized."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
         return await run_job(request, self._manager.text, job, body)
 
-    async def _submit(self, request: Request, wanted: GenerateReqInput, read: ReadCompletion | ReadChat) -> Generation:
+    async def _submit(self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest) -> Generation:
         self._manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
         return await self._manager.submit_read(
-            ReadRequest(request=wanted, prompts=read.prompts, is_single=read.is_single)
+            ReadRequest(request=wanted, prompts=read.prompts, is_single=read.is_single),
+            write_json if body.return_meta_info else None,
         )
 
-    def _text(self) -> ModelText:
+    def text(self) -> ModelText:
         assert self._manager.model_text is not None
         return self._manager.model_text
+
+    def token_texts(self) -> TokenTexts:
+        if self._texts is None:
+            self._texts = TokenTexts(self.text())
+        return self._texts
 
     async def _answer(
         self, request: Request, body: OpenAIRequest, generation: Generation, choices: Choices
     ) -> Response:
         if body.stream:
-            return EventStream(_chunks(generation, choices, body), generation.close)
+            return EventStream(_frames(generation, choices, body), generation.close)
+        return await self._whole(request, generation, choices.response(generation.states))
+
+    @staticmethod
+    async def _whole(request: Request, generation: Generation, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        """Return the response that `answer` builds when the generation has ended."""
+
+        async def build() -> dict[str, Any]:
+            await generation.wait()
+            return await answer
+
         try:
-            await unless_disconnected(request, generation.wait())
-            return json_response(await unless_disconnected(request, choices.response(generation.states)))
+            return json_response(await unless_disconnected(request, build()))
         except VerlServerError as error:
             return openai_error(error)
         finally:
+            answer.close()
             generation.close()
 
     # -- tokenizer ------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         """Return {"tokens", "count", "max_model_len"}. For a list of texts, "tokens" and "count" are lists."""
-        return await self._text_reply(request, TOKENIZE)
+        return await self._text_reply(request, TOKENIZE, TokenizeRequest)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return {"text"}. For a list of lists of token ids, "text" is a list."""
-        return await self._text_reply(request, DETOKENIZE)
+        """Return the text as "text" (SGLang) and "prompt" (vLLM). For a list of lists of token ids, it is a list."""
+        return await self._text_reply(request, DETOKENIZE, DetokenizeRequest)
 
-    async def _text_reply(self, request: Request, job: Job[TextReply]) -> Response:
+    async def _text_reply(self, request: Request, job: Job[TextReply], body: type[msgspec.Struct]) -> Response:
         try:
-            reply = await self._read(request, job)
+            reply = await self.read(request, job)
         except VerlServerError as error:
-            return openai_error(error)
+            return openai_error(error, body.__struct_fields__)
         self._manager.text.warn_of_unused(reply.unused_options)
         return encoded_response(reply.json, "application/json")
 
 
-async def _chunks(generation: Generation, choices: Choices, body: OpenAIRequest) -> AsyncIterator[bytes]:
+async def _frames(generation: Generation, choices: Choices, body: OpenAIRequest) -> AsyncIterator[bytes]:
     try:
         async for i, state in generation.updates():
-            async for chunk in choices.chunks(i, state):
-                yield sse(chunk)
+            if frames := await choices.frames(i, state):
+                yield frames
         if body.wants_usage:
-            yield sse(choices.usage_chunk(generation.states))
+            yield choices.usage_frame(generation.states)
     except VerlServerError as error:
-        yield sse({"error": error_object(str(error), error.status_code, openai_error_type(error))})
+        yield sse({"error": error_content(error)})
     yield SSE_DONE
-
-
-def _at_least(least: int, name: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise BadRequestError(f"{name} must be at least {least}, not {value}.")

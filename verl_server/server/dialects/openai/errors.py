@@ -1,0 +1,47 @@
+"""Errors of OpenAI's routes: SGLang's flat object and, beside it, OpenAI's object under `error`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.responses import Response
+
+from verl_server.errors import VerlServerError
+from verl_server.server.responses import error_headers, error_object, json_response, openai_error_type
+
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""Sampling parameter in a message -> field of OpenAI's routes."""
+_WORD = re.compile(r"[a-z_]{1,64}")
+
+
+class ModelNotFoundError(VerlServerError):
+    """The request names an adapter of a model, and adapters are not served."""
+
+    status_code = 404
+
+
+def openai_error(error: VerlServerError, fields: Iterable[str] = ()) -> Response:
+    """Return the response to an error. `fields` are the fields of the route's body, of which a message may name one."""
+    return json_response(error_content(error, fields), error.status_code, error_headers(error))
+
+
+def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the body of an error response, or of the frame that ends a stream."""
+    message, kind = str(error), openai_error_type(error)
+    param = "model" if isinstance(error, ModelNotFoundError) else error_param(message, fields)
+    code: Any = "model_not_found" if isinstance(error, ModelNotFoundError) else error.status_code
+    inner = {"message": message, "type": kind, "param": param, "code": code}
+    return error_object(message, error.status_code, kind) | {"param": param, "error": inner}
+
+
+def error_param(message: str, fields: Iterable[str]) -> str | None:
+    """Return the first field that a message names, or None."""
+    known = set(fields)
+    for word in _WORD.findall(message[:512]):
+        name = _RENAMED.get(word, word)
+        is_named = "_" in name or f"`{name}" in message or message.startswith((name, f"sampling_params.{name}"))
+        if is_named and name in known:
+            return str(name)
+    return None

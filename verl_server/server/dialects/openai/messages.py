@@ -1,0 +1,85 @@
+"""Messages and template variables of OpenAI's chats, in the form that `chat_prompt.read_chat_prompt` expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.tools import read_tool_choice, read_tools, template_tools
+from verl_server.errors import BadRequestError
+from verl_server.server.chat_prompt import ChatPrompt, read_chat_prompt
+from verl_server.server.text_tools import TextTools
+
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+"""Template variables that `reasoning_effort` sets. A template reads at most some of them."""
+
+
+def read_openai_prompt(
+    text: TextTools,
+    messages: Sequence[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    tools: Any = None,
+    tool_choice: Any = None,
+    parallel: bool = True,
+    input_ids: list[int] | None = None,
+) -> ChatPrompt:
+    """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
+
+    With `tool_choice` "none" the template gets the tools, too: clients such as TRL's parse the calls themselves.
+    """
+    declared = read_tools(tools)
+    choice = read_tool_choice(tool_choice, declared)
+    if declared and choice.mode == "none":
+        options = options | {"tools": template_tools(declared)}
+    if input_ids is None:
+        messages = text_messages(messages)
+    elif not input_ids:
+        raise BadRequestError("input_ids cannot be empty.")
+    prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, input_ids)
+    return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options))
+
+
+def effort_options(effort: str | float | None) -> dict[str, Any]:
+    """Return the template variables of a reasoning effort."""
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def _unused(names: list[str]) -> list[str]:
+    """Return the unused variables. A template that reads one variable of the reasoning effort uses the effort."""
+    efforts = [name for name in names if name in _EFFORT_VARIABLES]
+    if "reasoning_effort" not in efforts:
+        return names
+    others = [name for name in names if name not in efforts]
+    return [*others, "reasoning_effort"] if len(efforts) == len(_EFFORT_VARIABLES) else others
+
+
+def text_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each `content` as one string. Parts of type "text" are joined, other parts refused.
+
+    The role "developer" becomes "system": the templates of the served models do not know it, and some leave out
+    messages of unknown roles.
+    """
+    if not messages:
+        raise BadRequestError("messages cannot be empty.")
+    plain = []
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise BadRequestError(f"messages[{i}] needs a `role`.")
+        content = message.get("content")
+        if isinstance(content, list):
+            wrong = [p for p in content if not isinstance(p, dict) or p.get("type") != "text" or "text" not in p]
+            if wrong:
+                raise BadRequestError(f"messages[{i}] has a part that is not text; only text is served.")
+            content = "".join(str(part["text"]) for part in content)
+        elif content is not None and not isinstance(content, str):
+            raise BadRequestError(f"messages[{i}].content must be a string or a list of text parts.")
+        role = "system" if role == "developer" else role
+        plain.append(message | {"role": role, "content": content if content is not None else ""})
+    return plain

@@ -1,0 +1,201 @@
+"""`ResponseAnswer` builds the object or the typed events of `/v1/responses` from one sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallDelta
+from verl_server.errors import VerlServerError
+from verl_server.server.chat_prompt import ChatOutput
+from verl_server.server.detokenizer import IncrementalDetokenizer
+from verl_server.server.dialects.openai.choices import weight_versions
+from verl_server.server.dialects.openai.errors import error_content
+from verl_server.server.dialects.openai.logprobs import LogprobWriter
+from verl_server.server.dialects.openai.protocol import ChatCompletionRequest
+from verl_server.server.dialects.openai.responses_items import Event, OutputItems
+from verl_server.server.dialects.openai.responses_request import ResponsesRequest
+from verl_server.server.dialects.openai.tokens import TokenTexts
+from verl_server.server.generation import Generation
+from verl_server.server.request_state import ReqState
+from verl_server.server.responses import sse
+from verl_server.server.slices import Slices
+
+_PIECE = 4096
+"""Characters that are parsed at once, which takes at most a few milliseconds."""
+
+
+class ResponseAnswer:
+    """The answer to one request."""
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        model: str,
+        request: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        output: ChatOutput,
+    ) -> None:
+        self._model = model
+        self._request = request
+        self._parser: OutputParser = output.parser(whole_calls=not request.stream)
+        self._one_call = not request.parallel_tool_calls
+        top = (request.top_logprobs or 0) if request.wants_logprobs else None
+        self._logprobs = LogprobWriter(texts, chat, top)
+        self._items = OutputItems()
+        self._created = time.time()
+        self._number = 0
+        self._chars = self._tokens = 0
+        """Characters and tokens that were parsed."""
+
+    # -- the whole response ---------------------------------------------------------------------------------
+
+    async def response(self, state: ReqState) -> dict[str, Any]:
+        """Return the whole response."""
+        text = state.text()
+        if self._logprobs.is_on:
+            await self._add_by_token(state, text)
+        else:
+            slices = Slices()
+            for start in range(0, len(text), _PIECE):
+                self._add(self._parser.push(text[start : start + _PIECE]))
+                await slices.end()
+        self._add(self._parser.finish())
+        self._items.close(self._status(state))
+        return self._object(state)
+
+    async def _add_by_token(self, state: ReqState, text: str) -> None:
+        """Parse the text token by token, so that each piece of content has the log-probabilities of its own tokens."""
+        assert state.decode is not None
+        detokenizer, slices = IncrementalDetokenizer(state.decode), Slices()
+        for k, token in enumerate(state.output_ids):
+            piece = detokenizer.push(token)
+            piece = piece[: len(text) - self._chars]  # a stop string and what follows do not belong to the text
+            self._chars += len(piece)
+            deltas = self._parser.push(piece)
+            if any(isinstance(delta, ContentDelta) for delta in deltas):
+                entries = await self._logprobs.entries(self._logprobs.output(state, self._tokens, k + 1))
+                self._add(deltas, entries)
+                self._tokens = k + 1
+            elif deltas:  # reasoning or a call, whose log-probabilities have no place in a response
+                self._add(deltas)
+                self._tokens = k + 1
+            await slices.end()
+        self._add(self._parser.push(text[self._chars :]))
+
+    # -- the stream -----------------------------------------------------------------------------------------
+
+    async def frames(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the frames of the stream."""
+        state = generation.states[0]
+        yield self._frames([("created", {"response": self._object(None, state)})])
+        yield self._frames([("in_progress", {"response": self._object(None, state)})])
+        try:
+            async for _, updated in generation.updates():
+                if events := await self._progress(updated):
+                    yield self._frames(events)
+            yield self._frames([(self._status(state), {"response": self._object(state)})])
+        except VerlServerError as error:
+            failed = self._object(None, state) | {"status": "failed", "error": _error(error)}
+            yield self._frames([("failed", {"response": failed})])
+
+    async def _progress(self, state: ReqState) -> list[Event]:
+        """Return the events of what is new of the sample."""
+        text, end, done = state.text(), len(state.output_ids), state.done
+        deltas = self._parser.push(text[self._chars :])
+        if done:
+            deltas += self._parser.finish()
+        start, self._chars, self._tokens = self._tokens, len(text), end
+        entries = b""
+        if self._logprobs.is_on and any(isinstance(delta, ContentDelta) for delta in deltas):
+            entries = await self._logprobs.entries(self._logprobs.output(state, start, end))
+        events = self._add(deltas, entries)
+        return events + self._items.close(self._status(state)) if done else events
+
+    def _frames(self, events: Sequence[Event]) -> bytes:
+        frames = []
+        for kind, fields in events:
+            name = f"response.{kind}"
+            frames.append(
+                b"event: %b\n" % name.encode() + sse({"type": name, "sequence_number": self._number} | fields)
+            )
+            self._number += 1
+        return b"".join(frames)
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def _add(self, deltas: Sequence[Delta], entries: bytes = b"") -> list[Event]:
+        """Add deltas. The first piece of content has the log-probabilities of all of it."""
+        events: list[Event] = []
+        for delta in deltas:
+            if isinstance(delta, ToolCallDelta) and self._one_call and delta.index > 0:
+                continue
+            events += self._items.add(delta, entries if isinstance(delta, ContentDelta) else b"")
+            if isinstance(delta, ContentDelta):
+                entries = b""
+        return events
+
+    def _status(self, state: ReqState) -> str:
+        reason = state.finish_reason
+        return "completed" if reason is not None and reason.type == "stop" else "incomplete"
+
+    def _object(self, state: ReqState | None, begun: ReqState | None = None) -> dict[str, Any]:
+        """Return the response: of an ended sample, or with `begun` that of a sample that has begun."""
+        request = self._request
+        ended = state if state is not None else begun
+        assert ended is not None
+        status = "in_progress" if state is None else self._status(state)
+        metadata = dict(request.metadata or {})
+        details = None
+        if state is not None:
+            metadata["weight_version"] = weight_versions([state])["weight_version"]
+            if status == "incomplete":
+                reason = state.finish_reason.type if state.finish_reason is not None else "abort"
+                details = {"reason": "max_output_tokens" if reason == "length" else reason}
+        sampling = ended.req.sampling
+        return {
+            "id": request.request_id or f"resp_{ended.rid}",
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None if state is None else time.time(),
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": details,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": metadata,
+            "model": self._model,
+            "output": self._items.items if state is not None else [],
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if state is None else _usage(state),
+        }
+
+
+def _usage(state: ReqState) -> dict[str, Any]:
+    prompt, output = len(state.req.input_ids), len(state.output_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": state.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + output,
+    }
+
+
+def _error(error: VerlServerError) -> dict[str, Any]:
+    content = error_content(error)
+    return {"code": "server_error" if content["code"] >= 500 else "invalid_prompt", "message": content["message"]}

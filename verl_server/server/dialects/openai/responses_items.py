@@ -1,0 +1,99 @@
+"""`OutputItems` builds the output items of a response from deltas, and the typed events that announce each change."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import orjson
+
+from verl_server.chat.output import ContentDelta, Delta, ToolCallDelta
+
+Event = tuple[str, dict[str, Any]]
+"""Type of an event without "response.", and its fields."""
+
+
+class OutputItems:
+    """The items of one response. At most the last item is open."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False
+        self._texts: list[str] = []
+        """Pieces of the text or of the arguments of the open item."""
+        self._logprobs: list[bytes] = []
+        """Log-probability entries of the open item, encoded with commas between them."""
+
+    def add(self, delta: Delta, logprobs: bytes = b"") -> list[Event]:
+        """Add a delta. `logprobs` are the entries of the tokens that a `ContentDelta` was made of."""
+        if isinstance(delta, ToolCallDelta):
+            return self._add_call(delta)
+        kind = "message" if isinstance(delta, ContentDelta) else "reasoning"
+        events = [] if self._open and self.items[-1]["type"] == kind else [*self.close("completed"), *self._begin(kind)]
+        self._texts.append(delta.text)
+        if kind == "reasoning":
+            return [*events, ("reasoning_text.delta", self._place() | {"delta": delta.text})]
+        if logprobs:
+            self._logprobs.append(logprobs)
+        fields = {"delta": delta.text, "logprobs": orjson.Fragment(b"[%b]" % logprobs)}
+        return [*events, ("output_text.delta", self._place() | fields)]
+
+    def close(self, status: str) -> list[Event]:
+        """Complete the open item, if there is one."""
+        if not self._open:
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done: list[Event] = [
+                ("function_call_arguments.done", self._item_place() | {"name": item["name"], "arguments": text})
+            ]
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            if item["type"] == "message":
+                part["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(self._logprobs))
+                done = [("output_text.done", self._place() | {"text": text, "logprobs": part["logprobs"]})]
+            else:
+                done = [("reasoning_text.done", self._place() | {"text": text})]
+            done.append(("content_part.done", self._place() | {"part": part}))
+        self._open, self._texts, self._logprobs = False, [], []
+        return [*done, ("output_item.done", {"output_index": len(self.items) - 1, "item": item})]
+
+    def _add_call(self, delta: ToolCallDelta) -> list[Event]:
+        events: list[Event] = []
+        if delta.id is not None:
+            events += self.close("completed")
+            item = {"type": "function_call", "id": _new_id("fc"), "call_id": delta.id, "name": delta.name}
+            events += self._append(item | {"arguments": "", "status": "in_progress"})
+        if delta.arguments:
+            self._texts.append(delta.arguments)
+            events.append(("function_call_arguments.delta", self._item_place() | {"delta": delta.arguments}))
+        return events
+
+    def _begin(self, kind: str) -> list[Event]:
+        if kind == "reasoning":
+            item: dict[str, Any] = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "status": "in_progress"}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        else:
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events = self._append(item | {"content": []})
+        self.items[-1]["content"] = [part]
+        return [*events, ("content_part.added", self._place() | {"part": dict(part)})]
+
+    def _append(self, item: dict[str, Any]) -> list[Event]:
+        self.items.append(item)
+        self._open = True
+        return [("output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
+
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _place(self) -> dict[str, Any]:
+        return self._item_place() | {"content_index": 0}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"

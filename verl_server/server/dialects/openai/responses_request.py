@@ -1,0 +1,302 @@
+"""The body of `/v1/responses`, and its conversion into a chat: messages, tools and sampling settings.
+
+Responses are not stored, so `store` is false by default, and a request sends the whole conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.sampling_params import SamplingParams
+from verl_server.server.chat_prompt import ChatOutput
+from verl_server.server.dialects.openai.constraints import response_format_schema
+from verl_server.server.dialects.openai.fields import CHAT_REFUSED
+from verl_server.server.dialects.openai.messages import effort_options, read_openai_prompt
+from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, at_least, parse_openai
+from verl_server.server.json_body import parse_json
+from verl_server.server.text_tools import Ids, Job, TextTools
+
+_NO_STORE = "responses are not stored; send the whole conversation in `input`"
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+
+RESPONSES_REFUSED = {
+    "previous_response_id": _NO_STORE,
+    "conversation": _NO_STORE,
+    "background": "the answer is sent when the response ends; use stream",
+    "prompt": "prompts are not stored; send the text in `input` and `instructions`",
+    "context_management": "the conversation is never shortened",
+    "moderation": "the server does not moderate",
+    "max_tool_calls": "the server has no tools of its own",
+} | {
+    name: reason
+    for name, reason in CHAT_REFUSED.items()
+    if name in ("lora_path", "session_params", "custom_params", "custom_logit_processor", "return_hidden_states")
+}
+RESPONSES_WITHOUT_EFFECT = {
+    "user": "it names the caller to OpenAI",
+    "safety_identifier": "it names the caller to OpenAI",
+    "service_tier": "there is one class of service",
+    "stream_options": "events are never obfuscated, and the last event has the usage",
+    "prompt_cache_key": "the prefix cache finds every prefix by itself",
+    "prompt_cache_options": "the prefix cache finds every prefix by itself",
+    "prompt_cache_retention": "the prefix cache keeps a prefix for as long as it has room",
+    "session_id": "the prefix cache finds the session's prefix by itself",
+}
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """Form of the output text."""
+
+    format: dict[str, Any] | None = None
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name", "schema"}."""
+    verbosity: Literal["medium"] | None = None
+    """Only the default is served."""
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """Settings of the reasoning."""
+
+    effort: str | None = None
+    """`reasoning_effort` of a chat."""
+    summary: str | None = None
+    """Accepted without effect: the reasoning itself is returned."""
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/responses`."""
+
+    input: str | list[dict[str, Any]]
+    """A text of the user, or a list of items: messages, function calls and their outputs, reasoning."""
+    model: str = ""
+    """See `/v1/chat/completions`."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = None
+    """Largest number of output tokens, including reasoning. Default: as many as the context has room for."""
+    temperature: float | None = None
+    """`temperature` of `SamplingParams`."""
+    top_p: float | None = None
+    """`top_p` of `SamplingParams`."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools of the type "function"."""
+    tool_choice: str | dict[str, Any] | None = None
+    """See `/v1/chat/completions`."""
+    parallel_tool_calls: bool = True
+    """See `/v1/chat/completions`."""
+    text: TextConfig | None = None
+    """Form of the output text."""
+    reasoning: ReasoningConfig | None = None
+    """Settings of the reasoning."""
+    stream: bool = False
+    """Send server-sent events with OpenAI's typed events."""
+    include: list[str] | None = None
+    """`message.output_text.logprobs` returns log-probabilities. `reasoning.encrypted_content` is accepted without
+    effect: the reasoning is returned in plain text."""
+    top_logprobs: int | None = None
+    """Number of most likely candidates for each position of the log-probabilities."""
+    store: bool | None = None
+    """Only false is served. Null means false, although it means true at OpenAI."""
+    truncation: Literal["disabled"] | None = None
+    """Only "disabled" is served: a conversation that is too long is refused."""
+    metadata: dict[str, str] | None = None
+    """Returned with the response."""
+    # SGLang's additional fields
+    request_id: str | None = None
+    """Name of the request for `/abort_request`, and the `id` of the response. Default: a random name."""
+    stop: str | list[str] | None = None
+    """`stop` of `SamplingParams`."""
+    seed: int | None = None
+    """`sampling_seed` of `SamplingParams`."""
+    top_k: int | None = None
+    """`top_k` of `SamplingParams`; 0 means off."""
+    min_p: float | None = None
+    """`min_p` of `SamplingParams`."""
+    frequency_penalty: float | None = None
+    """`frequency_penalty` of `SamplingParams`."""
+    presence_penalty: float | None = None
+    """`presence_penalty` of `SamplingParams`."""
+    repetition_penalty: float | None = None
+    """`repetition_penalty` of `SamplingParams`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
+    extra_key: str | None = None
+    """`extra_key` of `/generate`."""
+    cache_salt: str | None = None
+    """`cache_salt` of `/generate`."""
+    priority: int | None = None
+    """`priority` of `/generate`."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    def chat(self) -> ChatCompletionRequest:
+        """Return a chat with the same settings, without messages."""
+        names = [
+            "model",
+            "temperature",
+            "top_p",
+            "stop",
+            "seed",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "parallel_tool_calls",
+            "stream",
+            "request_id",
+            "extra_key",
+            "cache_salt",
+            "priority",
+        ]
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        chat = ChatCompletionRequest(max_tokens=self.max_output_tokens, logprobs=self.wants_logprobs, **given)
+        if self.wants_logprobs:
+            chat.top_logprobs = self.top_logprobs
+        if self.text is not None and self.text.format is not None:
+            response_format_schema("text.format", self.text.format)  # raises an error that names text.format
+            chat.response_format = self.text.format
+        return chat
+
+    def check(self) -> None:
+        """Check what the types do not. Raise BadRequestError."""
+        if self.store:
+            raise BadRequestError(
+                f"store=true is not supported: {_NO_STORE}, and leave `store` out or set it to false."
+            )
+        at_least(1, "max_output_tokens", self.max_output_tokens)
+        at_least(0, "top_logprobs", self.top_logprobs)
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise BadRequestError(
+                    f"include has {name!r:.64}, which is not supported; known: {', '.join(_INCLUDED)}."
+                )
+
+
+class ReadResponse(msgspec.Struct, kw_only=True):
+    """Result of the job `RESPONSES`."""
+
+    request: ResponsesRequest
+    """The request with an empty `input`."""
+    chat: ChatCompletionRequest
+    prompts: list[Ids]
+    output: ChatOutput
+    is_single: bool = True
+    unknown_fields: int
+    unused_options: list[str]
+    """Names in `chat_template_kwargs` that the template does not use. They are no error."""
+
+
+def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
+    request, unknown = parse_openai(parse_json(body), ResponsesRequest, RESPONSES_REFUSED, RESPONSES_WITHOUT_EFFECT)
+    tools.decoder(True)
+    request.check()
+    chat = request.chat()
+    tools.limits.check_sampling(SamplingParams.parse(chat.sampling_params(chat.max_tokens)))
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    prompt = read_openai_prompt(
+        tools,
+        input_messages(request),
+        {"add_generation_prompt": True} | effort_options(effort) | (request.chat_template_kwargs or {}),
+        tools=[_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())],
+        tool_choice=request.tool_choice,
+        parallel=request.parallel_tool_calls,
+    )
+    if prompt.output.keeps_special_tokens:
+        chat.skip_special_tokens = False
+    request.input, request.chat_template_kwargs = "", None
+    return ReadResponse(
+        request=request,
+        chat=chat,
+        prompts=[tools.prompt(prompt.ids)],
+        output=prompt.output,
+        unknown_fields=unknown,
+        unused_options=prompt.unused_options,
+    )
+
+
+RESPONSES = Job("responses", read_responses, ReadResponse)
+
+
+def input_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the instructions and the input as messages of a chat. Raise BadRequestError, which names the item."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    items = request.input
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not items:
+        raise BadRequestError("input cannot be empty.")
+    for i, item in enumerate(items):
+        _add_item(messages, f"input[{i}]", item)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if not isinstance(role, str):
+            raise BadRequestError(f"{place} needs a `role`.")
+        content = _text(f"{place}.content", item.get("content"))
+        if role == "assistant":
+            message = _assistant(messages, "content")
+            message["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        message = _assistant(messages, None)
+        message.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
+    elif kind == "function_call_output":
+        output = _text(f"{place}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        _assistant(messages, "reasoning_content")["reasoning_content"] = _text(f"{place}.content", parts)
+    else:
+        remedy = (
+            _NO_STORE if kind == "item_reference" else "use messages, function_call, function_call_output, reasoning"
+        )
+        raise BadRequestError(f"{place}.type {kind!r:.64} is not supported: {remedy}.")
+
+
+def _assistant(messages: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
+    """Return the assistant's message that the next item belongs to. One message has reasoning, content and calls.
+
+    `new` is the key that the item sets; a message that has it, or calls, is complete.
+    """
+    last = messages[-1] if messages else {}
+    follows = last.get("role") == "assistant" and (new is None or (new not in last and "tool_calls" not in last))
+    if not follows or (new == "reasoning_content" and "content" in last):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(place: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequestError(f"{place} must be a string or a list of text parts.")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise BadRequestError(f"{place} has a part that is not text; only text is served.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _chat_tool(i: int, tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise BadRequestError(f'tools[{i}].type {json.dumps(kind)[:64]} is not supported: the only type is "function".')
+    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return {"type": "function", "function": function}
