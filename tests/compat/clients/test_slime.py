@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import Server
 from safetensors.torch import load_file
 
@@ -32,7 +33,10 @@ def engine(tiny_model: Path) -> Iterator[Any]:
     verl_server.compat.sglang.install()
     sys.path.insert(0, CHECKOUT)
     from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+    from slime.utils import accelerator
 
+    if not torch.cuda.is_available():
+        accelerator.resolve_visible_device_id = lambda device: device  # slime knows no accelerator on the CPU
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
