@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-all test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test: $(STAMP)  ## what a change must pass: CPU only, no network, no downloads
 
 test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, soak
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(ARGS)
+
+test-compat: $(STAMP)  ## unmodified clients of other projects against our server; writes docs/compatibility.md
+	$(BIN)/python -m tests.compat.run $(ARGS)
 
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
@@ -70,4 +73,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

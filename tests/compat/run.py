@@ -1,0 +1,134 @@
+"""Runs unmodified clients against real servers of this project, and writes docs/compatibility.md: `make test-compat`.
+
+Each file of `environments` pins the packages of one environment, `.venv-compat-NAME`, which is made again when the file
+changes. The tests in `clients` that belong to an environment run inside it, and start servers with the interpreter that
+runs this module. The page is written when every environment ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+PAGE = ROOT / "docs" / "compatibility.md"
+TESTS = {
+    "clients": ("test_openai.py", "test_anthropic.py"),
+    "frameworks": (
+        "test_sglang_adapter.py",
+        "test_verl.py",
+        "test_slime.py",
+        "test_trl.py",
+        "test_router.py",
+        "test_load_generator.py",
+    ),
+    "schemathesis": ("test_schemathesis.py",),
+}
+"""Environment -> its tests, in the order of the page."""
+_MOST_SECONDS = 1500.0
+"""Longest time for the tests of one environment."""
+INTRODUCTION = """<!-- Written by `make test-compat`. -->
+
+# Compatibility
+
+Unmodified clients against a real server of this project, with a tiny random model on the CPU. Each row is a test that
+checks the answers' contents, not only their status codes. `make test-compat` ran it and wrote this page; packages are
+pinned in [tests/compat/environments](../tests/compat/environments).
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--only", choices=list(TESTS), action="append", help="run this environment only")
+    parser.add_argument("--test", action="append", help="run this file of the environments only, such as test_trl.py")
+    parser.add_argument("--requests", type=int, default=200, help="requests of each load generator run (default: 200)")
+    parser.add_argument("--concurrency", type=int, default=64, help="concurrent requests (default: 64)")
+    parser.add_argument("--cases", type=int, default=20, help="schemathesis cases for each operation (default: 20)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the page is written")
+    parser.add_argument("pytest", nargs="*", help="options for pytest, after --")
+    options = parser.parse_args()
+    settings = {"requests": options.requests, "concurrency": options.concurrency, "cases": options.cases}
+    results: dict[str, list[dict[str, Any]]] = {}
+    codes = []
+    for name in options.only or TESTS:
+        tests = [test for test in TESTS[name] if options.test is None or test in options.test]
+        if not tests:
+            continue
+        python = make_environment(name)
+        began = time.monotonic()
+        code, results[name] = run_tests(tests, python, settings, options.pytest)
+        print(f"{name}: {len(results[name])} tests in {time.monotonic() - began:.0f} s", flush=True)
+        codes.append(code)
+    if set(results) == set(TESTS) and not options.test and not options.pytest:
+        options.page.write_text(page(results), encoding="utf-8")
+    return max(codes)
+
+
+def make_environment(name: str) -> Path:
+    """Return the interpreter of `.venv-compat-NAME`, which has exactly what the pin file lists."""
+    pins = HERE / "environments" / f"{name}.txt"
+    folder = ROOT / f".venv-compat-{name}"
+    python, stamp = folder / "bin" / "python", folder / "pins"
+    project = sysconfig.get_paths()["purelib"]
+    digest = hashlib.sha256(pins.read_bytes() + f"{sys.version}{project}".encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return python
+    print(f"Installing {folder.name} ...", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if pins.read_text().startswith("# over: project"):
+        packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        (packages / "project.pth").write_text(project + "\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "-r", pins]
+    subprocess.run(install, check=True)
+    stamp.write_text(digest)
+    return python
+
+
+def run_tests(
+    tests: list[str], python: Path, settings: dict[str, int], options: Iterable[str]
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run these files with the interpreter of their environment. Return (pytest's status, a record of each test)."""
+    with tempfile.TemporaryDirectory(prefix="verl-server-compat-") as folder:
+        report = Path(folder) / "results.json"
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "VERL_SERVER_COMPAT": json.dumps(
+                settings | {"python": sys.executable, "root": str(ROOT), "report": str(report), "folder": folder}
+            ),
+        }
+        clients = HERE / "clients"
+        command = [python, "-m", "pytest", "-c", clients / "pytest.ini", *options, *tests]
+        try:
+            code = subprocess.run(command, cwd=clients, env=environment, timeout=_MOST_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{tests} did not end within {_MOST_SECONDS:.0f} s.", file=sys.stderr)
+            code = 1
+        return code, json.loads(report.read_text()) if report.exists() else []
+
+
+def page(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the text of docs/compatibility.md."""
+    lines = [INTRODUCTION, "| client | version | exercised | result |", "|---|---|---|---|"]
+    for records in results.values():
+        for record in records:
+            cells = (record["client"], record["version"], record["exercised"], record["result"])
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
