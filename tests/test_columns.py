@@ -43,7 +43,11 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
     if asked:
         out.top_logprobs[0], out.token_ids_logprobs[0] = [pair, TokenLogprobs([], [])], [one, one]
         out.prompt_logprobs[0] = PromptLogprobs(
-            token_ids=[3, 4, 5], logprobs=[None, -2.5, -3.0], top=[None, pair, other], requested=[None, one, one]
+            token_ids=[3, 4, 5],
+            logprobs=[None, -2.5, -3.0],
+            ranks=[None, 1, 2],
+            top=[None, pair, other],
+            requested=[None, one, one],
         )
     state.extend(out, 0)
     result = state.result()

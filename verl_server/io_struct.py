@@ -128,6 +128,8 @@ class PromptLogprobs(msgspec.Struct, kw_only=True):
 
     token_ids: list[int]
     logprobs: list[float | None]
+    ranks: list[int | None]
+    """Place of each token among all tokens of the vocabulary, the most likely first, from 1. Equal tokens share it."""
     top: list[TokenLogprobs | None] | None = None
     requested: list[TokenLogprobs | None] | None = None
 

@@ -337,6 +337,8 @@ def test_prompt_candidates_over_chunks() -> None:
     part, expected = prompt.read(), logits.log_softmax(-1)
     assert part.token_ids == targets
     assert part.logprobs == pytest.approx([float(expected[i, t]) for i, t in enumerate(targets)], abs=1e-5)
+    ranked = expected.argsort(-1, descending=True)
+    assert part.ranks == [ranked[i].tolist().index(t) + 1 for i, t in enumerate(targets)]
     assert part.top is not None and part.requested is not None
     for i in range(7):
         assert part.top[i].token_ids == expected[i].topk(2).indices.tolist()

@@ -255,6 +255,7 @@ class FakeModelRunner:
             out.prompt_logprobs[entry] = PromptLogprobs(
                 token_ids=tokens,
                 logprobs=[logprob_of(token, position + i, self.salt) for i, token in enumerate(tokens)],
+                ranks=[1] * len(tokens),
                 top=[self._candidates(top_num, token) for token in tokens] if top_num else None,
                 requested=[TokenLogprobs([-2.0], [requested[0]]) for _ in tokens] if requested else None,
             )

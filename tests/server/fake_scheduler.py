@@ -167,6 +167,8 @@ class FakeScheduler:
         if running.sent == 0 and req.logprob_start_len >= 0:
             ids = req.input_ids[req.logprob_start_len :]
             values: list[float | None] = [None, *(-i / 10 for i in ids[1:])]
-            out.prompt_logprobs[0] = io.PromptLogprobs(token_ids=ids, logprobs=values)
+            out.prompt_logprobs[0] = io.PromptLogprobs(
+                token_ids=ids, logprobs=values, ranks=[None, *range(1, len(ids))]
+            )
         running.sent += len(tokens)
         self.send(out)

@@ -120,6 +120,7 @@ class PromptCandidates:
         self._targets, self._top_num, self._requested = targets, top_num, requested
         self._launched = 0
         self._values: list[Tensor] = []
+        self._ranks: list[Tensor] = []
         self._top: list[Candidates] = []
         self._requested_candidates: list[Candidates] = []
 
@@ -129,6 +130,7 @@ class PromptCandidates:
         targets = self._targets[self._launched : self._launched + n]
         self._launched += n
         ids = to_device(np.array(targets, dtype=np.int64), logits.device).unsqueeze(1)
+        self._ranks.append(to_host((logits > logits.gather(1, ids)).sum(-1).add_(1)))
         softmax = LogSoftmax(logits)
         self._values.append(to_host(softmax.of(ids).squeeze(1)))
         if self._top_num:
@@ -145,6 +147,7 @@ class PromptCandidates:
         return PromptLogprobs(
             token_ids=self._targets,
             logprobs=[value for chunk in self._values for value in chunk.tolist()],
+            ranks=[rank for chunk in self._ranks for rank in chunk.tolist()],
             top=[c for chunk in self._top for c in chunk.read()] if self._top_num else None,
             requested=requested,
         )

@@ -41,6 +41,7 @@ class PromptLogprobState:
     top_num: int
     requested_ids: list[int] | None
     logprobs: list[float | None] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
     top: list[TokenLogprobs | None] = field(default_factory=list)
     requested: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -54,10 +55,11 @@ class PromptLogprobState:
         return max(0, cached_len + chunk - max(cached_len, self.start)) * self.per_token
 
     def clear(self) -> None:
-        self.logprobs, self.top, self.requested = [], [], []
+        self.logprobs, self.ranks, self.top, self.requested = [], [], [], []
 
     def add(self, part: PromptLogprobs) -> None:
         self.logprobs.extend(part.logprobs)
+        self.ranks.extend(part.ranks)
         self.top.extend(part.top or ())
         self.requested.extend(part.requested or ())
 
@@ -66,6 +68,7 @@ class PromptLogprobState:
         return PromptLogprobs(
             token_ids=prompt_ids[self.start :],
             logprobs=[None, *self.logprobs],
+            ranks=[None, *self.ranks],
             top=[None, *self.top] if self.top_num else None,
             requested=[None, *self.requested] if self.requested_ids is not None else None,
         )

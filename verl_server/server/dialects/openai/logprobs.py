@@ -29,6 +29,8 @@ class Position:
     logprob: float | None
     """None for the first token of a prompt."""
     candidates: TokenLogprobs | None
+    rank: int | None = None
+    """Place of the token in the vocabulary, the most likely first, from 1. Known for prompts only."""
 
 
 class LogprobWriter:
@@ -60,7 +62,8 @@ class LogprobWriter:
         if prompt is None:
             return []
         found = (prompt.requested if self._requested else prompt.top) or [None] * len(prompt.token_ids)
-        return [Position(*each) for each in zip(prompt.token_ids, prompt.logprobs, found, strict=True)]
+        columns = zip(prompt.token_ids, prompt.logprobs, found, prompt.ranks, strict=True)
+        return [Position(*each) for each in columns]
 
     async def completion(self, positions: Iterable[Position], offset: int) -> tuple[bytes, int]:
         """Return (`logprobs` of a choice of /v1/completions, offset of the next token).
@@ -139,12 +142,9 @@ class LogprobWriter:
         """Return {token id: {"logprob", "rank", "decoded_token"}} with the prompt's token first."""
         if position.logprob is None:
             return b"null"
-        ranks: dict[int, tuple[float | None, int | None]] = {position.token: (position.logprob, None)}
-        for rank, (token, value) in enumerate(_pairs(position.candidates, None), start=1):
-            if token == position.token:
-                ranks[token] = (position.logprob, rank)
-            elif rank <= top:
-                ranks[token] = (value, rank)
+        ranks: dict[int, tuple[float | None, int | None]] = {position.token: (position.logprob, position.rank)}
+        for rank, (token, value) in enumerate(_pairs(position.candidates, top), start=1):
+            ranks.setdefault(token, (value, rank))
         return b"{%b}" % b",".join(
             [
                 b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}'

@@ -119,8 +119,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """Side from which `truncate_prompt_tokens` removes tokens. Only vLLM's "left" is served."""
     prompt_logprobs: int | None = None
     """Return the log-probability of each prompt token, and this number of candidates for each position, in vLLM's
-    shape: null for the first position, and {token id: {"logprob", "rank", "decoded_token"}} for the others. `rank` is
-    null if the prompt token is not among the candidates. Not with `stream`."""
+    shape: null for the first position, and {token id: {"logprob", "rank", "decoded_token"}} for the others. Not with
+    `stream`."""
     logprob_token_ids: list[int] | None = None
     """Token ids whose log-probabilities are returned in place of the most likely candidates. Needs `logprobs`."""
     return_token_ids: bool = False

@@ -137,24 +137,22 @@ class InferenceChoices:
         return {"token": name, "token_id": token, "logprob": _finite(logprob), "bytes": data}
 
     async def _prompt_logprobs(self, state: ReqState) -> list[Any] | None:
-        """Return {token id: log-probability and rank} for each prompt position, null for the first.
-
-        The rank of a prompt token that is not among the candidates is the number of candidates plus 1: it is a lower
-        bound.
-        """
+        """Return {token id: log-probability and rank} for each prompt position, null for the first."""
         found, wanted = state.prompt_logprobs, self._sampling.prompt_logprobs
         if wanted is None or found is None:
             return None
         slices = Slices()
         positions: list[Any] = []
-        for k, (token, logprob) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+        columns = zip(found.token_ids, found.logprobs, found.ranks, strict=True)
+        for k, (token, logprob, own_rank) in enumerate(columns):
             if logprob is None:
                 positions.append(None)
                 continue
             top = found.top[k] if found.top is not None else None
             pairs = list(_pairs(top))[: wanted if wanted >= 0 else None]
-            entries = {other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)}
-            entries.setdefault(token, (logprob, len(pairs) + 1))
+            entries = {token: (logprob, own_rank)}
+            for rank, (other, value) in enumerate(pairs, start=1):
+                entries.setdefault(other, (value, rank))
             decode = state.decode if self._in_text else None
             shown = {
                 str(other): {
