@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from verl_server.errors import BadRequestError
+from verl_server.grammar.failure import GrammarFailedError
 
 Words = npt.NDArray[np.int32]
 """Bit t % 32 of word t // 32 is set if token t is allowed."""
@@ -36,10 +37,6 @@ COMPILER_STACK = 16 << 20
 process."""
 _MOST_MESSAGE = 400
 """Most characters of llguidance's error messages, which may quote the whole grammar."""
-
-
-class GrammarFailedError(Exception):
-    """A matcher cannot continue: it reached a limit, or it did not expect the token. The message says which."""
 
 
 class Matcher:

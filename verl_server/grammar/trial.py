@@ -20,11 +20,11 @@ from verl_server.errors import BadRequestError
 from verl_server.grammar.compiler import (
     COMPILER_STACK,
     GrammarCompiler,
-    GrammarFailedError,
     MaskExecutor,
     Matcher,
     stack_size,
 )
+from verl_server.grammar.failure import GrammarFailedError
 
 MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
