@@ -49,6 +49,10 @@ class Matcher:
         """Return a matcher in the same state. The two are independent."""
         return Matcher(self.inner.deep_copy())
 
+    def reset(self) -> None:
+        """Return to the start. The automata that were built stay."""
+        self.inner.reset()
+
     def check(self) -> None:
         """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""
         if self.inner.is_error():

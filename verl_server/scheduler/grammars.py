@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from verl_server.errors import BadRequestError
+from verl_server.grammar.failure import GrammarFailedError
 from verl_server.io_struct import FinishReason, GrammarTokenizer
 from verl_server.sampling.spec import TokenMasks
 from verl_server.scheduler.request_grammar import RequestGrammar, failed
@@ -110,15 +111,18 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Future[Matcher]:
         from verl_server.grammar.compiler import COMPILER_STACK, stack_size
+        from verl_server.grammar.walk import random_outputs
 
         assert self._compiler is not None and self._executor is not None
         compiler, executor = self._compiler, self._executor
 
         def work() -> Matcher:
             matcher = compiler.compile(grammar)
-            # The first mask builds automata, of which the copies of the matcher have their part.
-            executor.fill([matcher], np.zeros((1, compiler.num_words), dtype=np.int32))
-            matcher.check()
+            try:
+                for _ in random_outputs(matcher, executor, compiler.num_words):
+                    pass
+            except GrammarFailedError:
+                return compiler.compile(grammar)  # the requests will find out
             return matcher
 
         if self._threads is None:
