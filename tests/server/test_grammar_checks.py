@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Stack
+from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.grammar.source import Grammar
 from verl_server.io_struct import GrammarTokenizer, TokenizedGenerateReq
@@ -117,6 +117,21 @@ def test_a_tokenizer_of_python_code_is_refused_by_name(text_folder: Path, monkey
         assert "Python code" in constrained(stack, regex="a").json()["error"]["message"]
     finally:
         stack.close()
+
+
+def test_a_check_is_killed_at_its_bound_and_costs_its_own_request(make_stack: MakeStack) -> None:
+    """The chain of rules overflows the stack of its process. The product of counts takes longer than the bound."""
+    stack = make_stack(text_workers=1, grammar_timeout=2.0)
+    while constrained(stack, regex="a").status_code == 503:  # the worker starts more slowly than the bound on waiting
+        pass
+    chain = "\n".join(["root ::= r0", *(f'r{i} ::= "{i}" | r{i + 1}' for i in range(9000)), 'r9000 ::= "x"'])
+    died = constrained(stack, ebnf=chain)
+    assert died.status_code == 400 and "ended with signal SIG" in died.json()["error"]["message"]
+    while constrained(stack, regex="b").status_code == 503:
+        pass
+    slow = constrained(stack, ebnf='root ::= a{99999}\na ::= b{99999}\nb ::= "x"{99999}')
+    assert slow.status_code == 400 and "longer than 2 s (grammar_timeout)" in slow.json()["error"]["message"]
+    assert constrained(stack, regex="a").status_code == 200, "a known grammar needs no worker"
 
 
 # -- checks without processes -------------------------------------------------------------------------------

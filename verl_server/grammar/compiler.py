@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from verl_server.errors import BadRequestError
+from verl_server.grammar.failure import GrammarFailedError
 
 Words = npt.NDArray[np.int32]
 """Bit t % 32 of word t // 32 is set if token t is allowed."""
@@ -38,10 +39,6 @@ _MOST_MESSAGE = 400
 """Most characters of llguidance's error messages, which may quote the whole grammar."""
 
 
-class GrammarFailedError(Exception):
-    """A matcher cannot continue: it reached a limit, or it did not expect the token. The message says which."""
-
-
 class Matcher:
     """The state of a grammar after the tokens that were consumed so far. Use it in one thread at a time."""
 
@@ -51,6 +48,10 @@ class Matcher:
     def copy(self) -> Matcher:
         """Return a matcher in the same state. The two are independent."""
         return Matcher(self.inner.deep_copy())
+
+    def reset(self) -> None:
+        """Return to the start. The automata that were built stay."""
+        self.inner.reset()
 
     def check(self) -> None:
         """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""

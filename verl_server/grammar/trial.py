@@ -6,30 +6,25 @@ scheduler can compile: the trial runs in a thread with a smaller stack and with 
 
 from __future__ import annotations
 
-import random
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.compiler import (
     COMPILER_STACK,
     GrammarCompiler,
-    GrammarFailedError,
     MaskExecutor,
     Matcher,
     stack_size,
 )
+from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.walk import random_outputs
 
 MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
-_WALKS, _WALK_TOKENS, _WALK_SECONDS = 4, 64, 0.25
-"""Number of random outputs, most tokens of each, and most CPU seconds for all."""
 _MOST_STEP_SECONDS = 0.02
 """CPU time that the mask of one token may take. Other requests wait for it."""
 
@@ -70,36 +65,16 @@ def _refusal(error: BaseException) -> Exception:
 
 
 def _walk(matcher: Matcher, num_words: int) -> None:
-    """Generate random outputs until a bound is reached. Raise BadRequestError if that fails or a step is too slow."""
-    rng = random.Random(0)
-    executor, words = MaskExecutor(1), np.zeros((1, num_words), dtype=np.int32)
-    deadline, slow = time.process_time() + _WALK_SECONDS, 0
-    for walk in range(_WALKS):
-        state = matcher.copy()
-        for step in range(_WALK_TOKENS):
-            start = time.process_time()
-            executor.fill([state], words)
-            slow += time.process_time() - start > _MOST_STEP_SECONDS and walk + step > 0
-            try:
-                state.check()
-            except GrammarFailedError as error:
-                raise BadRequestError(_FAILED.format(tokens=step, error=error)) from None
+    """Generate random outputs. Raise BadRequestError if that fails, or if the masks take too long."""
+    tokens = slow = 0
+    try:
+        for count, (step, seconds) in enumerate(random_outputs(matcher, MaskExecutor(1), num_words)):
+            tokens = step
+            slow += seconds > _MOST_STEP_SECONDS and count > 0  # the first mask is made before requests wait for it
             if slow > 1:
                 raise BadRequestError(_SLOW)
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little"))
-            if not len(allowed):
-                raise BadRequestError(
-                    "The grammar allows no token. " + _FAILED.format(tokens=step, error="none is left")
-                )
-            try:
-                executor.consume([(state, int(allowed[rng.randrange(len(allowed))]))])
-                state.check()
-            except GrammarFailedError as error:
-                raise BadRequestError(_FAILED.format(tokens=step, error=error)) from None
-            if state.is_complete:
-                break
-            if time.process_time() > deadline:
-                return
+    except GrammarFailedError as error:
+        raise BadRequestError(_FAILED.format(tokens=tokens, error=error)) from None
 
 
 _FAILED = (

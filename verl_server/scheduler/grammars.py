@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl_server.errors import BadRequestError
+from verl_server.grammar.failure import GrammarFailedError
 from verl_server.io_struct import FinishReason, GrammarTokenizer
 from verl_server.sampling.spec import TokenMasks
 from verl_server.scheduler.request_grammar import RequestGrammar, failed
@@ -62,7 +64,8 @@ class Grammars:
         self._threads: ThreadPoolExecutor | None = None
         self._words: torch.Tensor | None = None
         """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
-        self._eos_token_ids: list[int] = []
+        self._eos_words = self._eos_shifts = np.zeros(0, dtype=np.int64)
+        """Words of a mask that hold the bits of EOS tokens, and the places of the bits in these words."""
 
     def load(self, message: GrammarTokenizer) -> None:
         """Prepare the tokenizer, which takes a second with a large vocabulary."""
@@ -75,7 +78,8 @@ class Grammars:
             logger.warning("Requests with a grammar are refused. %s", error)
             return
         self._executor = MaskExecutor()
-        self._eos_token_ids = [token for token in message.eos_token_ids if 0 <= token < self._vocab_size]
+        eos = np.array([token for token in message.eos_token_ids if 0 <= token < self._vocab_size], dtype=np.int64)
+        self._eos_words, self._eos_shifts = eos // 32, eos % 32
         shape = (self._max_rows, self._compiler.num_words)
         self._words = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self.refusal = None
@@ -90,8 +94,7 @@ class Grammars:
             self._size += entry.size
             self._evict()
         self._compiled.move_to_end(grammar)
-        stops = [token for token in req.stop_ids if token not in self._eos_token_ids]
-        req.grammar = RequestGrammar(entry.start, stops, req.spec.params.ignore_eos)
+        req.grammar = RequestGrammar(entry.start, sorted(req.stop_ids), req.spec.params.ignore_eos)
         if not entry.start.done():
             self.waiting[req.rid] = req
 
@@ -108,15 +111,18 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Future[Matcher]:
         from verl_server.grammar.compiler import COMPILER_STACK, stack_size
+        from verl_server.grammar.walk import random_outputs
 
         assert self._compiler is not None and self._executor is not None
         compiler, executor = self._compiler, self._executor
 
         def work() -> Matcher:
             matcher = compiler.compile(grammar)
-            # The first mask builds automata, of which the copies of the matcher have their part.
-            executor.fill([matcher], np.zeros((1, compiler.num_words), dtype=np.int32))
-            matcher.check()
+            try:
+                for _ in random_outputs(matcher, executor, compiler.num_words):
+                    pass
+            except GrammarFailedError:
+                return compiler.compile(grammar)  # the requests will find out
             return matcher
 
         if self._threads is None:
@@ -152,11 +158,12 @@ class Grammars:
         except BaseException as error:  # a panic of llguidance is no Exception
             return None, [(req, failed(error)) for _, req in rows]
         failures: list[tuple[Req, FinishReason]] = []
-        for (_, req), grammar, row_bits in zip(rows, grammars, bits, strict=True):
+        for (_, req), grammar in zip(rows, grammars, strict=True):
             if (reason := grammar.failure()) is not None:
                 failures.append((req, reason))
-            if grammar.ignore_eos or grammar.stop_ids:
-                self._adjust_ends(row_bits, grammar)
+        # Few rows of a step may end.
+        for place in np.flatnonzero(((bits[:, self._eos_words] >> self._eos_shifts) & 1).any(axis=1)):
+            self._adjust_ends(bits[place], grammars[place])
         return TokenMasks([row for row, _ in rows], words), failures
 
     def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
@@ -171,21 +178,19 @@ class Grammars:
                 _grammar_of(req).error = error
 
     def _adjust_ends(self, bits: Words, grammar: RequestGrammar) -> None:
-        """Allow or forbid the tokens that end an output, in the mask of one row."""
-        places = [
-            (token // 32, np.int32(1 << token % 32 if token % 32 < 31 else -(2**31))) for token in grammar.stop_ids
-        ]
-        eos = [(token // 32, token % 32) for token in self._eos_token_ids]
-        if not any(bits[word] >> shift & 1 for word, shift in eos):
-            return
-        for word, bit in places:
-            bits[word] |= bit
+        """Set which tokens may end the output, in the mask of a row that allows EOS."""
+        stops = np.array(grammar.stop_ids, dtype=np.int64)
+        np.bitwise_or.at(bits, stops // 32, _bit(stops))
         if grammar.ignore_eos:
-            kept = bits.copy()
-            for word, shift in eos:
-                bits[word] &= ~np.int32(1 << shift if shift < 31 else -(2**31))
-            if not bits.any():
-                bits[:] = kept
+            others = bits.copy()
+            np.bitwise_and.at(others, self._eos_words, ~_bit(self._eos_shifts))
+            if others.any():
+                bits[:] = others
+
+
+def _bit(tokens: npt.NDArray[np.int64]) -> Words:
+    """Return the bit of each token in its word of a mask."""
+    return np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32)).view(np.int32)
 
 
 def _grammar_of(req: Req) -> RequestGrammar:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from verl_server.errors import BadRequestError
+from verl_server.grammar.failure import GrammarFailedError
 from verl_server.io_struct import FinishReason
 
 if TYPE_CHECKING:  # a server without grammars does not load llguidance
@@ -21,7 +22,7 @@ class RequestGrammar:
     def __init__(self, start: Future[Matcher], stop_ids: list[int], ignore_eos: bool) -> None:
         self.start = start
         self.stop_ids = stop_ids
-        """Tokens that end the request, in addition to the tokenizer's EOS. They are allowed where EOS is allowed."""
+        """Tokens that end the request. They are allowed where EOS is allowed."""
         self.ignore_eos = ignore_eos
         """Allow EOS only where no other token is allowed."""
         self.error: BaseException | None = None
@@ -41,8 +42,6 @@ class RequestGrammar:
 
     def failure(self) -> FinishReason | None:
         """Return the reason if the last mask, or the last token, could not be processed."""
-        from verl_server.grammar.compiler import GrammarFailedError
-
         if self.error is not None:
             return failed(self.error)
         try:
@@ -60,8 +59,6 @@ class RequestGrammar:
 
 def failed(error: BaseException) -> FinishReason:
     """Return the reason with which a request ends whose grammar failed."""
-    from verl_server.grammar.compiler import GrammarFailedError
-
     if isinstance(error, BadRequestError):
         return FinishReason(type="abort", message=str(error), status_code=400)
     if isinstance(error, GrammarFailedError):

@@ -1,0 +1,148 @@
+"""Throughput of outputs that a JSON schema constrains, as a ratio to free outputs, with `Engine` in this process.
+
+    python -m benchmarks.constrained --device cpu --shape tiny --requests 64 --output 128
+    python -m benchmarks.constrained --device cuda --shape 0.6b --requests 256 --output 512
+    python -m benchmarks.constrained --device cuda --shape 0.6b --schemas 16 --bounded-strings
+    python -m benchmarks.constrained --device cuda --shape 0.6b --set disable_overlap_schedule=true
+
+The model has random weights, and a generated tokenizer of words, numbers and the punctuation of JSON fills its
+vocabulary. All requests are submitted at once. The schema is an array of objects that does not end within the output,
+so both kinds of requests have the same number of tokens. Free and constrained runs alternate; the figure is the median
+of their ratios. `first_grammar_seconds` is one request with a new schema: its check in a text worker that starts, the
+compilation, and one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.options import engine_settings, make_parser, report, report_run
+from benchmarks.shapes import SHAPES
+from verl_server import Engine
+from verl_server.models.tiny import SPECIAL_TOKENS, make_model_folder
+
+_SYLLABLES = [c + v for c in "bcdfghklmnprstvwz" for v in ("a", "e", "i", "o", "u", "an", "er", "in", "or", "st")]
+_MARKS = ['":', '",', '":"', '","', '{"', '"}', '"},{"', "[", "]", '":[', '"],"', ":", ",", "\\n", "\\u00", " {", " }"]
+
+
+def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer whose vocabulary has `vocab_size` entries, the same ones at each call."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    rng = random.Random(0)
+    extra = [*_MARKS, *(str(number) for number in range(10, 1000))]
+    while len(vocab) < vocab_size:
+        word = extra.pop(0) if extra else "".join(rng.choices(_SYLLABLES, k=rng.choice([1, 2, 2, 3, 3, 4])))
+        if not extra and rng.random() < 0.6:
+            word = rng.choice(["\u0120", "\u0120", word.capitalize()]) + word  # U+0120 stands for a space
+        vocab.setdefault(word, len(vocab))
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
+    fast: PreTrainedTokenizerFast = build(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    return fast
+
+
+def schema(number: int, bounded_strings: bool) -> str:
+    """Return a JSON schema whose outputs do not end within any benchmark. Each number is another schema.
+
+    A model with random weights hardly ever closes a string, so patterns end the strings, or `maxLength` does.
+    """
+    word = {"type": "string", "maxLength": 20} if bounded_strings else {"type": "string", "pattern": "^[A-Za-z]{2,12}$"}
+    address = {
+        "type": "object",
+        "properties": {"street": word, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+        "required": ["street", "zip"],
+        "additionalProperties": False,
+    }
+    properties = {
+        f"name_{number}": word,
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "score": {"type": "number"},
+        "kind": {"enum": ["agent", "user", "tool", None]},
+        "created": {"type": "string", "format": "date-time"},
+        "tags": {"type": "array", "items": word, "maxItems": 5},
+        "address": address,
+    }
+    person = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    options = {"x-guidance": {"whitespace_flexible": False}}
+    return json.dumps({"type": "array", "items": person, "minItems": 100_000} | options)
+
+
+def run_once(engine: Engine, args: argparse.Namespace, constrained: bool) -> float:
+    """Return the output tokens per second of all requests at once."""
+    rng = random.Random(1)
+    vocab = SHAPES[args.shape]["vocab_size"]
+    prompts = [[rng.randrange(300, vocab) for _ in range(args.prompt)] for _ in range(args.requests)]
+    params: list[Any] = [{"max_new_tokens": args.output, "ignore_eos": True} for _ in prompts]
+    if constrained:
+        params = [own | {"json_schema": schema(i % args.schemas, args.bounded_strings)} for i, own in enumerate(params)]
+    start = time.perf_counter()
+    results = engine.generate(input_ids=prompts, sampling_params=params)
+    seconds = time.perf_counter() - start
+    lengths = {len(result["output_ids"]) for result in results}
+    assert lengths == {args.output}, f"the outputs have {sorted(lengths)} tokens"
+    assert not constrained or all(result["text"].startswith('[{"name_') for result in results)
+    return float(args.requests * args.output / seconds)
+
+
+def benchmark(args: argparse.Namespace, folder: Path) -> None:
+    settings: dict[str, Any] = {
+        "disable_radix_cache": True,
+        "max_running_requests": args.requests,
+        "skip_tokenizer_init": False,
+    }
+    with Engine(**engine_settings(args, folder, **settings)) as engine:
+        start = time.perf_counter()
+        first = {"max_new_tokens": 1, "json_schema": schema(10**6, args.bounded_strings)}
+        engine.generate(input_ids=[300, 301], sampling_params=first)
+        report("first_grammar_seconds", time.perf_counter() - start, "s")
+        ratios = []
+        for run in range(args.runs + 1):
+            free, constrained = run_once(engine, args, False), run_once(engine, args, True)
+            if run:  # the first pair warms up
+                ratios.append(constrained / free)
+                report("free_tokens_per_s", free, "tokens/s", run=run)
+                report("constrained_tokens_per_s", constrained, "tokens/s", run=run)
+        spread = [round(min(ratios), 4), round(max(ratios), 4)]
+        report("constrained_ratio", statistics.median(ratios), "of free", spread=spread, goal=0.9)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("benchmarks.constrained", __doc__)
+    parser.add_argument("--requests", type=int, default=256, help="concurrent requests (256)")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt (64)")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each output (256)")
+    parser.add_argument("--schemas", type=int, default=1, help="number of different schemas (1)")
+    parser.add_argument(
+        "--bounded-strings", action="store_true", help="strings with maxLength, whose masks take longest"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="measured pairs of runs (3)")
+    args = parser.parse_args(argv)
+    report_run("benchmarks.constrained", args, argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        shape = SHAPES[args.shape]
+        tokenizer = tokenizer_of(shape["vocab_size"])
+        folder = make_model_folder(temporary, "qwen3", weights=False, tokenizer=tokenizer, **shape)
+        benchmark(args, folder)
+
+
+if __name__ == "__main__":
+    main()
