@@ -7,7 +7,7 @@ import torch
 
 from tests.scheduler.fakes import VOCAB, Harness, generate, logprob_of, prompt
 from verl_server.io_struct import FinishReq, PauseGenerationReq, TokenizedGenerateReq, TokenLogprobs
-from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec, TokenMasks
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler import batch_planner
 from verl_server.worker.forward_batch import ForwardBatch
@@ -87,8 +87,8 @@ def test_a_request_without_an_allowed_token_ends_with_400_and_harms_nobody() -> 
     h = Harness()
     compute = h.runner.compute
 
-    def forbid(batch: ForwardBatch, specs: list[SampleSpec], masks: TokenMasks | None) -> ForwardOutput:
-        output = compute(batch, specs, masks)
+    def forbid(batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+        output = compute(batch, specs)
         output.logprobs = [
             NOTHING_ALLOWED if len(s.output_ids) == 2 else logprob
             for s, logprob in zip(specs, output.logprobs, strict=True)
