@@ -89,7 +89,12 @@ class MetaInfo(TypedDict):
 
 
 class GenerateResult(TypedDict):
-    """One sample. In a stream, each frame holds everything generated so far."""
+    """One sample. In a stream, each frame holds everything generated so far.
+
+    With the setting `incremental_streaming_output`, a frame holds the text, the token ids and the log-probabilities of
+    output tokens that are new. Counts are cumulative, and what concerns the prompt is in the first and the last frame.
+    Frames may have sent text that a later match of a stop regex cuts off.
+    """
 
     text: NotRequired[str]
     """Output text. Missing if the server has no tokenizer (`skip_tokenizer_init`)."""

@@ -99,6 +99,8 @@ class FakeScheduler:
             ready = wait_readable(self._messages, 0 if self.running and not self.hold else 0.002)
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
+                if isinstance(message, io.GrammarTokenizer):  # sent at the start, and no part of any request
+                    continue
                 self._handle(message)
                 with self._changed:
                     if isinstance(message, io.GrammarTokenizer):

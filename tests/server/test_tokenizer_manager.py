@@ -332,6 +332,19 @@ def test_frames_are_cumulative_and_end_like_the_plain_result(stack: Stack) -> No
     assert (last["text"], last["output_ids"]) == (plain["text"], plain["output_ids"]) == ("aé🙂 ", ids[:-5])
 
 
+def test_incremental_frames_hold_what_is_new(make_stack: MakeStack) -> None:
+    stack = make_stack(incremental_streaming_output=True)
+    stack.scheduler.chunk = 1
+    body = {"input_ids": [[40], [50]], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
+    frames = stack.manager.run_sync(_frames(stack, **body), timeout=20)
+    for i, plain in enumerate(run(stack, **body)):
+        own = [f for f in frames if f["index"] == i]
+        assert "".join(f["text"] for f in own) == plain["text"]
+        assert [token for f in own for token in f["output_ids"]] == plain["output_ids"]
+        logprobs = [each for f in own for each in f["meta_info"]["output_token_logprobs"]]
+        assert logprobs == plain["meta_info"]["output_token_logprobs"]
+
+
 def test_batch_frames_carry_their_index(stack: Stack) -> None:
     frames = stack.manager.run_sync(
         _frames(stack, input_ids=[[11], [21]], sampling_params={"max_new_tokens": 2}), timeout=20

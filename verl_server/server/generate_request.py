@@ -111,7 +111,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     rid: str | list[str] | None = None
     """Name of the request for `/abort_request`. Default: a random name."""
     stream: bool = False
-    """Send server-sent events. Each event contains the whole result so far."""
+    """Send server-sent events. Each event contains the whole result so far or, with the server's setting
+    `incremental_streaming_output`, only what is new."""
     return_logprob: bool | list[bool] = False
     """Return the log-probability of every output token."""
     logprob_start_len: int | list[int] = -1

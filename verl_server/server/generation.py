@@ -86,6 +86,18 @@ class Generation:
                         raise error
                 yield i, state
 
+    async def frames(self, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+        """Yield a result object whenever a sample has new tokens: the whole result so far, or only what is new.
+
+        All tokens that arrive while the caller handles a frame are in the sample's next frame. With several samples,
+        frames have an `index`. Raise the error of a failed sample.
+        """
+        async for i, state in self.updates():
+            frame = state.increment() if incremental else state.result()
+            if len(self.states) > 1:
+                frame["index"] = i
+            yield frame
+
     def close(self) -> None:
         """Abort the samples that still run. Idempotent."""
         for state in self.states:

@@ -70,6 +70,7 @@ class ReqState:
         """Called at the end and, with `stream`, every `stream_interval` tokens. Must not raise."""
         self._triples: list[Triple] = []  # triples of the first `output_ids`; `output_triples` adds the missing ones
         self._framed = 0  # number of output tokens in the last frame
+        self._sent_tokens = self._sent_text = 0  # output tokens and characters of text that `increment` returned
         self._interval = req.sampling.stream_interval or 1
         sampling = req.sampling
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
@@ -170,6 +171,26 @@ class ReqState:
             result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
         return result
 
+    def increment(self) -> dict[str, Any]:
+        """Return the result object with only what is new since the last call: a frame of an incremental stream.
+
+        The text, the token ids and the lists of output log-probabilities of all frames, concatenated, are those of
+        `result`; the counts in `meta_info` are cumulative. What concerns the prompt is in the first and the last frame.
+        """
+        start, at = self._sent_tokens, self._sent_text
+        self._sent_tokens = len(self.output_ids)
+        result: dict[str, Any] = {}
+        if self.decode is not None:
+            text = self.text()
+            self._sent_text = max(at, len(text))  # a stop regex may cut text that was sent
+            result["text"] = text[at:]
+        ids = self.output_ids[start:]
+        result["output_ids"] = columns.ids(ids) if self.columnar else ids
+        result["meta_info"] = self.meta_info(start)
+        if self.return_prompt_token_ids and self._has_prompt_part(start):
+            result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
+        return result
+
     def written_result(self) -> Any:
         """Return `result()`, encoded if the state has a `Write`."""
         return self.result() if self._write is None else self._write(self.result())
@@ -179,7 +200,8 @@ class ReqState:
         """True if the result has candidates at each position."""
         return self.req.top_logprobs_num > 0 or self.req.token_ids_logprob is not None
 
-    def meta_info(self) -> dict[str, Any]:
+    def meta_info(self, start: int = 0) -> dict[str, Any]:
+        """Return the result's `meta_info`, with the log-probabilities of the output tokens from `start` on."""
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": finish_reason_dict(self.finish_reason),
@@ -197,20 +219,31 @@ class ReqState:
         if self.done:
             meta["weight_versions"] = self.weight_versions
         if self.req.return_logprob:
-            meta |= self._logprob_columns() if self.columnar else self._logprob_lists()
+            meta |= self._logprob_columns(start) if self.columnar else self._logprob_lists(start)
             meta["logprobs_mode"] = self.req.sampling.logprobs_mode
         return meta
 
-    def _logprob_lists(self) -> dict[str, Any]:
+    def _logprob_lists(self, start: int) -> dict[str, Any]:
         lists: dict[str, Any] = {
-            "input_token_logprobs": self.prompt_triples(),
-            "output_token_logprobs": self.output_triples(),
+            "input_token_logprobs": self.prompt_triples() if self._has_prompt_part(start) else [],
+            "output_token_logprobs": self.output_triples(start),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
         for name, positions in self._candidates().items():
-            lists[name] = [*(written := self._written.get(name, []))]
-            lists[name] += [self.triples(c) for c in positions[len(written) :]]
+            first = self._first_position(name, start)
+            lists[name] = (written := self._written.get(name, []))[first:]
+            lists[name] += [self.triples(c) for c in positions[max(first, len(written)) :]]
         return lists
+
+    def _has_prompt_part(self, start: int) -> bool:
+        """Return True if a frame with the output tokens from `start` on has the log-probabilities of the prompt."""
+        return start == 0 or self.done
+
+    def _first_position(self, name: str, start: int) -> int:
+        """Return the first position of a list of candidates in a frame with the output tokens from `start` on."""
+        if name.startswith("output"):
+            return start
+        return 0 if self._has_prompt_part(start) else len(self.req.input_ids)
 
     def _candidates(self) -> dict[str, list[TokenLogprobs | None]]:
         """Return the requested candidates at each position, by their keys in the result."""
@@ -238,16 +271,18 @@ class ReqState:
                 written.append(self._write(self.triples(candidates)))
                 await slices.end()
 
-    def _logprob_columns(self) -> dict[str, Any]:
+    def _logprob_columns(self, start: int) -> dict[str, Any]:
         """Return the same fields as `_logprob_lists`, as arrays in the layout of `columns`."""
-        prompt = self.prompt_logprobs
+        prompt = self.prompt_logprobs if self._has_prompt_part(start) else None
         prompt_pairs = (prompt.logprobs, prompt.token_ids) if prompt is not None else ([], [])
         arrays: dict[str, Any] = {
             "input_token_logprobs": columns.prompt(*prompt_pairs),
-            "output_token_logprobs": columns.logprobs(self.output_logprobs),
+            "output_token_logprobs": columns.logprobs(self.output_logprobs[start:]),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
-        return arrays | {name: columns.candidates(positions) for name, positions in self._candidates().items()}
+        for name, positions in self._candidates().items():
+            arrays[name] = columns.candidates(positions[self._first_position(name, start) :])
+        return arrays
 
     def output_triples(self, start: int = 0) -> list[Triple]:
         """Return the triples of the output tokens from `start` on, or [] if log-probabilities were not requested."""

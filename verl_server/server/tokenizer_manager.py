@@ -142,16 +142,13 @@ class TokenizerManager:
     # -- generation -----------------------------------------------------------------------------------------
 
     async def generate_request(self, obj: GenerateReqInput) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
-        """Yield one result or, with `stream`, cumulative frames. With several samples, frames have an `index`."""
+        """Yield one result or, with `stream`, the frames of `Generation.frames`."""
         generation = await self.submit(obj)
         try:
             if not obj.stream:
                 yield await generation.result()
                 return
-            async for i, state in generation.updates():
-                frame = state.result()
-                if len(generation.states) > 1:
-                    frame["index"] = i
+            async for frame in generation.frames(self.server_args.incremental_streaming_output):
                 yield frame
         finally:
             generation.close()

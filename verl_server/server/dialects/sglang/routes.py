@@ -70,7 +70,9 @@ class NativeApi:
 
     async def generate(self, request: Request) -> Response:
         """Return a `GenerateResult`, or a list of them for several prompts or for `n` above 1. With `stream`, each
-        server-sent event is the `GenerateResult` so far, and the last event is `[DONE]`."""
+        server-sent event is the `GenerateResult` so far, or only what is new with the setting
+        `incremental_streaming_output`, and the last event is `[DONE]`. Tokens that arrive while the client reads an
+        event are in its next event."""
         try:
             body = await read_body(request, self._args.max_request_bytes)
         except BadRequestError as error:
@@ -95,10 +97,7 @@ class NativeApi:
 
     async def _frames(self, generation: Generation) -> AsyncIterator[bytes]:
         try:
-            async for i, state in generation.updates():
-                frame = state.result()
-                if len(generation.states) > 1:
-                    frame["index"] = i
+            async for frame in generation.frames(self._args.incremental_streaming_output):
                 yield sse(frame)
         except VerlServerError as error:
             code = error.status_code

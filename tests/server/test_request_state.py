@@ -1,0 +1,114 @@
+"""`ReqState`: the frames of an incremental stream add up to the result of the whole output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_server import columns
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+from verl_server.models.tiny import byte_tokenizer
+from verl_server.sampling_params import SamplingParams
+from verl_server.server.request_state import ReqState
+from verl_server.server.stop_regex import StopRegexes
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def make(with_text: bool = True, columnar: bool = False, regex: str | None = None, **sampling: Any) -> ReqState:
+    req = TokenizedGenerateReq(
+        rid="0",
+        input_ids=[5, 6, 7],
+        sampling=SamplingParams(**sampling),
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+        token_ids_logprob=[3],
+    )
+    regexes = None if regex is None else StopRegexes([regex])
+    return ReqState(
+        "name",
+        req,
+        decode if with_text else None,
+        stream=True,
+        return_prompt_token_ids=True,
+        columnar=columnar,
+        stop_regexes=regexes,
+    )
+
+
+def feed(state: ReqState, position: int, token: int, last: bool) -> None:
+    """Give the state one token of the output, and the prompt's log-probabilities with the first token."""
+    candidates = TokenLogprobs([-0.5, -1.0 * position], [token, position])
+    prompt = [None, candidates, candidates]
+    out = BatchTokenIDOut(
+        rids=["0"],
+        output_ids=[[token]],
+        output_logprobs=[[-0.25 * position]],
+        finish_reasons=[FinishReason(type="length", length=position + 1) if last else None],
+        weight_version="1",
+        cached_tokens=[0],
+        num_retractions=[0],
+        top_logprobs={0: [candidates]},
+        token_ids_logprobs={0: [TokenLogprobs([-2.0], [3])]},
+    )
+    if position == 0:
+        out.prompt_logprobs[0] = PromptLogprobs(
+            token_ids=[5, 6, 7], logprobs=[None, -1.0, -2.0], top=prompt, requested=prompt
+        )
+    state.extend(out, 0)
+
+
+def frames_of(state: ReqState, ids: list[int], every: int) -> list[dict[str, Any]]:
+    frames = []
+    for position, token in enumerate(ids):
+        feed(state, position, token, position == len(ids) - 1)
+        if state.done or position % every == 0:
+            frames.append(state.increment())
+        if state.done:
+            break
+    return frames
+
+
+def result_of(state: ReqState, ids: list[int]) -> dict[str, Any]:
+    frames_of(state, ids, len(ids))
+    return state.result()
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+@pytest.mark.parametrize("options", [{}, {"with_text": False}, {"columnar": True}, {"stop": ["END"]}])
+def test_increments_add_up_to_the_result(options: dict[str, Any], every: int) -> None:
+    ids = encode("aé🙂 ENx END tail")
+    frames, whole = frames_of(make(**options), ids, every), result_of(make(**options), ids)
+    if options.get("columnar"):
+        frames, whole = [columns.unpack(f) for f in frames], columns.unpack(whole)
+    metas, meta = [f["meta_info"] for f in frames], whole["meta_info"]
+    assert len(frames) > 1 and frames[0].keys() == frames[-1].keys() == whole.keys()
+    assert "".join(f.get("text", "") for f in frames) == whole.get("text", "")
+    assert [token for f in frames for token in f["output_ids"]] == whole["output_ids"]
+    for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+        assert [each for m in metas for each in m[name]] == meta[name]
+    for name in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
+        assert metas[0][name] == metas[-1][name] == meta[name] and len(meta[name]) == 3
+        assert all(m[name] == [] for m in metas[1:-1])
+    for name in ("completion_tokens", "output_token_logprobs_length", "finish_reason", "weight_versions"):
+        assert metas[-1][name] == meta[name]
+    assert all(m["finish_reason"] is None for m in metas[:-1])
+    assert frames[-1]["prompt_token_ids"] == [5, 6, 7]
+
+
+def test_text_that_a_stop_regex_cuts_may_have_been_sent() -> None:
+    """A match may begin anywhere, so its beginning cannot be held back."""
+    ids = encode("say 12. more")
+    frames = frames_of(make(regex=r"\d+\."), ids, 1)
+    assert "".join(f["text"] for f in frames) == "say 12"
+    assert result_of(make(regex=r"\d+\."), ids)["text"] == "say "
