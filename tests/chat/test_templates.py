@@ -109,3 +109,19 @@ def test_faults_are_bad_requests(template: str | None, options: dict[str, Any], 
 def test_several_templates_by_name() -> None:
     some = ChatTemplates({"default": "a", "tool_use": "b"}, (), {})
     assert (some.render(ASK, {})[0], some.render(ASK, {"chat_template": "b"})[0]) == ("a", "b")
+
+
+def test_tools_and_documents_are_given_to_templates_that_read_them() -> None:
+    some = templates("{{ tools | length if tools }}{{ documents | length if documents }}{{ messages[0].role }}")
+    assert some.render(ASK, {"tools": [{}, {}], "documents": [{}]})[0] == "21user"
+    assert some.render(ASK, {"tools": [], "documents": None}) == ("user", [])
+    for name in ("tools", "documents"):
+        with pytest.raises(BadRequestError, match=f"{name}: the chat template does not use `{name}`.*--chat-template"):
+            templates().render(ASK, {name: [{}]})
+        assert templates().render(ASK, {name: []}) == templates().render(ASK, {})
+
+
+def test_a_template_for_tools_is_used_with_tools() -> None:
+    named = ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }}"}, (), {})
+    assert named.render(ASK, {})[0] == "plain" and named.render(ASK, {"tools": [{}]})[0] == "1"
+    assert named.choose({"tools": [{}]}).source == "{{ tools | length }}" and named.choose({}).source == "plain"
