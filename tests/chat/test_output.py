@@ -313,6 +313,8 @@ def test_hostile_texts_are_read_in_linear_steps(piece: str) -> None:
         ("<|python_tag|>", "llama3_json", "none"),
         ("<|python_start|> <|python_tag|>", "pythonic", "none"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("""{{- '"parameters": ' }}""", "llama3_json", "none"),
+        ("<tool_call> <arg_key>", "none", "none"),
         (None, "none", "none"),
     ],
 )
