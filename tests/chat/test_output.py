@@ -40,7 +40,7 @@ def calls(message: ParsedMessage) -> list[tuple[str, str]]:
 
 ONE_CALL = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
-    "hermes, arguments first": '<tool_call>{"arguments": {"city": "Paris"}, "id": [1, null], "name": "get"}</tool_call>',
+    "hermes, arguments first": '<tool_call>{"arguments": {"city": "Paris"}, "id": [null], "name": "get"}</tool_call>',
     "hermes, no end": f"<tool_call>\n{CALL}",
     "llama3_json": CALL.replace("arguments", "parameters"),
     "llama3_json, tag": f"<|python_tag|>{CALL}",
@@ -289,7 +289,7 @@ def test_arguments_are_streamed_and_only_a_possible_tag_is_held_back() -> None:
     "piece",
     ["<tool_call>", '<tool_call>{"name": "get", "arguments": {"a": "', "[get(", "<tool_cal", "<", " ", '{"', "[["],
 )
-def test_hostile_texts_are_read_in_linear_steps(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_texts_are_read_in_linear_steps(piece: str) -> None:
     """The text that a parser keeps unread stays short, so that no character is read again and again."""
     for name in MALFORMED:
         parser = OutputFormat(name, "qwen3").parser(True, False)
@@ -313,6 +313,8 @@ def test_hostile_texts_are_read_in_linear_steps(piece: str, monkeypatch: pytest.
         ("<|python_tag|>", "llama3_json", "none"),
         ("<|python_start|> <|python_tag|>", "pythonic", "none"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("""{{- '"parameters": ' }}""", "llama3_json", "none"),
+        ("<tool_call> <arg_key>", "none", "none"),
         (None, "none", "none"),
     ],
 )

@@ -109,3 +109,47 @@ def test_faults_are_bad_requests(template: str | None, options: dict[str, Any], 
 def test_several_templates_by_name() -> None:
     some = ChatTemplates({"default": "a", "tool_use": "b"}, (), {})
     assert (some.render(ASK, {})[0], some.render(ASK, {"chat_template": "b"})[0]) == ("a", "b")
+
+
+def test_tools_and_documents_are_given_to_templates_that_read_them() -> None:
+    some = templates("{{ tools | length if tools }}{{ documents | length if documents }}{{ messages[0].role }}")
+    assert some.render(ASK, {"tools": [{}, {}], "documents": [{}]})[0] == "21user"
+    assert some.render(ASK, {"tools": [], "documents": None}) == ("user", [])
+    plain = "{{ messages[0].content }}"
+    for name in ("tools", "documents"):
+        with pytest.raises(BadRequestError, match=f"{name}: the chat template does not use `{name}`.*--chat-template"):
+            templates(plain).render(ASK, {name: [{}]})
+        assert templates(plain).render(ASK, {name: []}) == templates(plain).render(ASK, {})
+
+
+def test_a_template_for_tools_is_used_with_tools() -> None:
+    named = ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }}"}, (), {})
+    assert named.render(ASK, {})[0] == "plain" and named.render(ASK, {"tools": [{}]})[0] == "1"
+    assert named.choose({"tools": [{}]}).source == "{{ tools | length }}" and named.choose({}).source == "plain"
+
+
+CALLS = [
+    *ASK,
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "get", "arguments": {"city": "Rome"}}}]},
+]
+EACH_CALL = "{% for c in messages[-1].tool_calls %}CALL{% endfor %}"
+
+
+def test_arguments_are_an_object_or_the_text_that_a_template_expects() -> None:
+    as_object = templates(
+        EACH_CALL.replace("CALL", "{{ c.function.arguments | tojson }}{{ c.function.arguments.city }}")
+    )
+    assert as_object.render(CALLS, {})[0] == '{"city": "Rome"}Rome'
+    as_text = templates(EACH_CALL.replace("CALL", "{{ '>' + c['function']['arguments'] }}"))
+    assert as_text.render(CALLS, {})[0] == '>{"city": "Rome"}'
+    wrong = templates(EACH_CALL.replace("CALL", "{{ raise_exception('No calls.') }}"))
+    with pytest.raises(BadRequestError, match="No calls"):
+        wrong.render(CALLS, {})
+
+
+def test_an_empty_content_beside_calls_is_null_for_templates_that_test_for_null() -> None:
+    for test in ("messages[-1]['content'] is none", "messages[-1].content is not none"):
+        shown = templates("{% if TEST %}a{% else %}b{% endif %}".replace("TEST", test)).render(CALLS, {})[0]
+        assert shown == ("a" if "not" not in test else "b")
+        assert templates("{% if TEST %}a{% else %}b{% endif %}".replace("TEST", test)).render(ASK, {})[0] != shown
+    assert templates("{{ messages[-1].content + '.' }}").render(CALLS, {})[0] == "."

@@ -94,7 +94,9 @@ _TOOL_MARKS = (
     ("<|python_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", NONE),  # the calls of GLM, which have the tag of Hermes
     ("<tool_call>", "hermes"),
+    ('"parameters": ', "llama3_json"),  # Llama 3.2, whose template has no tag
 )
 """Text in a chat template's source -> the format that it shows; the first one that is found counts."""
 

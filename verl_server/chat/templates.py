@@ -8,6 +8,7 @@ and the templates that the operator lists are run.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -33,6 +34,8 @@ _ACCEPTED_ANYWHERE = frozenset({"enable_thinking", "thinking", "reasoning_effort
 """Variables that clients send to every model, even if the model's template does not use them."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys that clients use for the reasoning in a message. Templates read one of the first two."""
+_TESTS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+"""Occurs in templates that recognize a message with tool calls by a content that is null."""
 _CONTINUE_MARK = "\u2063continue\u2063here\u2063 "
 """Text that is appended to the message that the policy continues. It marks the message's end in the rendered text. The
 mark ends with a space: a template that strips white space from a message also strips this space."""
@@ -51,11 +54,27 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise BadRequestError(f"The chat template is not valid Jinja, line {error.lineno}: {error}.") from None
         unset = jinja2.meta.find_undeclared_variables(tree)
+        self._expects_null = _TESTS_FOR_NULL.search(source) is not None
         self.variables = frozenset(unset - environment.globals.keys() - _RESERVED)
         """Names of the variables that the template reads but does not set."""
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """Return the text of a conversation. Raise BadRequestError for any error of the template."""
+        """Return the text of a conversation. Raise BadRequestError for any error of the template.
+
+        The arguments of tool calls are objects. A few templates expect JSON text: if a template raises an error, it is
+        rendered again with JSON text.
+        """
+        if self._expects_null:
+            messages = [_with_null_content(message) for message in messages]
+        try:
+            return self._render(messages, variables)
+        except BadRequestError:
+            with_text = [_with_text_arguments(message) for message in messages]
+            if with_text == messages:
+                raise
+            return self._render(with_text, variables)
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render({"tools": None, "documents": None, **variables, "messages": messages})
         except (MemoryError, RecursionError) as error:
@@ -160,6 +179,26 @@ def _with_reasoning_names(message: Message) -> Message:
     if reasoning is not None:
         plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
     return plain
+
+
+def _with_null_content(message: Message) -> Message:
+    """Return the message with null for the empty content of a message that calls tools, as in OpenAI's API."""
+    return message | {"content": None} if message.get("tool_calls") and not message.get("content") else message
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_with_text_argument(call) for call in calls]}
+
+
+def _with_text_argument(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _render_open(template: ChatTemplate, messages: list[Message], variables: Mapping[str, Any]) -> str:

@@ -1,0 +1,360 @@
+"""Anthropic's routes return what the anthropic client expects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Stack
+from tests.server.fake_scheduler import INFO, Running
+from verl_server import io_struct as io
+
+TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}{{ newline }}{% endfor %}
+{% for m in messages %}
+[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ newline }}
+{%- endfor %}
+{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}
+""".replace("newline", r"'\n'")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"name": "get", "description": "Weather.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
+ASK = [{"role": "user", "content": "hi"}]
+CALL = (
+    '<think>\nhm\n</think>\n\nOk.\n<tool_call>\n{"name": "get", "arguments": {"city": "Rome", "n": 1.50}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def shared(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(INFO, "context_length", 1024)
+        patch.setitem(INFO, "max_req_input_len", 1023)
+        stack = Stack(text_folder, chat_template=str(path), api_key="k", served_model_name="policy")
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def stack(shared: Stack) -> Stack:
+    shared.scheduler.chunk = None
+    shared.scheduler.received.clear()
+    return shared
+
+
+def say(stack: Stack, text: str) -> None:
+    """Make the policy answer `text` and end."""
+    stack.scheduler.script = lambda req: [*stack.text.encode(text), *list(req.stop_ids)[:1]]
+
+
+def post(stack: Stack, path: str = "/v1/messages", **body: Any) -> Any:
+    body = {"model": "m", "messages": ASK} | body
+    if path == "/v1/messages":
+        body = {"max_tokens": 200} | body
+    return stack.post(path, body, headers={"x-api-key": "k", "anthropic-version": "2023-06-01"})
+
+
+def end_with(stack: Stack, patch: pytest.MonkeyPatch, tokens: list[int], reason: io.FinishReason) -> None:
+    """Make the scheduler end each request with these tokens and this reason."""
+
+    def step(running: Running) -> None:
+        stack.scheduler.running.pop(running.req.rid, None)
+        stack.scheduler.emit(running, tokens, reason)
+
+    patch.setattr(stack.scheduler, "_step", step)
+
+
+def prompt(stack: Stack) -> str:
+    """Return the text of the prompt that the scheduler received."""
+    return stack.text.decoder(False)(stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].input_ids)
+
+
+def sampling(stack: Stack) -> Any:
+    return stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].sampling
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, and check that each one has its type on a line of its own."""
+    found = []
+    for frame in text.strip().split("\n\n"):
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+# -- messages -----------------------------------------------------------------------------------------------
+
+
+def test_a_message(stack: Stack) -> None:
+    say(stack, "Hello!")
+    answer = post(stack, system="S", temperature=0.5, top_k=0).json()
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": [{"type": "text", "text": "Hello!", "citations": None}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(stack.text.encode("[system]S\n[user]hi\n[assistant]")),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 7,
+        },
+    }
+    assert prompt(stack) == "[system]S\n[user]hi\n[assistant]"
+    assert sampling(stack).temperature == 0.5 and sampling(stack).max_new_tokens == 200
+
+
+def test_a_message_with_thinking_text_and_a_call(stack: Stack) -> None:
+    say(stack, CALL)
+    response = post(stack, tools=TOOLS)
+    answer = response.json()
+    thinking, text, call = answer["content"]
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": answer["id"]} and text["text"] == "Ok."
+    assert call.pop("id") and call == {"type": "tool_use", "name": "get", "input": {"city": "Rome", "n": 1.5}}
+    assert '"n": 1.50' in response.text  # the arguments are the policy's own text
+    assert answer["stop_reason"] == "tool_use"
+    function = {"name": "get", "description": "Weather.", "parameters": SCHEMA}
+    assert json.loads(prompt(stack).split("\n")[0]) == {"type": "function", "function": function}
+
+
+def test_a_whole_conversation_is_rendered(stack: Stack) -> None:
+    say(stack, "Sunny.")
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sun"}]}
+    calls = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "text", "text": "Ok."},
+        {"type": "tool_use", "id": "1", "name": "get", "input": {"city": "Rome"}},
+    ]
+    messages = [
+        *ASK,
+        {"role": "user", "content": "there"},
+        {"role": "assistant", "content": calls},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    system = [{"type": "text", "text": "A"}, {"type": "text", "text": "B", "cache_control": {"type": "ephemeral"}}]
+    assert post(stack, messages=messages, system=system).status_code == 200
+    assert prompt(stack) == (
+        "[system]A\nB\n[user]hi\nthere\n"
+        '[assistant]<think>hm</think>Ok.<tool_call>{"name": "get", "arguments": {"city": "Rome"}}</tool_call>\n'
+        "[tool]sun\n[user]And?\n[assistant]"
+    )
+
+
+def test_a_last_message_of_the_assistant_is_continued(stack: Stack) -> None:
+    say(stack, " done")
+    assert (
+        post(stack, messages=[*ASK, {"role": "assistant", "content": "Well"}]).json()["content"][0]["text"] == " done"
+    )
+    assert prompt(stack) == "[user]hi\n[assistant]Well"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "end"),
+    [
+        (None, "[assistant]"),
+        ({"type": "enabled", "budget_tokens": 1024}, "[assistant]"),
+        ({"type": "adaptive"}, "[assistant]"),
+        ({"type": "disabled"}, "[assistant]<think></think>"),
+    ],
+)
+def test_thinking_sets_the_templates_variable(stack: Stack, thinking: Any, end: str) -> None:
+    say(stack, "Hello!")
+    assert post(stack, thinking=thinking).status_code == 200
+    assert prompt(stack).endswith(f"\n{end}")
+
+
+def test_omitted_thinking(stack: Stack) -> None:
+    say(stack, CALL)
+    thinking = {"type": "adaptive", "display": "omitted"}
+    assert post(stack, thinking=thinking).json()["content"][0]["thinking"] == ""
+    assert "thinking_delta" not in post(stack, thinking=thinking, stream=True).text
+
+
+# -- why a message ends ---------------------------------------------------------------------------------------
+
+
+def test_a_stop_sequence_is_named(stack: Stack) -> None:
+    say(stack, "a b STOP c")
+    answer = post(stack, stop_sequences=["x", "STOP"]).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "STOP")
+    assert answer["content"][0]["text"] == "a b "
+
+
+def test_max_tokens_and_a_full_context(stack: Stack) -> None:
+    stack.scheduler.script = lambda req: stack.text.encode("a") * (req.sampling.max_new_tokens or 0)
+    assert post(stack, max_tokens=3).json()["stop_reason"] == "max_tokens"
+    answer = post(stack, max_tokens=100_000).json()
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 1024
+    assert post(stack, max_tokens=0).json()["content"] == []
+
+
+def test_an_aborted_message_can_be_continued(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_with(stack, monkeypatch, stack.text.encode("We"), io.FinishReason(type="abort", message="Aborted."))
+    answer = post(stack).json()
+    assert answer["stop_reason"] == "pause_turn" and answer["content"][0]["text"] == "We"
+
+
+# -- tool choices ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get"}])
+def test_a_forced_call_is_constrained(stack: Stack, choice: Any) -> None:
+    say(stack, CALL)
+    answer = post(stack, tools=TOOLS, tool_choice=choice).json()
+    assert answer["stop_reason"] == "tool_use"
+    assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+
+
+def test_no_call_with_the_choice_none(stack: Stack) -> None:
+    say(stack, CALL)
+    answer = post(stack, tools=TOOLS, tool_choice={"type": "none"}).json()
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    assert answer["stop_reason"] == "end_turn" and "Weather" not in prompt(stack)
+
+
+def test_one_call_only(stack: Stack) -> None:
+    say(stack, f"{CALL}\n{CALL[CALL.index('<tool_call>') :]}")
+    several = post(stack, tools=TOOLS).json()
+    single = post(stack, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).json()
+    assert [block["type"] for block in several["content"]].count("tool_use") == 2
+    assert [block["type"] for block in single["content"]].count("tool_use") == 1
+    assert (single["stop_reason"], single["stop_sequence"]) == ("tool_use", None)
+
+
+def test_an_answer_of_a_schema_is_constrained(stack: Stack) -> None:
+    say(stack, "{}")
+    format = {"type": "json_schema", "schema": SCHEMA}
+    assert post(stack, output_config={"format": format, "effort": "low"}).status_code == 200
+    assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+
+
+# -- streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+def test_a_stream_adds_up_to_the_message(stack: Stack, chunk: int | None) -> None:
+    say(stack, CALL)
+    stack.scheduler.chunk = chunk
+    found = events(post(stack, tools=TOOLS, stream=True).text)
+    assert [e["type"] for e in found[:2]] == ["message_start", "ping"] and found[-1]["type"] == "message_stop"
+    message = found[0]["message"]
+    assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for each in found[2:-2]:
+        if each["type"] == "content_block_start":
+            assert not is_open and each["index"] == len(blocks)
+            blocks.append(each["content_block"] | {"json": ""})
+            is_open = True
+        elif each["type"] == "content_block_stop":
+            assert is_open and each["index"] == len(blocks) - 1
+            is_open = False
+        else:
+            assert is_open and each["index"] == len(blocks) - 1
+            delta = each["delta"]
+            key = {
+                "thinking_delta": "thinking", "signature_delta": "signature", "text_delta": "text",
+                "input_json_delta": "partial_json",
+            }[delta["type"]]  # fmt: skip
+            blocks[-1]["json" if key == "partial_json" else key] += delta[key]
+    assert not is_open
+    thinking, text, call = blocks
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": message["id"], "json": ""}
+    assert text["text"] == "Ok." and call["name"] == "get" and call["input"] == {}
+    assert json.loads(call["json"]) == {"city": "Rome", "n": 1.5}
+    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == len(CALL) + 1
+
+
+def test_an_error_in_a_stream_is_an_event(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_with(stack, monkeypatch, [], io.FinishReason(type="abort", message="Torn.", status_code=503))
+    (found,) = events(post(stack, stream=True).text)
+    assert found == {"type": "error", "error": {"type": "overloaded_error", "message": "Torn."}}
+    refused = post(stack)
+    assert refused.status_code == 503 and refused.json() == found
+
+
+# -- token ids, token counts, errors --------------------------------------------------------------------------
+
+
+def test_token_ids_and_logprobs(stack: Stack) -> None:
+    say(stack, "Hello!")
+    answer = post(stack, return_token_ids=True, return_logprob=True).json()
+    assert stack.text.decoder(True)(answer["token_ids"]) == "Hello!"
+    assert answer["prompt_token_ids"] == stack.text.encode("[user]hi\n[assistant]")
+    assert len(answer["token_logprobs"]) == len(answer["token_ids"]) and answer["weight_versions"][0]["start"] == 0
+    last = events(post(stack, return_token_ids=True, stream=True).text)[-2]
+    assert last["token_ids"] == answer["token_ids"]
+
+
+def test_count_tokens(stack: Stack) -> None:
+    say(stack, "Hello!")
+    counted = post(stack, "/v1/messages/count_tokens", tools=TOOLS, system="S").json()
+    assert counted == {"input_tokens": post(stack, tools=TOOLS, system="S").json()["usage"]["input_tokens"]}
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*blocks]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages cannot be empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be"),
+        (user(5), "messages[0].content[0] must be an object with `type`"),
+        (user({"type": "image", "source": {}}), "messages[0].content[0] has the type 'image'"),
+        (user({"type": "tool_use"}), "a user's message cannot have it"),
+        (user({"type": "text"}), "messages[0].content[0].text must be a string"),
+        (user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}), "content[0].content[0]"),
+        ({"system": [{"type": "image"}]}, "system[0] has the type 'image'"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type 'bash_20250124' is not supported"),
+        ({"tools": [{"name": "get"}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
+        ({"tools": [{**TOOLS[0], "name": "a b"}]}, "name must be a string of 1 to 128"),
+        ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice.type must be one of auto, any, tool, none"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "put"}}, "`put`, which is not in `tools`"),
+        ({"tool_choice": {"type": "any"}}, "the request has no `tools`"),
+        ({"thinking": {"type": "on"}}, "thinking.type must be"),
+        ({"stop_sequences": [""]}, "stop_sequences cannot hold an empty string"),
+        ({"mcp_servers": [{}]}, "Field `mcp_servers` is not supported"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_a_wrong_body_is_refused_in_anthropics_shape(stack: Stack, body: dict[str, Any], message: str) -> None:
+    response = post(stack, **body)
+    assert response.status_code == 400
+    answer = response.json()
+    assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+    assert message in answer["error"]["message"]
+
+
+def test_fields_without_effect_are_accepted(stack: Stack) -> None:
+    say(stack, "Hello!")
+    body = {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}
+    assert post(stack, **body).status_code == 200
+
+
+def test_both_headers_hold_the_key(stack: Stack) -> None:
+    say(stack, "Hello!")
+    body = {"model": "m", "max_tokens": 5, "messages": ASK}
+    for headers, status in (
+        ({"x-api-key": "k"}, 200),
+        ({"Authorization": "Bearer k"}, 200),
+        ({"x-api-key": "k", "Authorization": "Bearer wrong"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({}, 401),
+    ):
+        assert stack.post("/v1/messages", body, headers=headers).status_code == status
