@@ -64,7 +64,9 @@ def test_a_recording_ends_after_its_steps_or_its_time(profiler: StepProfiler, tm
     profiler.step()
     assert not traces(tmp_path), "two steps are being recorded"
     profiler.step()
-    assert len(traces(tmp_path)) == 1
+    (name,) = traces(tmp_path)
+    assert name in profiler.handle(StopProfileReq()).message, "a stop that comes later names the trace"
+    assert profiler.handle(StopProfileReq()).status_code == 400
     profiler.handle(StartProfileReq())
     profiler._clock.now = 61.0  # type: ignore[attr-defined]
     profiler.step()

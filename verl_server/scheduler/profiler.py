@@ -30,6 +30,8 @@ class StepProfiler:
         self._path = Path()
         self._steps_left = 0
         self._deadline = 0.0
+        self._ended_by_itself = False
+        """True after a recording was complete, until a stop is answered with its trace."""
 
     def handle(self, req: ProfileReq) -> ControlReply:
         """Begin or end a recording, and return the reply."""
@@ -52,6 +54,7 @@ class StepProfiler:
             return
         try:
             self._stop()
+            self._ended_by_itself = True
         except (OSError, RuntimeError):
             self._profile = None
             logger.exception("The trace could not be written.")
@@ -70,7 +73,7 @@ class StepProfiler:
         self._deadline = self._clock() + _MOST_SECONDS
         profile = self._make(req)
         profile.start()
-        self._profile = profile
+        self._profile, self._ended_by_itself = profile, False
         return f"Recording up to {self._steps_left} steps for {self._path}."
 
     def _make(self, req: StartProfileReq) -> Any:
@@ -84,6 +87,9 @@ class StepProfiler:
         return profiler.profile(activities=activities, with_stack=req.with_stack, record_shapes=req.record_shapes)
 
     def _stop(self) -> str:
+        if self._profile is None and self._ended_by_itself:
+            self._ended_by_itself = False
+            return f"The trace is in {self._path}."
         if self._profile is None:
             raise ValueError("Nothing is being recorded. Call start_profile first.")
         profile, self._profile = self._profile, None
