@@ -38,8 +38,11 @@ PAGES = {
     "rollouts.md": "`AgentLoop`, its limits, trajectories, renderers and environments.",
 }
 SECTIONS = {
-    "verl_server.server.dialects.sglang.routes": "Generation, health and information",
+    "verl_server.server.dialects.sglang.routes": "Generation",
+    "verl_server.server.dialects.sglang.health_routes": "Health",
+    "verl_server.server.dialects.sglang.info_routes": "Information and load",
     "verl_server.server.dialects.sglang.admin_routes": "Control routes",
+    "verl_server.server.dialects.sglang.ops_routes": "SGLang's routes for operators",
     "verl_server.server.dialects.openai.routes": "OpenAI's routes",
     "verl_server.server.dialects.anthropic.routes": "Anthropic's routes",
     "verl_server.server.dialects.vllm.routes": "vLLM's routes",
@@ -206,6 +209,7 @@ def http_page(site: Site) -> None:
         for operation in group:
             used += add_operation(site, page, operation)
     page.add_class(site.package.class_of("verl_server.sampling_params", "SamplingParams"))
+    page.add_class(site.package.class_of("verl_server.server.dialects.vllm.sampling", "VllmSamplingParams"))
     generate = importlib.import_module("verl_server.server.generate_request")
     refused = [(f"`{name}`", cell(remedy)) for name, remedy in generate.UNSUPPORTED_FIELDS.items()]
     page.add(

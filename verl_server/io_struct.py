@@ -471,6 +471,36 @@ class ResumeMemoryOccupationReq(msgspec.Struct, tag=True, kw_only=True):
     """Any of "kv_cache", "weights" and "cuda_graph"; null for all."""
 
 
+class StartProfileReq(msgspec.Struct, tag=True, kw_only=True):
+    """Record the steps of rank 0 with torch's profiler. Needs `ServerArgs.profile_folder`.
+
+    The recording ends with `StopProfileReq`, and after 1000 steps or 60 seconds in any case. Generation waits while the
+    trace is written.
+    """
+
+    route: ClassVar[str] = "/start_profile"
+    id: int = 0
+    output_dir: str | None = None
+    """Folder of the trace: `profile_folder`, the default, or a folder in it."""
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    """Number of steps after which the recording ends."""
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    """What is recorded. Default: both, or the CPU only if the server runs on the CPU."""
+    with_stack: bool = False
+    """Record the Python stack of each operator."""
+    record_shapes: bool = False
+    """Record the shapes of the operators' inputs."""
+    profile_prefix: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    """Beginning of the file's name."""
+
+
+class StopProfileReq(msgspec.Struct, tag=True, kw_only=True):
+    """End the recording of `StartProfileReq`, and write the trace."""
+
+    route: ClassVar[str] = "/stop_profile"
+    id: int = 0
+
+
 class GetInternalStateReq(msgspec.Struct, tag=True, kw_only=True):
     """Return the scheduler's load and memory figures, for `/server_info`, `/v1/loads` and `/metrics`."""
 
@@ -504,7 +534,13 @@ ENDING_REQS = (EndWeightUpdateReq, UnregisterWeightsReq, DestroyWeightsUpdateGro
 """Requests that are carried out even if the caller no longer waits. They do not read the caller's memory. Without them,
 a transaction would stop generation until its lease ends, or memory would stay mapped."""
 
-ControlReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
+ProfileReq = StartProfileReq | StopProfileReq
+"""Requests that the `StepProfiler` of rank 0 carries out at once."""
+
+QueuedReq = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | WeightReq
+"""Requests that the scheduler's `ControlQueue` receives."""
+
+ControlReq = QueuedReq | ProfileReq
 
 
 class ControlReply(msgspec.Struct, tag=True, kw_only=True):

@@ -35,6 +35,10 @@ _COUNTS_FROM_ZERO = (
 """Limits that may be 0. With 0 the server refuses the feature."""
 
 
+_PATHS = ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file", "profile_folder")
+"""Settings that may be given as a `Path`."""
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     """Settings of one rollout server."""
@@ -227,6 +231,8 @@ class ServerArgs:
     incremental_streaming_output: bool = False
     """Send only the new text, token ids and log-probabilities in each event of a stream of `/generate`, instead of
     everything so far."""
+    profile_folder: str | None = None
+    """Folder to which `/start_profile` may write traces of torch's profiler. Unset: the route is refused."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes in a request body. A larger request is answered 413."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -238,7 +244,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         """Raise BadRequestError for settings that cannot work. The message names the field and the remedy."""
-        for path in ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file"):
+        for path in _PATHS:
             if isinstance(value := getattr(self, path), Path):
                 object.__setattr__(self, path, str(value))
         for name, kind in get_type_hints(type(self)).items():

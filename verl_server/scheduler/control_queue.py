@@ -27,6 +27,7 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     InitWeightsUpdateGroupReq,
     PauseGenerationReq,
+    QueuedReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     SchedulerOutput,
@@ -121,7 +122,7 @@ class ControlQueue:
         """True while no step is taken and requests queue: until the pause, or the open transaction, ends."""
         return self.paused or self.transaction.is_open
 
-    def receive(self, req: ControlReq) -> None:
+    def receive(self, req: QueuedReq) -> None:
         """Carry out `req` now if it does not depend on the order of weight updates. Otherwise stage and queue it."""
         now = self._scheduler.clock()
         match req:

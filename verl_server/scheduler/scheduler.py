@@ -29,6 +29,8 @@ from verl_server.io_struct import (
     GrammarTokenizer,
     SchedulerInput,
     SchedulerOutput,
+    StartProfileReq,
+    StopProfileReq,
     TokenizedGenerateReq,
     WithdrawReq,
 )
@@ -36,6 +38,7 @@ from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, TokenMasks
 from verl_server.scheduler.batch_planner import BatchPlanner
 from verl_server.scheduler.control_queue import ControlQueue
 from verl_server.scheduler.grammars import Grammars
+from verl_server.scheduler.profiler import StepProfiler
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
@@ -84,6 +87,7 @@ class Scheduler:
         self.grammars = Grammars(runner.vocab_size, runner.device, self.planner.rows.max_rows)
         self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self.stats = SchedulerStats(clock)
+        self.profiler = StepProfiler(server_args.profile_folder, worker.runner.device.type, clock)
         self._output = BatchOutput()
         self._arrivals = 0
         self._seeds = random.Random(server_args.random_seed)
@@ -105,6 +109,8 @@ class Scheduler:
                     self._remove(req)
             case GrammarTokenizer():
                 self.grammars.load(message)
+            case StartProfileReq() | StopProfileReq():
+                self.send(self.profiler.handle(message))
             case WithdrawReq():
                 self.control.withdraw(message.id)
             case _:
@@ -271,6 +277,7 @@ class Scheduler:
         """
         if self._in_flight is not None and self._in_flight[0].reads_outputs():
             self._collect()
+        self.profiler.step()
         batch = self.planner.plan(only_started=self.control.draining, settled=self._in_flight is None)
         self.control.step_taken()
         if batch is None:

@@ -23,6 +23,7 @@ from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.health_routes import HealthApi
 from verl_server.server.dialects.sglang.info_routes import InfoApi
+from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.dialects.sglang.routes import NativeApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
@@ -60,6 +61,7 @@ def operations(manager: TokenizerManager, server_args: ServerArgs, rules: Access
         *HealthApi(manager).operations(),
         *InfoApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
+        *OpsApi(manager, server_args).operations(),
         *OpenAIApi(manager, server_args).operations(),
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.weight_sync.sglang_payloads import stub_modules
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group import process_group, unique_id
+from verl_server.weight_sync.group.group_connection import in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.group.unique_id import connect_by_unique_id, read_unique_id
 
@@ -125,3 +127,68 @@ def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
     assert tensors["b"].dtype == torch.bfloat16 and list(tensors["c"].shape) == [3]
     small = process_group._windows(names, dtypes, shapes, "packed", 64, 12)
     assert [w.names for w in small] == [["a", "b"], ["c", "d"]], "windows end between two broadcasts"
+
+
+# -- two GPUs -------------------------------------------------------------------------------------------------
+
+
+class PyNccl:
+    """Rank 0 of two, as vLLM's trainer is it: NCCL through ctypes, on the second GPU."""
+
+    def __init__(self, port: int) -> None:
+        self._nccl = ctypes.CDLL("libnccl.so.2")
+        self._id = ncclUniqueId()
+        self._check(self._nccl.ncclGetUniqueId(ctypes.byref(self._id)))
+        self._comm = ctypes.c_void_p()
+        # The constructor returns when the other rank has connected, as in vLLM.
+        self._store = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=60), use_libuv=False)
+        self._store.set("broadcast_from/0/0", pickled(bytes(self._id)))  # type: ignore[arg-type]
+        torch.cuda.set_device(1)
+        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), 2, self._id, 0))
+        one = torch.zeros(1, device="cuda:1")
+        address, stream = ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._check(self._nccl.ncclAllReduce(address, address, ctypes.c_size_t(1), 7, 0, self._comm, stream))
+        torch.cuda.synchronize(1)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        flat = tensor.contiguous().view(torch.uint8).view(-1)
+        with torch.cuda.device(1):
+            address, stream = ctypes.c_void_p(flat.data_ptr()), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            count = ctypes.c_size_t(flat.numel())
+            self._check(self._nccl.ncclBroadcast(address, address, count, 1, 0, self._comm, stream))
+            torch.cuda.synchronize(1)
+
+    def _check(self, result: int) -> None:
+        assert result == 0, f"NCCL returned {result}"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize("load_format", [None, "packed"])
+def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    weights = {
+        "a": torch.randn(300, 7, device="cuda:1"),
+        "b": torch.randn(33, device="cuda:1", dtype=torch.bfloat16),
+        "c": torch.randn(5, 5, device="cuda:1"),
+    }
+    starting = in_thread(lambda: PyNccl(port))
+    joining = in_thread(lambda: WeightGroup.join(request(port), 0, torch.device("cuda:0"), 60.0))
+    trainer, group = starting.result(60), joining.result(60)
+    names, shapes = list(weights), [list(tensor.shape) for tensor in weights.values()]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
+    arriving = in_thread(
+        lambda: [
+            (name, tensor.clone())
+            for window in group.receive(names, dtypes, shapes, load_format, 1 << 20, 8000)
+            for name, tensor in window
+        ]
+    )
+    tensors = list(weights.values())
+    flat = [tensor.contiguous().view(torch.uint8).view(-1) for tensor in tensors]
+    for part in tensors if load_format is None else [flat[0], torch.cat(flat[1:])]:  # 8400 bytes fill a buffer of 8000
+        trainer.broadcast(part)
+    received = dict(arriving.result(60))
+    group.close()
+    assert all(torch.equal(received[name].cpu(), weights[name].cpu()) for name in names)

@@ -1,4 +1,4 @@
-"""`/health_generate` under load, with a full queue, with a scheduler that is stuck, and while the server is not ready."""
+"""`/health_generate` under load, with a full queue, with a stuck scheduler, and while the server is not ready."""
 
 from __future__ import annotations
 

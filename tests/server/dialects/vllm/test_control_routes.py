@@ -135,6 +135,7 @@ def test_a_first_trainer_finds_no_group_to_leave(stack: Stack, memory: Memory) -
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "a"}}, "master_port"),
         ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": "AA=="}}, "nccl_unique_id_b64"),
         ("/update_weights", {}, "update_info"),
+        ("/update_weights", {"update_info": TENSORS}, "/init_weight_transfer_engine"),
         ("/update_weights", {"update_info": TENSORS, "weight_dir": "/x"}, "either"),
         ("/update_weights", {"update_info": {"names": ["w"]}}, "dtype_names"),
         ("/update_weights", {"update_info": TENSORS | {"ipc_handles": [{}]}}, "ipc_handles_pickled"),
@@ -237,6 +238,8 @@ def test_a_failed_sleep_leaves_generation_running(stack: Stack, memory: Memory) 
 
 # -- methods of workers ---------------------------------------------------------------------------------------
 
+JOINED = ["DestroyWeightsUpdateGroup", "InitWeightsUpdateGroup"]
+
 
 @pytest.mark.parametrize(
     ("body", "calls"),
@@ -245,7 +248,7 @@ def test_a_failed_sleep_leaves_generation_running(stack: Stack, memory: Memory) 
         ({"method": "reload_weights", "kwargs": {"weights_path": "/w"}}, ["UpdateWeightsFromDisk"]),
         ({"method": "update_weights_from_path", "args": ["/w"]}, ["UpdateWeightsFromDisk"]),
         ({"method": "check_health"}, []),
-        ({"method": "init_weight_update_group", "args": ["h", 5, 1, 2]}, ["InitWeightsUpdateGroup"]),
+        ({"method": "init_weight_update_group", "args": ["h", 5, 1, 2]}, JOINED),
         ({"method": "update_weight", "args": ["w", "float32", [2]]}, ["UpdateWeightsFromDistributed"]),
         ({"method": "init_weight_transfer_engine", "args": [{}]}, []),
         ({"method": "start_weight_update", "kwargs": {"is_checkpoint_format": True}}, ["BeginWeightUpdate"]),
@@ -257,6 +260,9 @@ def test_a_failed_sleep_leaves_generation_running(stack: Stack, memory: Memory) 
     ],
 )
 def test_methods_of_the_closed_table(stack: Stack, memory: Memory, body: Any, calls: list[str]) -> None:
+    if calls == ["UpdateWeightsFromDistributed"]:
+        stack.post("/init_weight_transfer_engine", {"init_info": INIT})
+        memory.calls.clear()
     response = stack.post("/collective_rpc", body)
     assert response.status_code == 200, response.text
     assert response.json() == {"results": [None]} and memory.names == calls

@@ -126,6 +126,11 @@ class WeightTransfer:
             )
             await carry_out(UpdateWeightsFromTensorReq(ipc_handles=handles))
             return
+        if self._init.master_address is None:
+            raise BadRequestError(
+                "Weight transfer is not initialized: call /init_weight_transfer_engine with the trainer's address, or "
+                "send ipc_handles_pickled."
+            )
         packed = info.packed if info.packed is not None else bool(self._init.packed)
         await carry_out(
             UpdateWeightsFromDistributedReq(

@@ -14,12 +14,10 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     GetInternalStateReq,
-    InitWeightsUpdateGroupReq,
     UpdateWeightsFromDiskReq,
-    UpdateWeightsFromDistributedReq,
 )
 from verl_server.server.dialects.vllm.sleep import Sleep
-from verl_server.server.dialects.vllm.weight_transfer import GROUP_NAME, CarryOut, WeightTransfer
+from verl_server.server.dialects.vllm.weight_transfer import CarryOut, WeightTransfer
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -84,24 +82,15 @@ class Methods:
     async def init_weight_update_group(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Join the NCCL group of a trainer that calls vLLM's example extension for RL."""
         given = _arguments(args, kwargs, master_address=None, master_port=None, rank_offset=1, world_size=None)
-        try:
-            req = msgspec.convert(
-                given | {"group_name": GROUP_NAME, "rendezvous": "unique_id"},
-                InitWeightsUpdateGroupReq,
-                strict=False,
-            )
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"init_weight_update_group: {error}".replace("`$.", "`")) from None
-        await self._carry_out(req)
+        if given["master_address"] is None:
+            raise BadRequestError("init_weight_update_group needs master_address, master_port and world_size.")
+        await self._transfer.init(self._carry_out, given)
 
     async def update_weight(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Receive one tensor that the trainer broadcasts."""
         given = _arguments(args, kwargs, name=None, dtype_name=None, shape=None)
-        name, dtype, shape = given["name"], given["dtype_name"], given["shape"]
-        if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list)):
-            raise BadRequestError("update_weight needs name, dtype_name and shape.")
-        req = UpdateWeightsFromDistributedReq(names=[name], dtypes=[dtype], shapes=[shape], group_name=GROUP_NAME)
-        await self._carry_out(req)
+        one = {"names": [given["name"]], "dtype_names": [given["dtype_name"]], "shapes": [given["shape"]]}
+        await self._transfer.update(self._carry_out, one | {"packed": False})
 
     async def init_weight_transfer_engine(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """See `/init_weight_transfer_engine`."""

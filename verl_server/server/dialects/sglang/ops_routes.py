@@ -1,0 +1,155 @@
+"""SGLang's routes for operators: profiling, garbage collection and settings; and its updates that are refused.
+
+Each refusal names the field or the route to use instead, because a missing route would look like a wrong address.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from verl_server.errors import BadRequestError, error_for_status
+from verl_server.io_struct import ControlReq, StartProfileReq, StopProfileReq
+from verl_server.server.dialects.operation import BOTH, TEXT, Operation
+from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
+from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.server_args import ServerArgs
+
+_NO_CHANGE = "no setting can be changed while the server runs: restart it"
+_PROFILE_REFUSED = {
+    "start_step": "the recording begins with the next step",
+    "profile_by_stage": "a step holds prompts and decodes together",
+    "profile_stages": "a step holds prompts and decodes together",
+    "merge_profiles": "rank 0 is recorded",
+    "detailed_annotations": "use record_shapes",
+}
+_LOGGING_REFUSED = {
+    "log_requests": "requests are not logged",
+    "log_requests_level": "requests are not logged",
+    "log_requests_format": "requests are not logged",
+    "dump_requests_folder": "requests are not written to files",
+    "dump_requests_threshold": "requests are not written to files",
+    "crash_dump_folder": "requests are not written to files",
+}
+_REFUSALS = {
+    "/update_weights_from_ipc": (
+        "checkpoint-engine's sockets carry pickles, which this server does not load. Send the handles with "
+        "/update_weights_from_tensor or /update_weights, or use /update_weights_from_distributed or "
+        "/update_weights_from_disk."
+    ),
+    "/pull_weights": (
+        "this server does not copy files to a folder that a caller names. Call /update_weights_from_disk with the "
+        "folder of the version as model_path."
+    ),
+    "/slow_down": "this server is not slowed down on purpose. Limit max_running_requests at its start.",
+}
+"""Route of SGLang or of a fork -> why it is refused, and what to do instead."""
+
+
+class SetInternalStateReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /set_internal_state`."""
+
+    server_args: dict[str, Any]
+    """Settings to change. Must be empty: no setting can be changed while the server runs."""
+
+
+class ConfigureLoggingReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /configure_logging`. All fields are refused if they are set."""
+
+
+class OpsApi:
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
+        self._manager, self._args = manager, server_args
+
+    def operations(self) -> list[Operation]:
+        profile_id = {"profile_id": "the name of the file has the time"}
+        return [
+            Operation(
+                StartProfileReq.route,
+                self.start_profile,
+                BOTH,
+                control=True,
+                body=StartProfileReq,
+                refused=_PROFILE_REFUSED,
+                without_effect=profile_id,
+                media_types=(TEXT,),
+            ),
+            Operation(StopProfileReq.route, self.stop_profile, BOTH, control=True, media_types=(TEXT,)),
+            Operation("/freeze_gc", self.freeze_gc, BOTH, control=True, media_types=(TEXT,)),
+            Operation(
+                "/set_internal_state", self.set_internal_state, ("POST", "PUT"), control=True, body=SetInternalStateReq
+            ),
+            Operation(
+                "/configure_logging",
+                self.configure_logging,
+                BOTH,
+                control=True,
+                body=ConfigureLoggingReq,
+                refused=_LOGGING_REFUSED,
+                media_types=(),
+            ),
+            *(Operation(path, self.refuse, BOTH, control=True) for path in _REFUSALS),
+        ]
+
+    async def start_profile(self, request: Request) -> Response:
+        """Return a line of text. The trace is in `profile_folder` after `/stop_profile`, or after `num_steps`."""
+        body = await self._body(request, _PROFILE_REFUSED)
+        given = {name: body[name] for name in StartProfileReq.__struct_fields__ if body.get(name) is not None}
+        given.pop("id", None)
+        try:
+            req = msgspec.convert(given, StartProfileReq, strict=False)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"/start_profile: {error}".replace("`$.", "`")) from None
+        return await self._profile(request, req, "Start profiling.\n")
+
+    async def stop_profile(self, request: Request) -> Response:
+        """Return a line of text when the trace is written."""
+        return await self._profile(request, StopProfileReq(), "Stop profiling. This will take some time.\n")
+
+    async def _profile(self, request: Request, req: ControlReq, text: str) -> Response:
+        reply = await unless_disconnected(request, self._manager.control(req))
+        if not reply.success:
+            return message_error(error_for_status(reply.status_code, reply.message))
+        return PlainTextResponse(text + reply.message + "\n")
+
+    async def freeze_gc(self, request: Request) -> Response:
+        """Return a line of text. Objects that exist now are left out of later garbage collections of the front process.
+        The scheduler does so at its start."""
+        self._manager.check_serving()
+        gc.collect()
+        gc.freeze()
+        return PlainTextResponse("Garbage collection frozen.\n")
+
+    async def set_internal_state(self, request: Request) -> Response:
+        """Return [true] for no settings; 400 that names the settings otherwise."""
+        given = (await self._body(request, {})).get("server_args")
+        if not isinstance(given, dict):
+            raise BadRequestError("server_args must be an object of settings.")
+        if given:
+            raise BadRequestError(f"server_args {', '.join(sorted(map(str, given)))[:200]}: {_NO_CHANGE}.")
+        return json_response([True])
+
+    async def configure_logging(self, request: Request) -> Response:
+        """Return 200 with an empty body; 400 for a field that is set, because requests are not logged."""
+        await self._body(request, _LOGGING_REFUSED)
+        return Response()
+
+    async def refuse(self, request: Request) -> Response:
+        """Return 400 with the reason, and with what to do instead."""
+        path = request.url.path.rstrip("/")
+        raise BadRequestError(f"{path} is not supported: {_REFUSALS[path]}")
+
+    async def _body(self, request: Request, refused: dict[str, str]) -> dict[str, Any]:
+        """Return the body. Raise BadRequestError if a field of `refused` is set."""
+        body = await read_json(request, self._args.max_request_bytes)
+        if not isinstance(body, dict):
+            raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+        self._manager.check_serving()
+        for name, remedy in refused.items():
+            if body.get(name) not in (None, False, 0, "", [], {}):
+                raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
+        return body
