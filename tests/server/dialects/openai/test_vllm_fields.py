@@ -32,7 +32,9 @@ def test_the_default_chat_of_trl(call: Caller) -> None:
         top_k=0, max_tokens=50, logprobs=True, top_logprobs=0, return_token_ids=True, return_tokens_as_token_ids=True
     )
     ids, (choice,) = call.text.encode("Hello!"), answer["choices"]
-    assert answer["prompt_token_ids"] == choice["prompt_token_ids"] == call.sent().input_ids  # vLLM's and SGLang's place
+    assert (
+        answer["prompt_token_ids"] == choice["prompt_token_ids"] == call.sent().input_ids
+    )  # vLLM's and SGLang's place
     assert choice["token_ids"] == choice["response_token_ids"] == ids
     content = choice["logprobs"]["content"]
     assert [c["token"] for c in content] == [f"token_id:{i}" for i in ids]
