@@ -23,7 +23,7 @@ class Caller:
 
     def says(self, text: str, chunk: int | None = None) -> None:
         """Make the scheduler answer every request with this text and EOS, in messages of `chunk` tokens."""
-        self.stack.scheduler.script = lambda req: self.text.encode(text) + [self.text.eos_token_ids[0]]
+        self.stack.scheduler.script = lambda req: [*self.text.encode(text), self.text.eos_token_ids[0]]
         self.stack.scheduler.chunk = chunk
 
     def cuts(self, text: str, chunk: int | None = None) -> None:

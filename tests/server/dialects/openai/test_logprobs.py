@@ -93,8 +93,8 @@ def test_offsets_of_a_stream_continue(call: Caller) -> None:
     call.cuts("Hello!", chunk=2)
     frames = call.stream("/v1/completions", prompt="ab", max_tokens=50, logprobs=0, echo=True)
     logprobs = [f["choices"][0]["logprobs"] for f in frames if f["choices"][0]["logprobs"]]
-    assert sum((part["text_offset"] for part in logprobs), []) == list(range(8))
-    assert "".join(sum((part["tokens"] for part in logprobs), [])) == "abHello!"
+    assert [offset for part in logprobs for offset in part["text_offset"]] == list(range(8))
+    assert "".join(token for part in logprobs for token in part["tokens"]) == "abHello!"
 
 
 def test_prompt_ranks() -> None:

@@ -47,11 +47,11 @@ def test_prompt_ids_of_streams_are_sent_once(call: Caller) -> None:
     ids = call.text.encode("Hello!")
     frames = call.stream("/v1/completions", prompt="ab", max_tokens=50, return_token_ids=True)
     choices = [frame["choices"][0] for frame in frames]
-    assert sum((c.get("token_ids", []) for c in choices), []) == ids
+    assert [i for c in choices for i in c.get("token_ids", [])] == ids
     assert [c.get("prompt_token_ids") for c in choices] == [call.text.encode("ab"), *[None] * (len(choices) - 1)]
     frames = call.stream("/v1/chat/completions", messages=MESSAGES, return_token_ids=True)
     assert [f.get("prompt_token_ids") for f in frames] == [call.sent().input_ids, *[None] * (len(frames) - 1)]
-    assert sum((f["choices"][0].get("token_ids", []) for f in frames), []) == ids
+    assert [i for f in frames for i in f["choices"][0].get("token_ids", [])] == ids
 
 
 def test_prompt_logprobs(call: Caller) -> None:
