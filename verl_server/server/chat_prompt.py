@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_server.chat.call_readers import ParameterTypes
+from verl_server.chat.formats import NONE
 from verl_server.chat.output import OutputFormat, OutputParser
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
@@ -40,6 +41,11 @@ class ChatOutput(msgspec.Struct, frozen=True):
     def is_parsed(self) -> bool:
         """True if the output may have reasoning or tool calls, so that it needs a parser."""
         return self.format.reasoning_format is not None or (self.tools and self.format.tool_format is not None)
+
+    def without_reasoning(self) -> ChatOutput:
+        """Return the plan that leaves the reasoning in the content."""
+        format = msgspec.structs.replace(self.format, reasoning=NONE)
+        return msgspec.structs.replace(self, format=format, thinking_open=False)
 
     def parser(self, whole_calls: bool) -> OutputParser:
         """Return a parser for one sample. See `OutputFormat.parser`."""

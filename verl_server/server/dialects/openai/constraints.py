@@ -68,6 +68,15 @@ def response_format_schema(name: str, value: Any) -> dict[str, str]:
     )
 
 
+def schema_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON schema that is an object, or None for a boolean or for text that is refused elsewhere."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
 def _structured_outputs(name: str, value: Any) -> dict[str, str]:
     readers: dict[str, Callable[[str, Any], dict[str, str]]] = {
         "json": _schema,

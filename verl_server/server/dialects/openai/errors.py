@@ -13,6 +13,7 @@ from verl_server.server.responses import error_headers, error_object, json_respo
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Sampling parameter in a message -> field of OpenAI's routes."""
+_REFUSED = re.compile(r"Field `(\w+)`")
 _WORD = re.compile(r"[a-z_]{1,64}")
 
 
@@ -38,6 +39,8 @@ def error_content(error: VerlServerError, fields: Iterable[str] = ()) -> dict[st
 
 def error_param(message: str, fields: Iterable[str]) -> str | None:
     """Return the first field that a message names, or None."""
+    if refused := _REFUSED.match(message):
+        return refused[1]
     known = set(fields)
     for word in _WORD.findall(message[:512]):
         name = _RENAMED.get(word, word)

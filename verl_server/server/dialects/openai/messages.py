@@ -10,6 +10,7 @@ import msgspec
 from verl_server.chat.tools import read_tool_choice, read_tools, template_tools
 from verl_server.errors import BadRequestError
 from verl_server.server.chat_prompt import ChatPrompt, read_chat_prompt
+from verl_server.server.dialects.openai.protocol import CALL_AND_CONSTRAINT, OpenAIRequest
 from verl_server.server.text_tools import TextTools
 
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
@@ -24,11 +25,14 @@ def read_openai_prompt(
     tools: Any = None,
     tool_choice: Any = None,
     parallel: bool = True,
+    constrained: OpenAIRequest | None = None,
     input_ids: list[int] | None = None,
 ) -> ChatPrompt:
     """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
 
     With `tool_choice` "none" the template gets the tools, too: clients such as TRL's parse the calls themselves.
+    `constrained` is the request with the constraints of the output. If the policy may reason, a JSON schema is removed
+    from this request and becomes a part of the prompt's grammar, so that it leaves the reasoning free.
     """
     declared = read_tools(tools)
     choice = read_tool_choice(tool_choice, declared)
@@ -38,7 +42,13 @@ def read_openai_prompt(
         messages = text_messages(messages)
     elif not input_ids:
         raise BadRequestError("input_ids cannot be empty.")
-    prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, input_ids)
+    reasons = text.output_format(options).reasoning_format is not None
+    schema = constrained.take_schema() if reasons and constrained is not None else None
+    if schema is not None and choice.is_forced:
+        raise BadRequestError(CALL_AND_CONSTRAINT)
+    prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, input_ids)
+    if reasons and constrained is not None and constrained.is_constrained:
+        prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
     return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options))
 
 

@@ -13,9 +13,13 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import LogprobsMode
-from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint
+from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, schema_object
 from verl_server.server.generate_request import GenerateReqInput
 
+CALL_AND_CONSTRAINT = (
+    "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
+    "of them out."
+)
 R = TypeVar("R", bound=msgspec.Struct)
 
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -197,11 +201,20 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         if not grammar:
             return found
         if found:
-            raise BadRequestError(
-                "tool_choice requires a tool call, which excludes response_format and other constraints of the output: "
-                "leave one of them out."
-            )
+            raise BadRequestError(CALL_AND_CONSTRAINT)
         return {"ebnf": grammar}
+
+    def take_schema(self) -> dict[str, Any] | None:
+        """Remove the JSON schema that constrains the output from the request, and return it; None if there is none."""
+        text = self._constraint("").get("json_schema")
+        schema = None if text is None else schema_object(text)
+        if schema is not None:
+            self.response_format = self.structured_outputs = self.guided_json = self.json_schema = None
+        return schema
+
+    @property
+    def is_constrained(self) -> bool:
+        return bool(self._constraint(""))
 
     def check_logprobs(self, name: str, count: int | None) -> None:
         """Check the numbers of candidates. `name` is the field with `count`."""

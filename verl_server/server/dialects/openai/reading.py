@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from verl_server.chat.formats import NONE
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
@@ -100,13 +99,14 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
         tools=request.tools,
         tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls,
+        constrained=request,
         input_ids=request.input_ids,
     )
     output = prompt.output
     if output.keeps_special_tokens:
         request.skip_special_tokens = False
     if not request.separate_reasoning:
-        output = msgspec.structs.replace(output, format=msgspec.structs.replace(output.format, reasoning=NONE))
+        output = output.without_reasoning()
     keep = kept_tokens(tools, request.truncate_prompt_tokens, request.max_tokens)
     request.messages, request.input_ids, request.tools = [], None, None
     request.chat_template_kwargs = request.chat_template = request.documents = request.tool_choice = None

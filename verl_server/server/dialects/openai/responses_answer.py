@@ -46,43 +46,18 @@ class ResponseAnswer:
         self._items = OutputItems()
         self._created = time.time()
         self._number = 0
-        self._chars = self._tokens = 0
-        """Characters and tokens that were parsed."""
+        self._chars = 0
+        """Characters that were parsed."""
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._tokens = self._decoded = self._reported = 0
+        """With log-probabilities: decoded tokens, their characters, and tokens that belong to parsed items."""
 
     # -- the whole response ---------------------------------------------------------------------------------
 
     async def response(self, state: ReqState) -> dict[str, Any]:
         """Return the whole response."""
-        text = state.text()
-        if self._logprobs.is_on:
-            await self._add_by_token(state, text)
-        else:
-            slices = Slices()
-            for start in range(0, len(text), _PIECE):
-                self._add(self._parser.push(text[start : start + _PIECE]))
-                await slices.end()
-        self._add(self._parser.finish())
-        self._items.close(self._status(state))
+        await self._progress(state)
         return self._object(state)
-
-    async def _add_by_token(self, state: ReqState, text: str) -> None:
-        """Parse the text token by token, so that each piece of content has the log-probabilities of its own tokens."""
-        assert state.decode is not None
-        detokenizer, slices = IncrementalDetokenizer(state.decode), Slices()
-        for k, token in enumerate(state.output_ids):
-            piece = detokenizer.push(token)
-            piece = piece[: len(text) - self._chars]  # a stop string and what follows do not belong to the text
-            self._chars += len(piece)
-            deltas = self._parser.push(piece)
-            if any(isinstance(delta, ContentDelta) for delta in deltas):
-                entries = await self._logprobs.entries(self._logprobs.output(state, self._tokens, k + 1))
-                self._add(deltas, entries)
-                self._tokens = k + 1
-            elif deltas:  # reasoning or a call, whose log-probabilities have no place in a response
-                self._add(deltas)
-                self._tokens = k + 1
-            await slices.end()
-        self._add(self._parser.push(text[self._chars :]))
 
     # -- the stream -----------------------------------------------------------------------------------------
 
@@ -101,17 +76,40 @@ class ResponseAnswer:
             yield self._frames([("failed", {"response": failed})])
 
     async def _progress(self, state: ReqState) -> list[Event]:
-        """Return the events of what is new of the sample."""
+        """Parse what is new of the sample. Return the events."""
         text, end, done = state.text(), len(state.output_ids), state.done
-        deltas = self._parser.push(text[self._chars :])
-        if done:
-            deltas += self._parser.finish()
-        start, self._chars, self._tokens = self._tokens, len(text), end
-        entries = b""
-        if self._logprobs.is_on and any(isinstance(delta, ContentDelta) for delta in deltas):
-            entries = await self._logprobs.entries(self._logprobs.output(state, start, end))
-        events = self._add(deltas, entries)
-        return events + self._items.close(self._status(state)) if done else events
+        events = await self._parse_tokens(state, text, end) if self._logprobs.is_on else []
+        slices = Slices()
+        while self._chars < len(text):
+            piece = text[self._chars : self._chars + _PIECE]
+            self._chars += len(piece)
+            events += self._add(self._parser.push(piece))
+            await slices.end()
+        if not done:
+            return events
+        return [*events, *self._add(self._parser.finish()), *self._items.close(self._status(state))]
+
+    async def _parse_tokens(self, state: ReqState, text: str, end: int) -> list[Event]:
+        """Parse the text of the tokens up to `end`, one by one, so that content has the entries of its own tokens.
+
+        The entries of reasoning and of calls have no place in a response.
+        """
+        assert state.decode is not None
+        self._detokenizer = self._detokenizer or IncrementalDetokenizer(state.decode)
+        events, slices = [], Slices()
+        for k in range(self._tokens, end):
+            self._decoded += len(self._detokenizer.push(state.output_ids[k]))
+            piece = text[self._chars : self._decoded]  # `text` ends before a stop string and what may be one
+            self._chars += len(piece)
+            deltas, entries = self._parser.push(piece), b""
+            if any(isinstance(delta, ContentDelta) for delta in deltas):
+                entries = await self._logprobs.entries(self._logprobs.output(state, self._reported, k + 1))
+            if deltas:
+                self._reported = k + 1
+            events += self._add(deltas, entries)
+            await slices.end()
+        self._tokens = end
+        return events
 
     def _frames(self, events: Sequence[Event]) -> bytes:
         frames = []

@@ -207,6 +207,7 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
         tools=[_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())],
         tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls,
+        constrained=chat,
     )
     if prompt.output.keeps_special_tokens:
         chat.skip_special_tokens = False

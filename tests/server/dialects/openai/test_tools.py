@@ -1,0 +1,197 @@
+"""Tools, reasoning and formats of the output in chats, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Stack
+from tests.server.dialects.openai.conftest import MESSAGES, Caller
+from verl_server.models.tiny import CHAT_TEMPLATE
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def thinking(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+    """A server whose template shows the reasoning of earlier messages, so that its format is known."""
+    template = tmp_path_factory.mktemp("templates") / "thinking.jinja"
+    think = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n{% endif %}"
+    mode = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    template.write_text(CHAT_TEMPLATE.replace("{{ message['content'] }}", think + "{{ message['content'] }}") + mode)
+    stack = Stack(text_folder, chat_template=str(template))
+    yield Caller(stack)
+    stack.close()
+
+
+def joined(frames: list[Any]) -> dict[str, Any]:
+    """Return the message that the chunks of a stream add up to, with its finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    for frame in frames:
+        for choice in frame["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for part in delta.get("tool_calls", []):
+                if "id" in part:
+                    message["calls"].append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
+                message["calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+            message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+def test_calls_are_parsed(call: Caller) -> None:
+    call.says(f"Let me see.\n{CALL}\n{CALL}")
+    (choice,) = call.chat(tools=[TOOL])["choices"]
+    message = choice["message"]
+    assert message["content"] == "Let me see." and choice["finish_reason"] == "tool_calls"
+    assert [c["function"] for c in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert len({c["id"] for c in message["tool_calls"]}) == 2 and message["tool_calls"][0]["type"] == "function"
+    assert '"name": "add"' in call.text.decoder(False)(call.sent().input_ids)
+    (choice,) = call.chat(tools=[TOOL], parallel_tool_calls=False)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+def test_calls_are_streamed(call: Caller, chunk: int | None) -> None:
+    call.says(f"Let me see.\n{CALL}", chunk)
+    message = joined(call.stream(CHAT, messages=MESSAGES, tools=[TOOL]))
+    (made,) = message["calls"]
+    assert (message["content"], message["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert (made["name"], json.loads(made["arguments"])) == ("add", {"a": 1}) and made["id"]
+
+
+def test_choice_none_shows_the_tools_and_parses_nothing(call: Caller) -> None:
+    call.says(CALL)
+    (choice,) = call.chat(tools=[TOOL], tool_choice="none")["choices"]
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+    assert "tool_calls" not in choice["message"]
+    assert '"name": "add"' in call.text.decoder(False)(call.sent().input_ids)
+    assert "tool_calls" not in call.chat()["choices"][0]["message"]
+
+
+def test_a_cut_call_is_no_call_that_ended(call: Caller) -> None:
+    call.cuts(CALL[:-20])
+    (choice,) = call.chat(tools=[TOOL])["choices"]
+    assert choice["finish_reason"] == "length" and "add" in choice["message"]["content"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_forced_calls_are_constrained(call: Caller, choice: Any) -> None:
+    call.says(CALL)
+    (answer,) = call.chat(tools=[TOOL], tool_choice=choice)["choices"]
+    assert answer["finish_reason"] == "tool_calls" and "add" in call.sent().grammar
+    refusal = call.refusal(CHAT, messages=MESSAGES, tools=[TOOL], tool_choice=choice, regex="a+")
+    assert "excludes response_format" in refusal["message"]
+
+
+def test_earlier_calls_are_rendered(call: Caller) -> None:
+    made = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    result = {"role": "tool", "tool_call_id": "x", "content": "2"}
+    call.chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [made]}, result])
+    assert "<|im_start|>tool\n2<|im_end|>" in call.text.decoder(False)(call.sent().input_ids)
+
+
+def test_tokenize_renders_like_a_chat(call: Caller) -> None:
+    call.chat(tools=[TOOL])
+    assert call.post("/tokenize", messages=MESSAGES, tools=[TOOL])["tokens"] == call.sent().input_ids
+    call.chat(messages=[{"role": "developer", "content": "x"}])
+    assert call.text.decoder(False)(call.sent().input_ids).startswith("<|im_start|>system\nx")
+
+
+def test_reasoning_is_separated(thinking: Caller) -> None:
+    thinking.says("<think>\nhm\n</think>\n\nFive.")
+    message = thinking.chat()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Five.", "hm", "hm")
+    hidden = thinking.chat(include_reasoning=False)["choices"][0]["message"]
+    assert (hidden["content"], hidden["reasoning"]) == ("Five.", None)
+    whole = thinking.chat(separate_reasoning=False)["choices"][0]["message"]
+    assert whole["content"] == "<think>\nhm\n</think>\n\nFive."
+
+
+def test_reasoning_is_streamed(thinking: Caller) -> None:
+    thinking.says("<think>\nhm hm\n</think>\n\nFive.", chunk=1)
+    frames = thinking.stream(CHAT, messages=MESSAGES)
+    message = joined(frames)
+    assert (message["reasoning_content"], message["content"]) == ("hm hm", "Five.")
+    frames = thinking.stream(CHAT, messages=MESSAGES, stream_reasoning=False)
+    pieces = [frame["choices"][0]["delta"].get("reasoning_content") for frame in frames]
+    assert [piece for piece in pieces if piece] == ["hm hm"]
+
+
+def test_effort_none_switches_thinking_off(thinking: Caller) -> None:
+    thinking.says("x")
+    thinking.chat(reasoning_effort="none")
+    assert thinking.text.decoder(False)(thinking.sent().input_ids).endswith("<think>\n\n</think>\n\n")
+    thinking.chat(reasoning_effort="high")
+    assert not thinking.text.decoder(False)(thinking.sent().input_ids).endswith("</think>\n\n")
+
+
+def test_a_schema_leaves_the_reasoning_free(thinking: Caller) -> None:
+    thinking.says('<think>\nhm\n</think>\n\n{"a": 1}')
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
+    message = thinking.chat(response_format=form)["choices"][0]["message"]
+    assert json.loads(message["content"]) == {"a": 1} and message["reasoning"] == "hm"
+    assert "think" in thinking.sent().grammar
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"structured_outputs": {"choice": ["yes", 'no "x"']}},
+        {"structured_outputs": {"grammar": 'root ::= "a"'}},
+        {"structured_outputs": {"json_object": True}},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["a", "b"]},
+        {"guided_grammar": 'root ::= "a"'},
+        {"regex": "a+"},
+        {"ebnf": 'root ::= "a"'},
+        {"json_schema": '{"type": "object"}'},
+    ],
+)
+def test_constraints(call: Caller, fields: dict[str, Any]) -> None:
+    for answer in (call.complete, call.chat):
+        answer(**fields)
+        assert call.sent().grammar
+
+
+def test_text_is_no_constraint(call: Caller) -> None:
+    call.chat(response_format={"type": "text"}, regex="", ebnf="")
+    assert call.sent().grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "`regex` and `ebnf`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"nonsense": 1}}, "`nonsense`"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"chat_template": "{{ messages }}"}, "allowed_chat_templates"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "sub"),
+        ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"verbosity": "low"}, "`verbosity`"),
+    ],
+)
+def test_refused_chats(call: Caller, fields: dict[str, Any], says: str) -> None:
+    assert says in call.refusal(CHAT, messages=MESSAGES, **fields)["message"]
