@@ -61,6 +61,14 @@ def chat(client: openai.OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(**(given | options))
 
 
+def fits(call: Any) -> bool:
+    """Return True if a call names a tool and its arguments fit the tool's schema."""
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_weather":
+        return arguments.keys() == {"city", "days"} and arguments["city"] in ("Paris", "Rome")
+    return call.function.name == "get_time" and arguments in ({"zone": "CET"}, {"zone": "UTC"})
+
+
 def test_models(client: openai.OpenAI, server: Server) -> None:
     """List and retrieve models; an unknown name is `NotFoundError`."""
     (model,) = client.models.list().data
@@ -133,17 +141,20 @@ def test_completion_scores(client: openai.OpenAI) -> None:
 def test_tools(client: openai.OpenAI, choice: str) -> None:
     """Tools: a forced call has arguments that fit the schema."""
     forced: Any = "required" if choice == "required" else {"type": "function", "function": {"name": "get_weather"}}
-    answer = chat(client, tools=[WEATHER, TIME], tool_choice=forced, max_tokens=200, temperature=1.0, seed=3)
-    message = answer.choices[0].message
-    assert answer.choices[0].finish_reason == "tool_calls", answer
-    for call in message.tool_calls:
-        arguments = json.loads(call.function.arguments)
-        if call.function.name == "get_weather":
-            assert arguments["city"] in ("Paris", "Rome") and 1 <= arguments["days"] <= 9
-        else:
-            assert call.function.name == "get_time" and arguments["zone"] in ("CET", "UTC")
-    if choice == "named":
-        assert {call.function.name for call in message.tool_calls} == {"get_weather"}
+    options: Any = {"tools": [WEATHER, TIME], "tool_choice": forced, "temperature": 1.0, "seed": 3}
+    answer = chat(client, parallel_tool_calls=False, max_tokens=200, **options)
+    assert answer.choices[0].finish_reason in ("tool_calls", "stop"), answer
+    (call,) = answer.choices[0].message.tool_calls
+    assert fits(call) and (choice == "required" or call.function.name == "get_weather")
+
+
+def test_parallel_tools(client: openai.OpenAI) -> None:
+    """Parallel tool calls: each has an id, a name and arguments of its own."""
+    answer = chat(client, tools=[WEATHER, TIME], tool_choice="required", max_tokens=300, temperature=1.0, seed=3)
+    calls = answer.choices[0].message.tool_calls
+    assert len({call.id for call in calls}) == len(calls) > 1
+    assert all(fits(call) for call in calls[:-1]), "only the last call may be cut by max_tokens"
+    assert answer.choices[0].finish_reason == "length" or fits(calls[-1])
 
 
 def test_tool_stream(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from conftest import Server
@@ -108,6 +109,7 @@ def test_information(client: Any, async_client: Any, server: Server) -> None:
     """Both clients read the world size, the dtype, the length of the context and the configuration."""
     assert client.get_world_size() == async_client.get_world_size() == 1
     assert client.get_server_info()["parallel_config"]["world_size"] == 1
+    accelerate.PartialState()  # as every trainer does: the client's logger needs it
     async_client.wait_for_server_ready()
     assert async_client.get_max_model_len() == 4096 and async_client.get_dtype() == "torch.float32"
 

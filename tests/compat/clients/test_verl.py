@@ -159,8 +159,11 @@ def test_asynchronous(attached: Any, adapters: Any, adapter: Any, tiny_model: Pa
 def test_server_adapter(attached: Any, adapter: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ServerAdapter.update_weights`: verl's whole weight sync in buckets, over a device mesh of one rank."""
     import torch.distributed
-    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+    from verl.workers.rollout.sglang_rollout import sglang_rollout
 
+    ServerAdapter = sglang_rollout.ServerAdapter
+    if not torch.cuda.is_available():  # verl has no platform for the CPU
+        monkeypatch.setattr(sglang_rollout, "get_device_id", lambda: "cpu")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "1"}.items():

@@ -37,7 +37,7 @@ from verl_server.io_struct import (
     WeightsCheckerReq,
 )
 from verl_server.server.auth import AccessRules
-from verl_server.server.dialects.operation import BOTH, POST, TEXT, Handler, Operation
+from verl_server.server.dialects.operation import BOTH, JSON, POST, TEXT, Handler, Operation
 from verl_server.server.responses import (
     bad_request,
     error_headers,
@@ -90,7 +90,7 @@ class ControlApi:
         timeout = {"timeout": "Longest wait for an idle scheduler, in seconds."}
         return [
             Operation(FlushCacheReq.route, self.flush_cache, BOTH, control=True, query=timeout, media_types=(TEXT,)),
-            _operation(AbortReq, self.abort_request, control=False),
+            _operation(AbortReq, self.abort_request, control=False, media_types=()),
             _operation(PauseGenerationReq, self.pause_generation),
             _operation(ContinueGenerationReq, self.continue_generation),
             *(_operation(kind, self._plain(kind)) for kind in _PLAIN_REQS),
@@ -230,12 +230,16 @@ class ControlApi:
 
 
 def _operation(
-    kind: type[msgspec.Struct], handler: Handler, methods: tuple[str, ...] = POST, control: bool = True
+    kind: type[msgspec.Struct],
+    handler: Handler,
+    methods: tuple[str, ...] = POST,
+    control: bool = True,
+    media_types: tuple[str, ...] = (JSON,),
 ) -> Operation:
     """Return the operation of a request of `io_struct`, whose route the request names."""
     others = {name: reason for name, reason in _BASE_FIELDS.items() if name not in kind.__struct_fields__}
     path: str = kind.route  # type: ignore[attr-defined]
-    return Operation(path, handler, methods, control=control, body=kind, without_effect=others)
+    return Operation(path, handler, methods, control=control, body=kind, without_effect=others, media_types=media_types)
 
 
 def _success(reply: ControlReply, **extra: Any) -> Response:

@@ -120,8 +120,8 @@ class VllmControlApi:
                     "reset_external": "No effect: there is no external cache.",
                 },
             ),
-            _control("/reset_mm_cache", self.reset_absent_cache),
-            _control("/reset_encoder_cache", self.reset_absent_cache),
+            _control("/reset_mm_cache", self.reset_absent_cache, media_types=()),
+            _control("/reset_encoder_cache", self.reset_absent_cache, media_types=()),
             _control(
                 "/sleep",
                 self.sleep,
