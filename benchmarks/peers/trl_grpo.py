@@ -3,16 +3,17 @@
     python -m benchmarks.peers.trl_grpo --shape 0.6b --steps 8
 
 It needs two GPUs and an environment with trl 1.16 and vllm 0.22 to 0.31 beside this package: TRL's client sends weights
-with vLLM's own NCCL code. The trainer has the first GPU and the server the second. The model has random weights, and
-the reward is the share of output tokens with an even id, so a policy that is trained and pushed correctly improves
-within a few steps. Each step prints one JSON line with the reward, the seconds of the step, and TRL's own comparison
-of the server's log-probabilities with those of the trainer's weights.
+with vLLM's own NCCL code. The trainer has the first GPU and the server the second. The trainer has other random weights
+than the server at its start, so TRL's comparison of log-probabilities (`sampling_logp_difference`) is small only if the
+server samples from the weights that TRL pushed before each step. Each step prints one JSON line with this comparison,
+the reward (the share of output tokens with an even id), and the seconds of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import socket
 import subprocess
@@ -101,9 +102,9 @@ def serve(folder: Path) -> Iterator[HttpServerEngineAdapter]:
     """Serve the model on the second GPU as `verl-server serve` does: TRL's client sends no key."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--load-format", "dummy", "--device", "cuda", "--dtype", "bfloat16", "--base-gpu-id", "1"]
+    options = ["--load-format", "dummy", "--device", "cuda", "--dtype", "bfloat16"]
     command = [sys.executable, "-m", "verl_server", "serve", "--model-path", str(folder), "--port", str(port)]
-    server = subprocess.Popen([*command, *options])
+    server = subprocess.Popen([*command, *options], env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"})
     try:
         with attach(f"http://127.0.0.1:{port}", server) as engine:
             yield engine
@@ -117,7 +118,9 @@ def attach(url: str, server: subprocess.Popen[bytes]) -> HttpServerEngineAdapter
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
-            return HttpServerEngineAdapter.attach(url)
+            engine = HttpServerEngineAdapter.attach(url)
+            engine.get_model_info()  # answered once the model is loaded
+            return engine
         except VerlServerError:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise
@@ -132,6 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output-len", type=int, default=64, help="longest completion in tokens (64)")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     args = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # of this process, before it uses CUDA: TRL refuses a second GPU
     with tempfile.TemporaryDirectory() as temporary:
         shape = SHAPES[args.shape]
         folder = make_model_folder(

@@ -258,13 +258,16 @@ def test_health_of_a_dead_scheduler(stack: Stack) -> None:
 def test_info_routes(make_stack: MakeStack) -> None:
     stack = make_stack(api_key="secret-1", admin_api_key="secret-2")
     stack.scheduler.control = lambda m: io.ControlReply(id=m.id, success=True, payload={"num_running_reqs": 3})
+    stack.manager.scheduler_info = stack.manager.scheduler_info | {"device": "cuda:0"}
     headers = {"Authorization": "Bearer secret-1"}
     for path in ("/server_info", "/get_server_info"):
         response = stack.get(path, headers=headers)
         info = response.json()
         assert "secret" not in response.text
         assert info["max_total_num_tokens"] == 4096 and info["tp_size"] == 1 and isinstance(info["version"], str)
-        assert info["scheduler_info"]["vocab_size"] == 320 and info["internal_states"] == [{"num_running_reqs": 3}]
+        assert info["device"] == "cuda", "an adapter that attaches reads the setting"
+        assert info["scheduler_info"]["device"] == "cuda:0" and info["scheduler_info"]["vocab_size"] == 320
+        assert info["internal_states"] == [{"num_running_reqs": 3}]
     model = stack.get("/get_model_info", headers=headers).json()
     assert model == stack.get("/model_info", headers=headers).json()
     assert (model["is_generation"], model["weight_version"], model["model_type"]) == (True, "default", "llama")

@@ -94,6 +94,7 @@ class InfoApi:
         pause = self._manager.controls.pause
         return info | {
             "tokenizer_path": self._args.tokenizer_path or self._args.model_path,
+            "device": str(info["device"]).partition(":")[0],  # the setting; `scheduler_info` has rank 0's device
             "dp_size": 1,
             "pp_size": 1,
             "ep_size": 1,
