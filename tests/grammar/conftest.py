@@ -24,6 +24,6 @@ def compiler() -> GrammarCompiler:
 
 def accepts(compiler: GrammarCompiler, kind: Kind, text: str, output: str) -> bool:
     """Return True if `output` is complete under the grammar."""
-    matcher = compiler.compile(translate(Grammar(kind, text))).inner
+    matcher = compiler.compile(translate(Grammar(kind, text), {})).inner
     tokens = encode(output)
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())

@@ -192,7 +192,7 @@ def test_a_grammar_accepts_its_outputs_and_no_others(
 )
 def test_a_refusal_names_the_fault(compiler: GrammarCompiler, kind: Kind, text: str, says: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        compiler.compile(translate(Grammar(kind, text)))
+        compiler.compile(translate(Grammar(kind, text), {}))
     assert says in str(caught.value)
     assert len(str(caught.value)) < 700
 
@@ -202,7 +202,33 @@ def test_formats_inside_each_other_are_bounded() -> None:
     for _ in range(100):
         form = {"type": "sequence", "elements": [form]}
     with pytest.raises(BadRequestError, match="more than 32 formats"):
-        translate(Grammar("structural_tag", tag(form)))
+        translate(Grammar("structural_tag", tag(form)), {})
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"),
+    [
+        ({"type": "const_string", "value": "<|im_start|>a<|im_end|>"}, [3, 69, 4]),
+        (
+            {"type": "tag", "begin": "<|im_start|>", "content": {"type": "any_text"}, "end": "<|im_end|>"},
+            [3, 69, 70, 4],
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [number_tag("<|im_start|>b", "c")]},
+            [69, 69, 3, 70, 22, 71, 69],
+        ),
+    ],
+)
+def test_special_tokens_are_distinct_from_their_text(
+    compiler: GrammarCompiler, form: dict[str, Any], tokens: list[int]
+) -> None:
+    """Token 69 is "a", 22 is "1"; token 3 is <|im_start|>, and 4 is <|im_end|>."""
+    special = {"<|im_start|>": 3, "<|im_end|>": 4}
+    matcher = compiler.compile(translate(Grammar("structural_tag", tag(form)), special)).inner
+    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    with pytest.raises(BadRequestError, match="special token must be its beginning"):
+        late = {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": "b<|im_end|>"}
+        translate(Grammar("structural_tag", tag(late)), special)
 
 
 def test_an_empty_text_is_no_grammar() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def random_masks(rows: int, vocab: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(allowed), torch.from_numpy(words)
 
 
-def check(device: str, dtype: torch.dtype, n: int, vocab: int) -> None:
+def check(device: str, dtype: torch.dtype, n: int, vocab: int, apply: Callable[..., None] = token_mask.apply) -> None:
     """Mask every second row, last row first. The rows have gaps between them, as with a padded vocabulary."""
     rows = torch.arange(n - 1, -1, -2)
     allowed, words = random_masks(len(rows), vocab)
@@ -30,7 +31,7 @@ def check(device: str, dtype: torch.dtype, n: int, vocab: int) -> None:
     expected = padded.clone()
     expected[rows, :vocab] = expected[rows, :vocab].masked_fill(~allowed, -torch.inf)
     result = padded.to(device)
-    token_mask.apply(result[:, :vocab], rows.to(device), words.to(device))
+    apply(result[:, :vocab], rows.to(device), words.to(device))
     assert torch.equal(result.cpu(), expected)
 
 
@@ -43,14 +44,15 @@ def test_forbidden_tokens_become_minus_infinity(dtype: torch.dtype, n: int, voca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "vocab"), [(1, 31), (2, 32), (5, 1000), (4, 9000)])
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-def test_the_kernel_computes_the_same(dtype: torch.dtype, n: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_computes_the_same(dtype: torch.dtype, n: int, vocab: int) -> None:
     from verl_server.kernels import token_mask_triton
 
-    monkeypatch.setattr(token_mask, "apply_reference", token_mask_triton.apply)
-    check("cpu", dtype, n, vocab)
+    check("cpu", dtype, n, vocab, token_mask_triton.apply)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n", "vocab"), [(3, 1000), (256, 151_936)])
 def test_the_kernel_on_the_device(n: int, vocab: int) -> None:
     check("cuda", torch.bfloat16, n, vocab)
+    check("cuda", torch.bfloat16, n, vocab, token_mask.apply_reference)
+    token_mask.compile_kernel(vocab, torch.bfloat16, torch.device("cuda"))

@@ -55,7 +55,7 @@ class GrammarHarness(Harness):
                 sampling=sampling,
                 stop_ids=[EOS] if stop_ids is None else stop_ids,
                 return_logprob=True,
-                grammar=translate(Grammar(kind, text)),
+                grammar=translate(Grammar(kind, text), {}),
             )
         )
 
@@ -385,7 +385,7 @@ def test_random_arrivals_aborts_and_retractions() -> None:
 def test_copies_of_a_matcher_are_independent() -> None:
     h = GrammarHarness()
     assert h.scheduler.grammars._compiler is not None
-    start: Matcher = h.scheduler.grammars._compiler.compile(translate(Grammar("regex", "a|b")))
+    start: Matcher = h.scheduler.grammars._compiler.compile(translate(Grammar("regex", "a|b"), {}))
     first, second = start.copy(), start.copy()
     MaskExecutor(1).consume([(first, 69)])
     first.check()

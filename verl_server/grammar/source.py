@@ -7,7 +7,7 @@ the translation only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -36,9 +36,20 @@ def grammar_of(params: SamplingParams) -> Grammar | None:
     return None
 
 
-def translate(grammar: Grammar) -> str:
-    """Return a grammar as JSON in llguidance's format. Raise BadRequestError for text that is malformed."""
-    return _TRANSLATIONS[grammar.kind](grammar.text)
+def translate(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+    """Return a grammar as JSON in llguidance's format. Raise BadRequestError for text that is malformed.
+
+    `special_tokens` are the tokenizer's (text -> id). A grammar distinguishes them from the same text.
+    """
+    match grammar.kind:
+        case "json_schema":
+            return _json_schema(grammar.text)
+        case "regex":
+            return _regex(grammar.text)
+        case "ebnf":
+            return _lark(lark_of_gbnf(grammar.text) if is_gbnf(grammar.text) else grammar.text)
+        case "structural_tag":
+            return _structural_tag(grammar.text, special_tokens)
 
 
 def _json_schema(text: str) -> str:
@@ -56,23 +67,11 @@ def _regex(text: str) -> str:
     return _lark(f"start: /{regex_to_lark(text)}/")
 
 
-def _ebnf(text: str) -> str:
-    return _lark(lark_of_gbnf(text) if is_gbnf(text) else text)
-
-
-def _structural_tag(text: str) -> str:
+def _structural_tag(text: str, special_tokens: Mapping[str, int]) -> str:
     tag = _parse_json(text, "structural_tag")
     if not isinstance(tag, dict):
         raise BadRequestError(f"sampling_params.structural_tag must be a JSON object, not {type(tag).__name__}.")
-    return json.dumps({"grammars": lark_of_structural_tag(tag)})
-
-
-_TRANSLATIONS: dict[Kind, Callable[[str], str]] = {
-    "json_schema": _json_schema,
-    "regex": _regex,
-    "ebnf": _ebnf,
-    "structural_tag": _structural_tag,
-}
+    return json.dumps({"grammars": lark_of_structural_tag(tag, special_tokens)})
 
 
 def _lark(lark: str) -> str:

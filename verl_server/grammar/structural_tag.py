@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from verl_server.errors import BadRequestError
@@ -21,9 +22,12 @@ _TEXT = r"/(.|\n)*/"
 _WHERE = "sampling_params.structural_tag"
 
 
-def lark_of_structural_tag(tag: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return llguidance's list of grammars, the main one first. Raise BadRequestError for what it cannot express."""
-    return _Translation().grammars(_format_of(tag))
+def lark_of_structural_tag(tag: dict[str, Any], special_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return llguidance's list of grammars, the main one first. Raise BadRequestError for what it cannot express.
+
+    `special_tokens`: text -> id of the tokenizer's special tokens.
+    """
+    return _Translation(special_tokens).grammars(_format_of(tag))
 
 
 def _format_of(tag: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +50,10 @@ def _format_of(tag: dict[str, Any]) -> dict[str, Any]:
 class _Translation:
     """Collects the rules and the inner grammars of one structural tag."""
 
-    def __init__(self) -> None:
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special_tokens = special_tokens
+        longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._rules: list[str] = []
         self._inner: list[dict[str, Any]] = []
 
@@ -69,10 +76,10 @@ class _Translation:
             raise BadRequestError(f"{_WHERE}: a format must be an object with a `type`, not {form!r:.60}.")
         if depth > _MOST_DEPTH:
             raise BadRequestError(f"{_WHERE} has more than {_MOST_DEPTH} formats inside each other.")
-        closing = "" if end is None else _literal(end)
+        closing = "" if end is None else self._literal(end)
         match form["type"]:
             case "const_string":
-                return f"{_literal(_string(form, 'value'))} {closing}"
+                return f"{self._literal(_string(form, 'value'))} {closing}"
             case "json_schema":
                 return f"%json {json.dumps(_schema(form))} {closing}"
             case "regex":
@@ -99,7 +106,26 @@ class _Translation:
         _refuse(form, "excludes")
         if end is None:
             return self._rule(_TEXT, terminal=True)
-        return self._rule(f"{_TEXT} {_literal(end)}", lazy=True)
+        return self._text_until(end)
+
+    def _text_until(self, end: str) -> str:
+        """Return free text up to and including the first `end`. It contains no special tokens."""
+        parts = self._split(end)
+        if parts and parts[0] in self._special_tokens:
+            return f"{self._rule(_TEXT, terminal=True)} {self._literal(end)}"
+        if len(parts) > 1:
+            raise BadRequestError(f"{_WHERE}: {end!r:.60} ends free text, so a special token must be its beginning.")
+        return self._rule(f"{_TEXT} {json.dumps(end)}", lazy=True)
+
+    def _split(self, text: str) -> list[str]:
+        """Return the special tokens in a text, and the parts between them."""
+        return [part for part in self._special.split(text) if part] if self._special else [text]
+
+    def _literal(self, text: str) -> str:
+        """Return Lark for exactly this text."""
+        parts = self._split(text)
+        tokens = self._special_tokens
+        return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts) or '""'
 
     def _sequence(self, elements: list[Any], end: str | None, depth: int) -> str:
         """Return the elements one after the other. A constant string may end the free text before it."""
@@ -117,7 +143,7 @@ class _Translation:
                 last = i + 2 == len(elements)
                 parts.append(self._format(elements[i], _string(following, "value"), depth))
                 if last and end is not None:
-                    parts.append(_literal(end))
+                    parts.append(self._literal(end))
                 i += 1
             else:
                 parts.append(self._format(elements[i], "", depth))
@@ -132,7 +158,7 @@ class _Translation:
         if not ends or not all(isinstance(end, str) for end in ends):
             raise BadRequestError(f"{_WHERE}: `end` of a tag must be a string or a list of strings.")
         contents = [self._format(form.get("content"), end, depth) for end in ends]
-        return self._rule(f"{_literal(begin)} ({' | '.join(contents)})")
+        return self._rule(f"{self._literal(begin)} ({' | '.join(contents)})")
 
     def _triggered_tags(self, form: dict[str, Any], end: str | None, depth: int) -> str:
         """Return free text in which each trigger begins one of the tags.
@@ -151,16 +177,15 @@ class _Translation:
             if trigger is None:
                 raise BadRequestError(f"{_WHERE}: the tag that begins with {begin!r:.60} begins with no trigger.")
             begun[trigger].append(self._tag(tag, depth, begin[len(trigger) :]))
-            whole.append(f"{_literal(trigger)} {begun[trigger][-1]}")
+            whole.append(f"{self._literal(trigger)} {begun[trigger][-1]}")
         after_text = []
         for trigger, rests in begun.items():
             if rests:
-                reached = self._rule(f"{_TEXT} {_literal(trigger)}", lazy=True)
-                after_text.append(f"{reached} ({' | '.join(rests)})")
+                after_text.append(f"{self._text_until(trigger)} ({' | '.join(rests)})")
         triggered = self._rule(" | ".join(after_text))
         rest = self._any_text({}, end)
         stops = bool(form.get("stop_after_first"))
-        closing = "" if end is None else _literal(end)
+        closing = "" if end is None else self._literal(end)
         if form.get("at_least_one"):
             first = f"({' | '.join(whole)})"
             return f"{first} {closing}" if stops else f"{first} {triggered}* {rest}"
@@ -168,7 +193,7 @@ class _Translation:
 
     def _tags_with_separator(self, form: dict[str, Any], depth: int) -> str:
         tag = f"({' | '.join(self._tag(tag, depth) for tag in _items(form, 'tags'))})"
-        separator = _literal(_string(form, "separator"))
+        separator = self._literal(_string(form, "separator"))
         tags = tag if form.get("stop_after_first") else f"{tag} ({separator} {tag})*"
         return f"({tags})" if form.get("at_least_one") else f"({tags})?"
 
@@ -180,12 +205,6 @@ class _Translation:
 
 def _kind(form: Any) -> Any:
     return form.get("type") if isinstance(form, dict) else None
-
-
-def _literal(text: str) -> str:
-    """Return a string of Lark. A part that has the form of a special token, such as <|python_tag|>, names it."""
-    parts = [part for part in re.split(r"(<\|[^<>\s|]+\|>)", text) if part]
-    return " ".join(part if re.fullmatch(r"<\|.*\|>", part) else json.dumps(part) for part in parts) or '""'
 
 
 def _regex(pattern: str) -> str:

@@ -23,15 +23,15 @@ def _mask_tile(
     logits: tl.tensor,
     rows: tl.tensor,
     words: tl.tensor,
-    STRIDE: tl.constexpr,
-    WORD_STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
+    logits_stride: tl.tensor,
+    words_stride: tl.tensor,
+    vocab: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = token < VOCAB
-    word = tl.load(words + place * WORD_STRIDE + token // 32, mask=inside, other=-1)
+    inside = token < vocab
+    word = tl.load(words + place * words_stride + token // 32, mask=inside, other=-1)
     forbidden = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * STRIDE + token, -float("inf"), mask=inside & forbidden)
+    tl.store(logits + row * logits_stride + token, -float("inf"), mask=inside & forbidden)

@@ -51,7 +51,7 @@ def _check_grammar(tools: TextTools, body: bytes) -> CheckedGrammar:
     if tools.grammars is None:
         raise BadRequestError(tools.grammar_refusal)
     try:
-        translation = translate(msgspec.msgpack.decode(body, type=Grammar))
+        translation = translate(msgspec.msgpack.decode(body, type=Grammar), tools.special_tokens)
     except RecursionError:
         raise BadRequestError("The grammar nests too deeply. Use a simpler grammar.") from None
     return CheckedGrammar(translation, try_out(tools.grammars, translation))

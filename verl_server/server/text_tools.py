@@ -118,6 +118,8 @@ class TextTools:
         self.in_worker = in_worker
         self.grammars: GrammarCompiler | None = None
         """Compiles grammars, in a process that checks them."""
+        self.special_tokens: dict[str, int] = {}
+        """Text -> id of the tokenizer's special tokens, beside `grammars`."""
         self.grammar_refusal = "This process checks no grammars."
         """The reason if `grammars` is None."""
 

@@ -59,6 +59,8 @@ def make_tools(setup: TextSetup) -> TextTools:
     if setup.checks_grammars and setup.tokenizer is not None:
         from verl_server.grammar.compiler import GrammarCompiler
 
+        assert isinstance(tokens, FastTokens)
+        tools.special_tokens = tokens.special_tokens()
         try:
             tools.grammars = GrammarCompiler(setup.tokenizer, setup.eos_token_ids, setup.bounds.vocab_size)
         except BadRequestError as error:

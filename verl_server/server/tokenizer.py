@@ -51,6 +51,11 @@ class FastTokens:
 
         return cls(Tokenizer.from_buffer(data))
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return text -> id of the special tokens, which are not part of any other text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from verl_server.errors import BadRequestError
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.kernels import token_mask
 from verl_server.kernels.device_arrays import to_device
 from verl_server.model_folder import resolve_model_folder
 from verl_server.models.attention import AttentionStep, Placement
@@ -107,7 +108,7 @@ class ModelRunner:
         """Bound on the sum of `step_bytes` in a step. None for a single rank, which can retry in smaller steps."""
         if device.type == "cuda" and tp.size > 1:
             self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
-        self._copy_kernels_left = device.type == "cuda" and server_args.fused_weight_copy
+        self._kernels_left = device.type == "cuda"
         self._graphs = None
         if self._attention.paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._attention.paged)
@@ -253,20 +254,24 @@ class ModelRunner:
         """True if `warm_up` has something left to do, and weights and KV pool are present."""
         present = self._weights_arena.is_present and self.kv.is_present
         graphs_left = self._graphs is not None and self._graphs.num_left > 0
-        return present and (self._copy_kernels_left or graphs_left)
+        return present and (self._kernels_left or graphs_left)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Load the kernels of weight updates or capture one more CUDA graph, so that no later request waits for it.
+        """Load the kernels of weight updates and masks, or capture one more CUDA graph.
+
+        No later request waits for it then.
 
         Takes some ten milliseconds, or seconds for a kernel that this machine has not compiled before. All ranks vote,
         because a release that failed on one rank may have released memory on others.
         """
         if not self.tp.all_agree(self.can_warm_up):
             return
-        if self._copy_kernels_left:
-            self._copy_kernels_left = False
-            compile_kernels(self.device, self.dtype)
+        if self._kernels_left:
+            self._kernels_left = False
+            if self._args.fused_weight_copy:
+                compile_kernels(self.device, self.dtype)
+            token_mask.compile_kernel(self.vocab_size, self.dtype, self.device)
         elif self._graphs is not None:
             self._graphs.capture_next()
 
