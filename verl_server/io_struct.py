@@ -53,6 +53,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     """Number of the most likely candidates that are returned for each position."""
     token_ids_logprob: list[int] | None = None
     """Token ids whose log-probabilities are returned for each position."""
+    sampling_mask_num: int = 0
+    """Most tokens in the set that each token was drawn from, which is returned; 0: not requested."""
     bad_words_ids: list[list[int]] = []
     """Token sequences of `sampling.bad_words`."""
     namespace: str = ""
@@ -156,6 +158,8 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
     token_ids_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Entry index -> log-probabilities of the requested ids for each new token, for requests with
     `token_ids_logprob`."""
+    sampling_masks: dict[int, list[TokenLogprobs]] = {}
+    """Entry index -> the tokens that each new token was drawn from, for requests with `sampling_mask_num`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Entry index -> log-probabilities of the prompt. Sent once, with the first message of a request that needs
     them."""

@@ -28,6 +28,7 @@ def spec(
     top: int = 0,
     ids: list[int] | None = None,
     words: list[list[int]] | None = None,
+    mask: int = 0,
     **params: Any,
 ) -> SampleSpec:
     return SampleSpec(
@@ -39,6 +40,7 @@ def spec(
         return_logprob=True,
         top_logprobs_num=top,
         token_ids_logprob=ids,
+        sampling_mask_num=mask,
         bad_words_ids=words or [],
     )
 
@@ -484,6 +486,27 @@ def test_a_row_without_an_allowed_token_is_flagged(sampler: Sampler, mode: str) 
     assert math.isnan(sample(sampler, logits[:1], [spec(allowed_token_ids=[4], logprobs_mode=mode)]).logprobs[0])
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_mask_holds_the_tokens_that_could_be_drawn(sampler: Sampler, settings: dict[str, Any]) -> None:
+    logits, every = random_logits(2, seed=7), list(range(VOCAB))
+    options = {"seed": 2, "ids": every, "logprobs_mode": "sampling"} | settings
+    output = sample(sampler, logits, [spec(mask=VOCAB, **options), spec()])
+    asked, mask, token = output.token_ids_logprobs[0], output.sampling_masks[0], output.next_ids[0]
+    assert asked is not None and list(output.sampling_masks) == [0]
+    possible = {t: value for t, value in enumerate(asked.logprobs) if value > draw.LOWEST}
+    assert dict(zip(mask.token_ids, mask.logprobs, strict=True)) == pytest.approx(possible, abs=1e-6)
+    assert mask.logprobs == sorted(mask.logprobs, reverse=True) and token in mask.token_ids
+    plain = sample(sampler, logits[:1], [spec(mask=VOCAB, seed=2, **settings)])
+    assert (plain.next_ids[0], plain.sampling_masks[0]) == (token, mask), "the mode of other numbers changes no mask"
+
+
+def test_a_mask_with_too_many_tokens_is_empty(sampler: Sampler) -> None:
+    logits = torch.full((2, VOCAB), -3.0)
+    logits[:, :5] = 1.0
+    output = sample(sampler, logits, [spec(mask=4, top_k=2), spec(mask=5, top_k=2)])
+    assert output.sampling_masks[0].token_ids == [] and sorted(output.sampling_masks[1].token_ids) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("fused", [True, False])
 def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, fused: bool) -> None:
@@ -499,6 +522,8 @@ def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, f
         {"ids": []},
         {"allowed_token_ids": [1, 2, 3], "logprobs_mode": "raw"},
         {"words": [[4], [0, 5]], "top_k": 6, "logprobs_mode": "sampling"},
+        {"top_k": 6, "mask": 12},
+        {"temperature": 0.0, "mask": 2},
     ]
     batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
     choose = draw.choose

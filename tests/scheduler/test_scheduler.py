@@ -104,6 +104,30 @@ def test_a_request_without_an_allowed_token_ends_with_400_and_harms_nobody() -> 
     assert h.finished["plain"].matched == "NaN happened", "without a mask, the model is at fault"
 
 
+def test_a_sampling_mask_is_sent_with_each_token_and_ends_a_request_if_it_is_too_large() -> None:
+    h = Harness()
+    compute = h.runner.compute
+
+    def with_masks(batch: ForwardBatch, specs: list[SampleSpec]) -> ForwardOutput:
+        output = compute(batch, specs)
+        for i, s in enumerate(specs):
+            if s.sampling_mask_num:
+                fits = s.sampling_mask_num == 8 or len(s.output_ids) < 2
+                output.sampling_masks[i] = TokenLogprobs([0.0], [output.next_ids[i]]) if fits else TokenLogprobs([], [])
+        return output
+
+    h.runner.compute = with_masks  # type: ignore[method-assign]
+    h.add("small", prompt(1, 6), 3, sampling_mask_num=8)
+    h.add("large", prompt(2, 6), 3, sampling_mask_num=4)
+    h.add("none", prompt(3, 6), 3)
+    h.run()
+    message, index = h.last["small"]
+    assert message.sampling_masks[index] == [TokenLogprobs([0.0], [h.tokens["small"][-1]])]
+    assert h.finished["large"].status_code == 400 and "smaller top_k" in (h.finished["large"].message or "")
+    assert h.finished["small"].type == h.finished["none"].type == "length"
+    assert h.last["none"][1] not in h.last["none"][0].sampling_masks
+
+
 def test_output_logprobs_and_candidates_only_where_asked() -> None:
     h = Harness()
     h.add("plain", prompt(1, 5), 3)

@@ -166,6 +166,8 @@ class FakeScheduler:
         if req.token_ids_logprob is not None:
             wanted = req.token_ids_logprob
             out.token_ids_logprobs[0] = [io.TokenLogprobs([-2.0] * len(wanted), wanted) for _ in tokens]
+        if req.sampling_mask_num:
+            out.sampling_masks[0] = [io.TokenLogprobs([-0.5, -1.0], [t, t + 1]) for t in tokens]
         if running.sent == 0 and req.logprob_start_len >= 0:
             ids = req.input_ids[req.logprob_start_len :]
             values: list[float | None] = [None, *(-i / 10 for i in ids[1:])]

@@ -33,6 +33,7 @@ def make(with_text: bool = True, columnar: bool = False, regex: str | None = Non
         logprob_start_len=0,
         top_logprobs_num=2,
         token_ids_logprob=[3],
+        sampling_mask_num=0 if columnar else 4,
     )
     regexes = None if regex is None else StopRegexes([regex])
     return ReqState(
@@ -43,6 +44,7 @@ def make(with_text: bool = True, columnar: bool = False, regex: str | None = Non
         return_prompt_token_ids=True,
         columnar=columnar,
         stop_regexes=regexes,
+        support_logprobs=not with_text,
     )
 
 
@@ -60,10 +62,11 @@ def feed(state: ReqState, position: int, token: int, last: bool) -> None:
         num_retractions=[0],
         top_logprobs={0: [candidates]},
         token_ids_logprobs={0: [TokenLogprobs([-2.0], [3])]},
+        sampling_masks={0: [candidates]} if state.req.sampling_mask_num else {},
     )
     if position == 0:
         out.prompt_logprobs[0] = PromptLogprobs(
-            token_ids=[5, 6, 7], logprobs=[None, -1.0, -2.0], top=prompt, requested=prompt
+            token_ids=[5, 6, 7], logprobs=[None, -1.0, -2.0], ranks=[None, 1, 1], top=prompt, requested=prompt
         )
     state.extend(out, 0)
 
@@ -95,7 +98,10 @@ def test_increments_add_up_to_the_result(options: dict[str, Any], every: int) ->
     assert len(frames) > 1 and frames[0].keys() == frames[-1].keys() == whole.keys()
     assert "".join(f.get("text", "") for f in frames) == whole.get("text", "")
     assert [token for f in frames for token in f["output_ids"]] == whole["output_ids"]
-    for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+    names = ["output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"]
+    if not options.get("columnar"):
+        names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
+    for name in names:
         assert [each for m in metas for each in m[name]] == meta[name]
     for name in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
         assert metas[0][name] == metas[-1][name] == meta[name] and len(meta[name]) == 3

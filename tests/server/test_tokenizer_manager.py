@@ -110,6 +110,19 @@ def _emit(stack: Stack, running: Any, message: io.UpdateWeightVersionReq) -> io.
     return io.ControlReply(id=message.id, success=True)
 
 
+def test_sampling_masks_in_both_modes(stack: Stack) -> None:
+    body: dict[str, Any] = {"input_ids": [10], "sampling_params": {"max_new_tokens": 2, "top_k": 5}}
+    selected = run(stack, **body, return_sampling_mask=True)["meta_info"]
+    support = run(stack, **body, return_sampling_mask=[True], sampling_logprobs_mode="support")["meta_info"]
+    names = ["output_token_sampling_mask", "output_token_sampling_logprobs", "output_token_sampling_mask_length"]
+    assert [selected[name] for name in names] == [[[11, 12], [12, 13]], [-0.5, -0.5], 2]
+    assert [support[name] for name in names] == [[[11, 12], [12, 13]], [[-0.5, -1.0]] * 2, 2]
+    assert "output_token_logprobs" not in selected and names[0] not in run(stack, **body)["meta_info"]
+    over_http = stack.generate(**body, return_sampling_mask=True, sampling_logprobs_mode="support")["meta_info"]
+    assert [over_http[name] for name in names] == [support[name] for name in names]
+    assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[0].sampling_mask_num == 10
+
+
 @pytest.mark.parametrize("mode", ["default", "raw", "sampling"])
 def test_the_mode_of_logprobs_is_named_where_there_are_logprobs(stack: Stack, mode: str) -> None:
     sampling = {"max_new_tokens": 1, "logprobs_mode": mode}

@@ -87,6 +87,25 @@ class TopCandidates:
         return [TokenLogprobs(values[:num], ids[:num]) for values, ids, num in rows]
 
 
+class SamplingMasks:
+    """All tokens that can be drawn from each row of filtered logits, the most likely first, up to `nums[i]` tokens.
+
+    A row with more tokens returns none.
+    """
+
+    def __init__(self, softmax: LogSoftmax, nums: Sequence[int]) -> None:
+        most = min(max(nums), softmax.logits.shape[1] - 1)
+        self._candidates, self._nums = TopCandidates(softmax, None, [most + 1] * len(nums)), nums
+
+    def read(self) -> list[TokenLogprobs]:
+        result = []
+        for candidates, num in zip(self._candidates.read(), self._nums, strict=True):
+            count = sum(value > LOWEST for value in candidates.logprobs)
+            kept = count if count <= num else 0
+            result.append(TokenLogprobs(candidates.logprobs[:kept], candidates.token_ids[:kept]))
+        return result
+
+
 class RequestedTokens:
     """Token ids whose log-probabilities some rows request, as an index into [rows, vocab] on the device."""
 

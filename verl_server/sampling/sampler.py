@@ -38,6 +38,7 @@ from verl_server.sampling.logprobs import (
     LogSoftmax,
     RequestedCandidates,
     RequestedTokens,
+    SamplingMasks,
     TopCandidates,
     to_host,
 )
@@ -60,11 +61,16 @@ class Sampled:
     """(row indices, top-k log-probabilities) of the rows that requested them."""
     requested: tuple[list[int], Candidates] | None = None
     """(row indices, log-probabilities of requested token ids) of the rows that requested them."""
+    masks: tuple[list[int], Candidates] | None = None
+    """(row indices, tokens that could be drawn) of the rows that requested them."""
 
     def read(self) -> ForwardOutput:
         """The result as Python lists. Call it after the device has done the work that `launch` submitted."""
         top, requested = (self._by_row(part) for part in (self.top, self.requested))
-        return ForwardOutput(self.host_ids.tolist(), self.host_logprobs.tolist(), top, requested)
+        output = ForwardOutput(self.host_ids.tolist(), self.host_logprobs.tolist(), top, requested)
+        if self.masks is not None:
+            output.sampling_masks = dict(zip(self.masks[0], self.masks[1].read(), strict=True))
+        return output
 
     def _by_row(self, part: tuple[list[int], Candidates] | None) -> list[TokenLogprobs | None]:
         """One element for each of the n rows; None for rows that requested nothing."""
@@ -115,6 +121,10 @@ class _Special:
     """Token ids whose log-probabilities are requested, by index in `rows`."""
     requested_rows: list[int]
     """Indices in the batch of the rows that request token ids."""
+    masks: tuple[Tensor, list[int]] | None
+    """(indices in `rows`, most tokens for each) of the rows that request the tokens that could be drawn."""
+    mask_rows: list[int]
+    """The same rows as indices in the batch."""
 
 
 @dataclass
@@ -139,9 +149,8 @@ class _Modes:
         if self.filtered is not None:
             reported.index_copy_(0, self.filtered, drawn.index_select(0, self.filtered))
         if self.greedy is not None:
-            sampled = ids.index_select(0, self.greedy).unsqueeze(1)
-            point = torch.full((len(sampled), logits.shape[1]), -torch.inf, device=logits.device)
-            reported.index_copy_(0, self.greedy, point.scatter_(1, sampled, 0.0))
+            point = torch.full((len(self.greedy), logits.shape[1]), -torch.inf, device=logits.device)
+            reported.index_copy_(0, self.greedy, point.scatter_(1, ids.index_select(0, self.greedy).unsqueeze(1), 0.0))
         return reported
 
 
@@ -182,12 +191,12 @@ class Sampler:
             ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
             return Sampled(ids, to_host(ids), to_host(logprobs))
         if len(special.rows) == len(specs):
-            ids, logprobs, reported = self._sample_special(logits, raw, special, positions, keys)
+            ids, logprobs, reported, drawn_from = self._sample_special(logits, raw, special, positions, keys)
         else:
             # The special rows are drawn with all others first, then again from their edited logits.
             ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
             part, part_keys = logits.index_select(0, special.index), keys.index_select(0, special.index)
-            own_ids, own_logprobs, reported = self._sample_special(
+            own_ids, own_logprobs, reported, drawn_from = self._sample_special(
                 part, raw, special, positions[special.rows], part_keys
             )
             ids.index_copy_(0, special.index, own_ids)
@@ -197,14 +206,16 @@ class Sampler:
             sampled.top = special.top_rows, TopCandidates(reported, *special.top)
         if special.requested is not None:
             sampled.requested = special.requested_rows, RequestedCandidates(reported, special.requested)
+        if drawn_from is not None:
+            sampled.masks = special.mask_rows, drawn_from
         return sampled
 
     def _sample_special(
         self, logits: Tensor, raw: Tensor | None, special: _Special, positions: Ints, keys: Tensor
-    ) -> tuple[Tensor, Tensor, LogSoftmax]:
+    ) -> tuple[Tensor, Tensor, LogSoftmax, SamplingMasks | None]:
         """Sample the special rows, whose `logits` may be overwritten. `raw` are the model's logits of the raw rows.
 
-        Returns (ids [n], their log-probabilities [n], the log-probabilities of all tokens).
+        Returns (ids [n], their log-probabilities [n], the log-probabilities of all tokens, the requested masks).
         """
         modes = special.modes
         logits = self._edit(logits, special, positions)
@@ -213,7 +224,8 @@ class Sampler:
         ids, _ = self._choose(drawn, special.ones, special.greedy, keys)
         if modes is not None:
             reported = LogSoftmax(modes.reported(logits, raw, drawn, ids))
-        return ids, softmax.or_flags(reported.of(ids.unsqueeze(1)).squeeze(1)), reported
+        logprobs = softmax.or_flags(reported.of(ids.unsqueeze(1)).squeeze(1))
+        return ids, logprobs, reported, None if special.masks is None else _sampling_masks(special, drawn, ids)
 
     def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> Tensor:
         """Return the fp32 logits of the special rows after penalties, bias, masks and temperature."""
@@ -251,6 +263,7 @@ class Sampler:
             "filtered": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and s.filtered],
             "greedy": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and not s.filtered],
         }
+        masked = {place: s.sampling_mask_num for place, s in enumerate(own) if s.sampling_mask_num}
         modes = {name: self._tensor(np.array(of, dtype=np.int64)) if of else None for name, of in places.items()}
         return _Special(
             rows=rows,
@@ -265,7 +278,19 @@ class Sampler:
             top_rows=[rows[place] for place in top],
             requested=RequestedTokens(list(requested.items()), self._device) if requested else None,
             requested_rows=[rows[place] for place in requested],
+            masks=(self._tensor(np.array(list(masked), dtype=np.int64)), list(masked.values())) if masked else None,
+            mask_rows=[rows[place] for place in masked],
         )
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         return to_device(values, self._device)
+
+
+def _sampling_masks(special: _Special, drawn: Tensor, ids: Tensor) -> SamplingMasks:
+    """Return the tokens that the rows `special.masks` could draw. A greedy row can draw the token that it took."""
+    assert special.masks is not None
+    rows, nums = special.masks
+    logits, taken = drawn.index_select(0, rows), ids.index_select(0, rows).unsqueeze(1)
+    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, taken, False)
+    others &= special.greedy.index_select(0, rows).unsqueeze(1)
+    return SamplingMasks(LogSoftmax(logits.masked_fill_(others, -torch.inf)), nums)

@@ -38,6 +38,8 @@ class SampleSpec:
     """Number of most likely tokens whose log-probabilities are requested."""
     token_ids_logprob: list[int] | None = None
     """Token ids whose log-probabilities are requested."""
+    sampling_mask_num: int = 0
+    """Most tokens of the distribution that was drawn from which are returned; 0: not requested."""
     bad_words_ids: list[list[int]] = field(default_factory=list)
     """Token sequences whose last token is forbidden after the other ones."""
     has_grammar: bool = False
@@ -69,7 +71,7 @@ class SampleSpec:
             "sampling": self.filtered or p.is_greedy,
         }
         self.logprobs_mode = p.logprobs_mode if self.return_logprob and differs[p.logprobs_mode] else "default"
-        reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None
+        reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None or self.sampling_mask_num > 0
         self.special = self.filtered or edited or reported or self.logprobs_mode != "default"
 
 
@@ -96,6 +98,9 @@ class ForwardOutput:
     """Log-probabilities of the most likely tokens; None for entries that did not request them."""
     token_ids_logprobs: list[TokenLogprobs | None]
     """Log-probabilities of requested token ids; None for entries that did not request them."""
+    sampling_masks: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Index -> all tokens that could be drawn, with their log-probabilities among each other, for entries that
+    requested them. No tokens if there are more than `SampleSpec.sampling_mask_num`."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """Batch entry -> log-probabilities of the prompt tokens that this chunk predicts, from raw logits. Item j belongs
     to the token after new token first + j of the chunk, where `first` is the one of `ForwardBatch.prompt_logprobs`. The

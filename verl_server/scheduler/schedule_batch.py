@@ -141,10 +141,13 @@ class Req:
             return_logprob=message.return_logprob,
             top_logprobs_num=message.top_logprobs_num if message.return_logprob else 0,
             token_ids_logprob=message.token_ids_logprob if message.return_logprob else None,
+            sampling_mask_num=message.sampling_mask_num,
             bad_words_ids=message.bad_words_ids,
             has_grammar=bool(message.grammar),
         )
-        self.wants_candidates = self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None
+        self.wants_candidates = (
+            self.spec.top_logprobs_num > 0 or self.spec.token_ids_logprob is not None or self.spec.sampling_mask_num > 0
+        )
         self.prompt_logprobs: PromptLogprobState | None = None
         """None if not requested, and after they were sent."""
         if message.return_logprob and message.logprob_start_len >= 0:
@@ -346,6 +349,8 @@ class BatchOutput:
             self._out.top_logprobs[index] = [found]
         if req.spec.token_ids_logprob is not None and (found := requested[sampled]) is not None:
             self._out.token_ids_logprobs[index] = [found]
+        if req.spec.sampling_mask_num:
+            self._out.sampling_masks[index] = [output.sampling_masks[sampled]]
 
     def add_prompt_logprobs(self, index: int, req: Req) -> None:
         """Set the prompt's log-probabilities in entry `index`, if they were requested and not sent yet."""

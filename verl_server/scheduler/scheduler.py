@@ -54,6 +54,10 @@ _NOTHING_ALLOWED = (
     "No token can be sampled: the grammar, allowed_token_ids, bad_words, logit_bias and min_new_tokens together forbid "
     "every token."
 )
+_MASK_TOO_LARGE = (
+    "return_sampling_mask: a token was drawn from more than {most} tokens, because tokens of equal probability stay "
+    "together. Use a smaller top_k."
+)
 _TOO_LARGE = (
     "Sampling for this request takes up to {needed} MiB in a step, but this server has {budget} MiB for it. " + _REMEDY
 )
@@ -375,6 +379,10 @@ class Scheduler:
                 out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
                 finished.append((req, False))
                 continue
+            if req.spec.sampling_mask_num and not output.sampling_masks[sampled].token_ids:
+                out.add(req, _refused(400, _MASK_TOO_LARGE.format(most=req.spec.sampling_mask_num)), [], [])
+                finished.append((req, True))
+                continue
             num_tokens += 1
             reason = req.append(token)
             index = out.add(req, reason, [token], [logprob])
@@ -477,5 +485,7 @@ def _check_values(message: TokenizedGenerateReq, vocab_size: int) -> None:
     for name, ids in [*given, *(("bad_words_ids", word) for word in words)]:
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             raise BadRequestError(f"{name} must be token ids in 0..{vocab_size - 1}, the model's vocabulary.")
+    if not 0 <= message.sampling_mask_num <= vocab_size:
+        raise BadRequestError(f"sampling_mask_num must be in 0..{vocab_size}, not {message.sampling_mask_num}.")
     if not 0 <= message.top_logprobs_num <= vocab_size:
         raise BadRequestError(f"top_logprobs_num must be in 0..{vocab_size}, not {message.top_logprobs_num}.")

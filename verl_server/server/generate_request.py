@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,8 +58,6 @@ UNSUPPORTED_FIELDS = {
     "return_indexer_topk": _NO_INTERNALS,
     "return_entropy": "use top_logprobs_num; SGLang returns no entropy either",
     "return_bytes": "only text and token ids are returned",
-    "return_sampling_mask": "use top_logprobs_num with sampling_params.logprobs_mode='sampling'",
-    "sampling_logprobs_mode": "use sampling_params.logprobs_mode",
     "return_flat_raw_top_logprobs": "use top_logprobs_num, with columnar for arrays",
     "return_flat_raw_output_top_logprobs": "use top_logprobs_num, with columnar for arrays",
     "return_flat_raw_top_logprobs_b64": "use top_logprobs_num, with columnar for arrays",
@@ -93,6 +91,8 @@ ACCEPTED_HINTS = {
 }
 """SGLang's request fields that are accepted and have no effect, each with the reason."""
 
+SamplingLogprobsMode = Literal["selected", "support"]
+
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -121,6 +121,12 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     """Number of most likely candidates that are returned for each position."""
     token_ids_logprob: list[int | list[int] | None] | None = None
     """Token ids whose log-probabilities are returned for each position."""
+    return_sampling_mask: bool | list[bool] = False
+    """Return all tokens that each output token was drawn from, as `meta_info.output_token_sampling_mask`. Needs greedy
+    sampling or a `top_k` of at most the setting `max_top_logprobs`."""
+    sampling_logprobs_mode: SamplingLogprobsMode | list[SamplingLogprobsMode | None] | None = None
+    """With `return_sampling_mask`, the log-probabilities in `meta_info.output_token_sampling_logprobs`: of the sampled
+    tokens ("selected", the default) or of all tokens that could be drawn ("support")."""
     return_text_in_logprobs: bool = False
     """Return the text of the token as the third entry of each [log-probability, token id, text]."""
     return_prompt_token_ids: bool = False
@@ -175,6 +181,10 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         wanted = self._token_ids_logprob(count, n)
         rids = self._rids(count, n, is_single, limits)
         namespaces = self._namespaces(count, limits)
+        masks = _per_prompt("return_sampling_mask", self.return_sampling_mask, count, n)
+        mask_modes = _per_prompt("sampling_logprobs_mode", self.sampling_logprobs_mode, count, n)
+        if self.columnar and any(masks):
+            raise BadRequestError("columnar replies hold no sampling masks: leave return_sampling_mask unset.")
         _check_int64("priority", self.priority)
         if self.columnar and self.return_text_in_logprobs:
             raise BadRequestError("columnar replies hold no text of tokens: leave return_text_in_logprobs unset.")
@@ -189,6 +199,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 top_logprobs_num=tops[i],
                 token_ids_logprob=wanted[i],
                 namespace=namespaces[i],
+                return_sampling_mask=masks[i],
+                sampling_logprobs_mode=mask_modes[i],
             )
             for i in range(count)
         )
@@ -294,6 +306,8 @@ class Samples:
     token_ids_logprob: list[int] | None
     namespace: str
     """Namespace of the prefix cache."""
+    return_sampling_mask: bool
+    sampling_logprobs_mode: SamplingLogprobsMode | None
     bad_words_ids: list[list[int]] = field(default_factory=list)
     """Token sequences of `sampling.bad_words`. The TokenizerManager sets them, and `stop_regexes`."""
     stop_regexes: StopRegexes | None = None
@@ -311,11 +325,17 @@ class Samples:
 
     def candidates(self, prompt_tokens: int, new_tokens: int) -> int:
         """Return the number of candidates' log-probabilities in the reply, over all samples."""
+        masks = len(self.rids) * new_tokens * self.sampling_mask_num
         if not self.return_logprob:
-            return 0
+            return masks
         start = self.logprob_start_len
         positions = new_tokens + (prompt_tokens - start if start >= 0 else 0)
-        return len(self.rids) * positions * (self.top_logprobs_num + len(self.token_ids_logprob or ()))
+        return masks + len(self.rids) * positions * (self.top_logprobs_num + len(self.token_ids_logprob or ()))
+
+    @property
+    def sampling_mask_num(self) -> int:
+        """Most tokens that a sampling mask may have: `top_k` and as many that are as likely as the last one of them."""
+        return 2 * self.sampling.top_k if self.return_sampling_mask else 0
 
 
 class ReadRequest(msgspec.Struct, kw_only=True):
@@ -433,4 +453,8 @@ def _checked_samples(limits: Limits, n: int, sampling: Any, **fields: Any) -> Sa
     limits.check_sampling(params)
     samples = Samples(sampling=params, **fields)
     limits.check_candidates(samples.top_logprobs_num, samples.token_ids_logprob)
+    if samples.return_sampling_mask:
+        limits.check_sampling_mask(params.top_k)
+    elif samples.sampling_logprobs_mode is not None:
+        raise BadRequestError("sampling_logprobs_mode needs return_sampling_mask=true.")
     return samples

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from verl_server.errors import BadRequestError
-from verl_server.sampling_params import GRAMMARS, SamplingParams
+from verl_server.sampling_params import GRAMMARS, TOP_K_ALL, SamplingParams
 from verl_server.server_args import ServerArgs
 
 _LEAST_TEXT_LENGTH = 4 * 2**20
@@ -91,6 +91,14 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         """Check the number of candidates at one position, which are returned beside the sampled token."""
         self._check("max_top_logprobs", "top_logprobs_num is {}", top_logprobs)
         self._check("max_token_ids_logprob", "token_ids_logprob has {} entries", len(token_ids or ()))
+
+    def check_sampling_mask(self, top_k: int) -> None:
+        if top_k > max(self.max_top_logprobs, 1):
+            given = "sampling_params.top_k is not set" if top_k >= TOP_K_ALL else f"sampling_params.top_k is {top_k}"
+            raise BadRequestError(
+                f"return_sampling_mask needs greedy sampling or top_k of at most {self.max_top_logprobs} (setting "
+                f"max_top_logprobs), but {given}."
+            )
 
     def check_reply(self, candidates: int) -> None:
         what = "The reply may have {} log-probabilities of candidates (candidates for each position, times positions)"

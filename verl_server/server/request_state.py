@@ -18,6 +18,7 @@ from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Decoder
 
+_MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 Triple = list[Any]
 """[log-probability or None, token id, text or None]"""
 Write = Callable[[Any], Any]
@@ -38,6 +39,7 @@ class ReqState:
         return_prompt_token_ids: bool = False,
         columnar: bool = False,
         stop_regexes: StopRegexes | None = None,
+        support_logprobs: bool = False,
         write: Write | None = None,
     ) -> None:
         self.rid = rid
@@ -46,6 +48,7 @@ class ReqState:
         self.stream = stream
         self.return_prompt_token_ids = return_prompt_token_ids
         self.columnar = columnar
+        self._support_logprobs = support_logprobs
         self._write = write
         self._written: dict[str, list[Any]] = {}
         self._logprob_decode = decode if logprob_text else None
@@ -59,6 +62,8 @@ class ReqState:
         """Most likely candidates at the position of each of `output_ids`, if requested."""
         self.output_requested: list[TokenLogprobs] = []
         """Candidates of `token_ids_logprob` at the position of each of `output_ids`, if requested."""
+        self.output_masks: list[TokenLogprobs] = []
+        """Tokens that each of `output_ids` was drawn from, if requested."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.weight_version = ""
@@ -100,6 +105,8 @@ class ReqState:
             self.output_ids += tokens if kept == len(tokens) else tokens[:kept]
             if self.req.return_logprob:
                 self._extend_logprobs(out, i, kept)
+            if i in out.sampling_masks:
+                self.output_masks += out.sampling_masks[i][:kept]
         if matched is not None:
             self.finish(FinishReason(type="stop", matched=matched))
         elif reason is not None:
@@ -198,7 +205,8 @@ class ReqState:
     @property
     def has_candidates(self) -> bool:
         """True if the result has candidates at each position."""
-        return self.req.top_logprobs_num > 0 or self.req.token_ids_logprob is not None
+        req = self.req
+        return req.top_logprobs_num > 0 or req.token_ids_logprob is not None or req.sampling_mask_num > 0
 
     def meta_info(self, start: int = 0) -> dict[str, Any]:
         """Return the result's `meta_info`, with the log-probabilities of the output tokens from `start` on."""
@@ -221,6 +229,8 @@ class ReqState:
         if self.req.return_logprob:
             meta |= self._logprob_columns(start) if self.columnar else self._logprob_lists(start)
             meta["logprobs_mode"] = self.req.sampling.logprobs_mode
+        if self.req.sampling_mask_num:
+            meta |= self._sampling_masks(start)
         return meta
 
     def _logprob_lists(self, start: int) -> dict[str, Any]:
@@ -230,10 +240,13 @@ class ReqState:
             "output_token_logprobs_length": len(self.output_logprobs),
         }
         for name, positions in self._candidates().items():
-            first = self._first_position(name, start)
-            lists[name] = (written := self._written.get(name, []))[first:]
-            lists[name] += [self.triples(c) for c in positions[max(first, len(written)) :]]
+            lists[name] = self._converted(name, positions, self.triples, self._first_position(name, start))
         return lists
+
+    def _converted(self, name: str, positions: list[Any], convert: Callable[[Any], Any], start: int) -> list[Any]:
+        """Return the converted candidates from `start` on: those that `write_candidates` encoded, and the others."""
+        written = self._written.get(name, [])
+        return written[start:] + [convert(each) for each in positions[max(start, len(written)) :]]
 
     def _has_prompt_part(self, start: int) -> bool:
         """Return True if a frame with the output tokens from `start` on has the log-probabilities of the prompt."""
@@ -244,6 +257,20 @@ class ReqState:
         if name.startswith("output"):
             return start
         return 0 if self._has_prompt_part(start) else len(self.req.input_ids)
+
+    def _sampling_masks(self, start: int) -> dict[str, Any]:
+        """Return the tokens that the output tokens from `start` on were drawn from, and their log-probabilities."""
+        values: list[Any] = [
+            mask.logprobs[mask.token_ids.index(token)]
+            for mask, token in zip(self.output_masks[start:], self.output_ids[start:], strict=True)
+        ]
+        if self._support_logprobs:
+            values = self._converted(_MASK_LOGPROBS, self.output_masks, _logprobs, start)
+        return {
+            _MASK: self._converted(_MASK, self.output_masks, _token_ids, start),
+            _MASK_LOGPROBS: values,
+            f"{_MASK}_length": len(self.output_masks),
+        }
 
     def _candidates(self) -> dict[str, list[TokenLogprobs | None]]:
         """Return the requested candidates at each position, by their keys in the result."""
@@ -266,10 +293,18 @@ class ReqState:
             return
         slices = Slices()
         for name, positions in self._candidates().items():
-            written = self._written.setdefault(name, [])
-            for candidates in positions[len(written) :]:
-                written.append(self._write(self.triples(candidates)))
-                await slices.end()
+            await self._write_new(name, positions, self.triples, slices)
+        if self.req.sampling_mask_num:
+            await self._write_new(_MASK, self.output_masks, _token_ids, slices)
+        if self._support_logprobs:
+            await self._write_new(_MASK_LOGPROBS, self.output_masks, _logprobs, slices)
+
+    async def _write_new(self, name: str, positions: list[Any], convert: Callable[[Any], Any], slices: Slices) -> None:
+        assert self._write is not None
+        written = self._written.setdefault(name, [])
+        for candidates in positions[len(written) :]:
+            written.append(self._write(convert(candidates)))
+            await slices.end()
 
     def _logprob_columns(self, start: int) -> dict[str, Any]:
         """Return the same fields as `_logprob_lists`, as arrays in the layout of `columns`."""
@@ -320,6 +355,14 @@ class ReqState:
 
     def _logprob_text(self, token: int) -> str | None:
         return self._logprob_decode([token]) if self._logprob_decode is not None else None
+
+
+def _token_ids(mask: TokenLogprobs) -> list[int]:
+    return mask.token_ids
+
+
+def _logprobs(mask: TokenLogprobs) -> list[float]:
+    return mask.logprobs
 
 
 def _ignore(state: ReqState) -> None:

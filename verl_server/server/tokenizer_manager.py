@@ -256,6 +256,7 @@ class TokenizerManager:
             logprob_start_len=samples.logprob_start_len if samples.return_logprob else -1,
             top_logprobs_num=samples.top_logprobs_num if samples.return_logprob else 0,
             token_ids_logprob=samples.token_ids_logprob if samples.return_logprob else None,
+            sampling_mask_num=min(samples.sampling_mask_num, self.text.bounds.vocab_size),
             bad_words_ids=samples.bad_words_ids,
             namespace=samples.namespace,
             priority=obj.priority or 0,
@@ -272,6 +273,7 @@ class TokenizerManager:
             return_prompt_token_ids=obj.return_prompt_token_ids,
             columnar=obj.columnar,
             stop_regexes=samples.stop_regexes,
+            support_logprobs=samples.sampling_logprobs_mode == "support",
             write=write,
         )
 

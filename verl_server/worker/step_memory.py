@@ -75,8 +75,9 @@ class StepMemory:
         if not spec.special:
             return 0
         each = _EDITED + _PENALTIES * spec.penalized + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
-        each += _MASK * spec.masked + _MODE * (spec.logprobs_mode != "default")
-        return each * self.vocab_size + self._reported(spec.top_logprobs_num, spec.token_ids_logprob)
+        each += _MASK * spec.masked + _MODE * ((spec.logprobs_mode != "default") + (spec.sampling_mask_num > 0))
+        tokens = spec.top_logprobs_num + spec.sampling_mask_num
+        return each * self.vocab_size + self._reported(tokens, spec.token_ids_logprob)
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
         """Return the number of prompt positions whose log-probabilities may be computed at once, at least 1."""
