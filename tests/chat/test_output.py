@@ -337,6 +337,12 @@ def test_the_prompt_decides_whether_the_reasoning_is_open() -> None:
     assert not OutputFormat.of("").thinking_open("<think>\n")
 
 
+def test_a_prompt_that_closes_the_reasoning_leaves_none_for_the_output() -> None:
+    format = OutputFormat.of("<tool_call> <think>", None, "deepseek-r1")
+    assert format.after("<think>\n\n</think>\n\n") == OutputFormat("hermes", "none")
+    assert format.after("a</think>b") == format.after("") == format
+
+
 def test_tags_that_may_be_special_tokens() -> None:
     assert OutputFormat.of("[TOOL_CALLS]").tags(tools=True) == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     assert OutputFormat.of("<tool_call><think>").tags(tools=False) == ("<think>", "</think>")

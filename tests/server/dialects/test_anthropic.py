@@ -215,6 +215,15 @@ def test_a_forced_call_is_constrained(stack: Stack, choice: Any) -> None:
     assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
 
 
+def test_a_forced_call_has_no_reasoning_after_a_prompt_that_closes_it(stack: Stack) -> None:
+    say(stack, CALL[CALL.index("<tool_call>") :])
+    for thinking, has_reasoning in (("enabled", True), ("disabled", False)):
+        answer = post(stack, tools=TOOLS, tool_choice={"type": "any"}, thinking={"type": thinking})
+        assert answer.json()["stop_reason"] == "tool_use"
+        grammar = stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+        assert ("</think>" in grammar) == has_reasoning
+
+
 def test_no_call_with_the_choice_none(stack: Stack) -> None:
     say(stack, CALL)
     answer = post(stack, tools=TOOLS, tool_choice={"type": "none"}).json()
