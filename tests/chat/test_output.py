@@ -150,6 +150,7 @@ MALFORMED = {
         '<tool_call>{"name": "get", "arguments": {"city": "Pa',
         '<tool_call>{"name": "' + "x" * 3000 + '", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "get", "arguments": ' + '{"a":' * 300 + "1" + "}" * 300 + "}</tool_call>",
+        '<tool_call>{"name": "get", "arguments": {"a": ' + "1" * 2000 + "}}</tool_call>",
         "</tool_call> <tool_cal",
     ],
     "llama3_json": ["{", '{"a": 1}', '{"name": "get"', "<|python_tag|>get.call(1)", 'see {"name": "get"}'],
