@@ -150,6 +150,7 @@ MALFORMED = {
         '<tool_call>{"name": "get", "arguments": {"city": "Pa',
         '<tool_call>{"name": "' + "x" * 3000 + '", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "get", "arguments": ' + '{"a":' * 300 + "1" + "}" * 300 + "}</tool_call>",
+        '<tool_call>{"name": "get", "arguments": {"a": ' + "1" * 2000 + "}}</tool_call>",
         "</tool_call> <tool_cal",
     ],
     "llama3_json": ["{", '{"a": 1}', '{"name": "get"', "<|python_tag|>get.call(1)", 'see {"name": "get"}'],
@@ -335,6 +336,12 @@ def test_the_prompt_decides_whether_the_reasoning_is_open() -> None:
     format = OutputFormat.of("<think>")
     assert format.thinking_open("...<think>\n") and not format.thinking_open("...<think>\n\n</think>\n\n")
     assert not OutputFormat.of("").thinking_open("<think>\n")
+
+
+def test_a_prompt_that_closes_the_reasoning_leaves_none_for_the_output() -> None:
+    format = OutputFormat.of("<tool_call> <think>", None, "deepseek-r1")
+    assert format.after("<think>\n\n</think>\n\n") == OutputFormat("hermes", "none")
+    assert format.after("a</think>b") == format.after("") == format
 
 
 def test_tags_that_may_be_special_tokens() -> None:

@@ -130,6 +130,13 @@ class OutputFormat(msgspec.Struct, frozen=True):
         """True if the parser needs the types of the tools' parameters."""
         return self.tool_format is not None and self.tool_format.needs_types
 
+    def after(self, prompt: str) -> OutputFormat:
+        """Return the format of the output after this prompt: without reasoning if the prompt ends with an end of it."""
+        reasoning = self.reasoning_format
+        if reasoning is None or not prompt.rstrip().endswith(reasoning.close):
+            return self
+        return OutputFormat(self.tools, NONE)
+
     def thinking_open(self, prompt: str) -> bool:
         """Return True if the text of a prompt ends inside the reasoning, with the opening tag."""
         reasoning = self.reasoning_format

@@ -13,16 +13,19 @@ def find_tag(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str | None
     back until more text arrives. It is the length of the text if nothing is to be held back. A tag counts as found only
     if no earlier position can become another tag.
     """
-    match = _pattern(tags).search(text, at)
+    whole, beginning, longest = _patterns(tags)
+    match = whole.search(text, at)
     end = match.start() if match is not None else len(text)
-    longest = max(map(len, tags))
-    for start in range(max(at, len(text) - longest + 1), end):
-        tail = text[start:]
-        if any(tag.startswith(tail) for tag in tags):
-            return start, None
+    tail = max(at, len(text) - longest + 1)
+    if tail < end and (held := beginning.search(text, tail)) is not None and held.start() < end:
+        return held.start(), None
     return (end, match.group()) if match is not None else (end, None)
 
 
 @lru_cache(maxsize=64)
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+def _patterns(tags: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
+    """Return (pattern of a tag, pattern of the beginning of a tag at the end of a text, length of the longest tag)."""
+    whole = "|".join(map(re.escape, sorted(tags, key=len, reverse=True)))
+    beginnings = {tag[:length] for tag in tags for length in range(1, len(tag))}
+    beginning = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
+    return re.compile(whole), re.compile(rf"(?:{beginning or '(?!)'})\Z"), max(map(len, tags))

@@ -88,6 +88,7 @@ def read_chat_prompt(
     else:
         text.bounds.check_ids("input_ids", input_ids)
         rendered, unused = text.decoder(False)(input_ids[-_PROMPT_END:]), []
+    format = format.after(rendered)
     thinking_open = format.thinking_open(rendered)
     tag_ids = text.tag_ids(format.tags(tools=bool(offered)))
     grammar = None

@@ -93,8 +93,9 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def test_a_message(stack: Stack) -> None:
     say(stack, "Hello!")
-    answer = post(stack, system="S", temperature=0.5, top_k=0).json()
-    assert answer.pop("id").startswith("msg_")
+    response = post(stack, system="S", temperature=0.5, top_k=0)
+    answer = response.json()
+    assert response.headers["request-id"] == answer["id"] and answer.pop("id").startswith("msg_")
     assert answer == {
         "type": "message",
         "role": "assistant",
@@ -215,6 +216,15 @@ def test_a_forced_call_is_constrained(stack: Stack, choice: Any) -> None:
     assert stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
 
 
+def test_a_forced_call_has_no_reasoning_after_a_prompt_that_closes_it(stack: Stack) -> None:
+    say(stack, CALL[CALL.index("<tool_call>") :])
+    for thinking, has_reasoning in (("enabled", True), ("disabled", False)):
+        answer = post(stack, tools=TOOLS, tool_choice={"type": "any"}, thinking={"type": thinking})
+        assert answer.json()["stop_reason"] == "tool_use"
+        grammar = stack.scheduler.wait_for(io.TokenizedGenerateReq)[-1].grammar
+        assert ("</think>" in grammar) == has_reasoning
+
+
 def test_no_call_with_the_choice_none(stack: Stack) -> None:
     say(stack, CALL)
     answer = post(stack, tools=TOOLS, tool_choice={"type": "none"}).json()
@@ -245,7 +255,9 @@ def test_an_answer_of_a_schema_is_constrained(stack: Stack) -> None:
 def test_a_stream_adds_up_to_the_message(stack: Stack, chunk: int | None) -> None:
     say(stack, CALL)
     stack.scheduler.chunk = chunk
-    found = events(post(stack, tools=TOOLS, stream=True).text)
+    response = post(stack, tools=TOOLS, stream=True)
+    found = events(response.text)
+    assert response.headers["request-id"] == found[0]["message"]["id"]
     assert [e["type"] for e in found[:2]] == ["message_start", "ping"] and found[-1]["type"] == "message_stop"
     message = found[0]["message"]
     assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0

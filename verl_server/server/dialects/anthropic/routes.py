@@ -85,11 +85,15 @@ class AnthropicApi:
             )
         except VerlServerError as error:
             return anthropic_error(error)
+        headers = {"request-id": writer.id}
         if read.request.stream:
-            return EventStream(_events(generation, writer), generation.close)
+            stream = EventStream(_events(generation, writer), generation.close)
+            stream.headers.update(headers)
+            return stream
         try:
             await unless_disconnected(request, generation.wait())
-            return json_response(await unless_disconnected(request, writer.message(generation.states[0])))
+            message = await unless_disconnected(request, writer.message(generation.states[0]))
+            return json_response(message, headers=headers)
         except VerlServerError as error:
             return anthropic_error(error)
         finally:
