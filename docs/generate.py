@@ -200,6 +200,8 @@ def http_page(site: Site) -> None:
         "Bodies are JSON objects. A field that is null has its default. An unknown field is ignored and counted in "
         "`/metrics`; in `sampling_params` it is refused. Answers are JSON where nothing else is said."
     )
+    headers = importlib.import_module("verl_server.server.routing_headers").__doc__ or ""
+    page.add("Headers: " + prose(headers.partition("\n\n")[2]) + " Each answer has `X-Verl-Instance`.")
     groups: dict[str, list[Operation]] = {}
     for operation in mounted_operations():
         groups.setdefault(operation.handler.__module__, []).append(operation)

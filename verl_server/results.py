@@ -157,6 +157,12 @@ class InternalState(TypedDict, total=False):
     """Requests in the running batch."""
     num_waiting_reqs: int
     """Requests in the queue."""
+    num_retracted_reqs: int
+    """Requests in the queue that were started and lost their KV cache."""
+    num_waiting_uncached_tokens: int
+    """Tokens of the requests in the queue. What the prefix cache holds of them is not known before they start."""
+    num_total_tokens: int
+    """`num_used_tokens` + `num_waiting_uncached_tokens`."""
     num_used_tokens: int
     """Tokens of KV cache capacity that running requests occupy."""
     max_total_num_tokens: int
@@ -169,6 +175,10 @@ class InternalState(TypedDict, total=False):
     """KV pages in the prefix cache that a new request may share."""
     gen_throughput: float
     """Output tokens per second, over about one second."""
+    last_gen_throughput: float
+    """`gen_throughput`, under SGLang's name."""
+    effective_max_running_requests_per_dp: int
+    """Most requests that run at once."""
     num_retractions: int
     """Number of times since the start that a request lost its KV cache and was queued again."""
     num_requests: int
@@ -197,6 +207,8 @@ class InternalState(TypedDict, total=False):
     """True while an update waits for running requests to finish."""
     transaction: str | None
     """Id of the open weight-update transaction."""
+    memory_usage: dict[str, Any]
+    """GiB of `weight` and `kvcache`, and `token_capacity`, under SGLang's names."""
     memory: dict[str, Any]
     """Memory figures of rank 0: bytes of weights and KV cache, capacity in tokens, CUDA graphs."""
 
@@ -221,6 +233,18 @@ class ServerInfo(TypedDict, total=False):
     """Random id of this run of the server. A restart changes it."""
     weights_confirmed: bool
     """True if, since the start, an update contained every parameter or the owner called `accept_restart`."""
+    tokenizer_path: str
+    """Folder or hub id of the tokenizer."""
+    dp_size: int
+    """Always 1."""
+    pp_size: int
+    """Always 1."""
+    ep_size: int
+    """Always 1."""
+    disaggregation_mode: str
+    """Always "null"."""
+    enable_memory_saver: bool
+    """Always True: memory can be released without a setting."""
     startup_time: float
     """Unix time of the start, in seconds."""
     version: str

@@ -21,6 +21,7 @@ from verl_server.io_struct import (
     UpdateWeightsFromTensorReq,
 )
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
+from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.generate_request import UNSUPPORTED_FIELDS, GenerateReqInput
 
 METHODS = [
@@ -92,5 +93,6 @@ def test_unknown_options_are_refused_by_name() -> None:
 def test_every_control_request_has_one_route_and_the_server_mounts_it() -> None:
     routes = [kind.route for kind in (*get_args(ControlReq), AbortReq, AcceptRestartReq)]
     assert len(set(routes)) == len(routes)
-    mounted = {operation.path for operation in ControlApi.operations(object.__new__(ControlApi))}
+    apis = (ControlApi, OpsApi)
+    mounted = {operation.path for api in apis for operation in api.operations(object.__new__(api))}
     assert mounted >= {*routes} - {"/server_info"}

@@ -165,7 +165,7 @@ def test_a_stream_has_the_new_tokens_only(stack: Stack) -> None:
         ({"token_ids": []}, 400, "token_ids cannot be empty"),
         ({"token_ids": [9999]}, 400, "9999"),
         ({"token_ids": "ab"}, 400, "token_ids"),
-        ({"model": "other"}, 404, "does not exist"),
+        ({"model": "base:adapter"}, 404, "does not exist"),
         ({"features": {"mm_hashes": {}}}, 400, "`features` is not supported"),
         ({"content_parts": [{"type": "image_url"}]}, 400, "`content_parts` is not supported"),
         ({"kv_transfer_params": {"a": 1}}, 400, "`kv_transfer_params` is not supported"),

@@ -51,7 +51,7 @@ class InferenceRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     """Name of the request for `/abort_requests`. The header `X-Request-Id` takes precedence. Default: a random name."""
     model: str | None = None
-    """Null, or a name of the served model."""
+    """The server serves one model, so any name is accepted, except for a name with an adapter (`model:adapter`)."""
     stream: bool = False
     """Send server-sent events. Each event holds the tokens since the event before."""
     stream_options: StreamOptions | None = None

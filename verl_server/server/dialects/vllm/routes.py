@@ -106,10 +106,9 @@ class VllmApi:
         return self._args.served_model_name or self._manager.controls.model_path
 
     def _check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless `name` is null or a name of the served model."""
-        known = {self._model_name, self._args.model_path, self._manager.controls.model_path}
-        if name and name not in known:
-            raise ModelNotFoundError(f"The model `{name}` does not exist. This server has `{self._model_name}`.")
+        """Raise ModelNotFoundError for the name of an adapter, `model:adapter`. Other names are not compared."""
+        if name and ":" in name and name != self._model_name:
+            raise ModelNotFoundError(f"The model `{name:.200}` does not exist: adapters are not served.")
 
     # -- abort ----------------------------------------------------------------------------------------------
 
