@@ -149,6 +149,10 @@ class ServerArgs:
     control_timeout: float = 300.0
     """Most seconds that a control call (weights, memory, cache) waits for its turn. Also the most seconds that the
     scheduler may be silent while calls wait; after that it counts as hung and is killed."""
+    stream_frame_gap: float = 1e-4
+    """Least time in seconds between two frames of one stream, for each request in progress, and at most 0.05 s. Tokens
+    of that time share a frame, so that many fast streams do not fill the event loop. The first frame and the last one
+    are never delayed. 0: a frame for each step."""
     paused_request_timeout: float | None = None
     """Most seconds that a request waits while generation is paused (`pause_generation`). After that it is answered 503.
     Default: the request waits until generation continues, as in SGLang."""
@@ -270,6 +274,8 @@ class ServerArgs:
         for name in (*times, "kv_cache_gib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
+        if not 0 <= self.stream_frame_gap < math.inf:
+            raise BadRequestError(f"ServerArgs.stream_frame_gap must be at least 0, not {self.stream_frame_gap}.")
         bound = self.paused_request_timeout
         if bound is not None and not 0 < bound < math.inf:
             raise BadRequestError(f"ServerArgs.paused_request_timeout must be positive and finite, not {bound}.")

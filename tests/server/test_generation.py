@@ -102,3 +102,42 @@ def test_frames_come_every_stream_interval_tokens() -> None:
         assert state.result()["output_ids"] == [0, 1, 2]
 
     asyncio.run(main())
+
+
+def test_frames_of_a_stream_keep_their_distance() -> None:
+    """Between the first frame and the last one, tokens wait for the next frame. Neither of these two is delayed."""
+
+    async def main() -> None:
+        gap = 3600.0
+        params = SamplingParams(max_new_tokens=4)
+        state = ReqState("0", TokenizedGenerateReq(rid="0", input_ids=[1], sampling=params), None, stream=True)
+        generation = Generation([state], True, lambda state: None, lambda: gap)
+        updates = generation.updates()
+        step(generation, 0, [5])
+        assert (await asyncio.wait_for(anext(updates), 5))[0] == 0
+        waits = asyncio.ensure_future(anext(updates))
+        await asyncio.sleep(0)
+        for token in (6, 7):
+            step(generation, 0, [token])
+            await asyncio.sleep(0)
+            assert not generation._wake.is_set() and generation._timer is not None
+        step(generation, 0, [8], END)
+        _, last = await asyncio.wait_for(waits, 5)
+        assert last.output_ids == [5, 6, 7, 8] and generation._timer is None
+        assert [update async for update in updates] == []
+
+    asyncio.run(main())
+
+
+def test_a_delayed_frame_arrives() -> None:
+    async def main() -> None:
+        params = SamplingParams(max_new_tokens=4)
+        state = ReqState("0", TokenizedGenerateReq(rid="0", input_ids=[1], sampling=params), None, stream=True)
+        generation = Generation([state], True, lambda state: None, lambda: 0.01)
+        updates = generation.updates()
+        for token in (5, 6):
+            step(generation, 0, [token])
+            await asyncio.wait_for(anext(updates), 5)
+        assert state.output_ids == [5, 6]
+
+    asyncio.run(main())

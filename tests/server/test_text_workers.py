@@ -21,7 +21,8 @@ from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import INFO
 from tests.server.test_tokenizer_manager import run as generate
 from verl_server.errors import BadRequestError, ServerUnavailableError
-from verl_server.server.dialects.openai.reading import CHAT, DETOKENIZE, TOKENIZE
+from verl_server.server.dialects.openai.reading import CHAT
+from verl_server.server.dialects.openai.tokenizing import DETOKENIZE, TOKENIZE
 from verl_server.server.generate_request import GENERATE
 from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.text_service import TextService

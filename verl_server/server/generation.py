@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,11 +16,21 @@ class Generation:
     """The samples of one `/generate` call, in order. Call `close` when no caller waits for the result any more.
 
     Each sample calls `_on_news`. A task that awaits the generation is woken once at the end. With `stream`, the task
-    is woken once for all the progress since it last ran.
+    is woken once for all the progress since it last ran, at most once in `frame_gap()` seconds, and at once when a
+    sample ends. So many fast streams share the event loop with fewer and longer frames.
     """
 
-    def __init__(self, states: list[ReqState], is_single: bool, abandon: Callable[[ReqState], None]) -> None:
+    def __init__(
+        self,
+        states: list[ReqState],
+        is_single: bool,
+        abandon: Callable[[ReqState], None],
+        frame_gap: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._abandon = abandon
+        self._frame_gap = frame_gap
+        self._woken = -math.inf  # time when the task of a stream last ran
+        self._timer: asyncio.TimerHandle | None = None
         self.states = states
         self._is_single = is_single and len(states) == 1
         self._index = {state.req.rid: i for i, state in enumerate(states)}
@@ -40,8 +51,19 @@ class Generation:
                 self._results[i] = state.written_result()
         if state.stream:
             self._updated[i] = state
-        if state.stream or not self._running or failure(state) is not None:
+        if state.done and (state.stream or not self._running or failure(state) is not None):
             self._wake.set()
+        elif state.stream and self._timer is None and not self._wake.is_set():
+            self._wake_later()
+
+    def _wake_later(self) -> None:
+        """Wake the task of a stream when its next frame is due."""
+        loop = asyncio.get_running_loop()
+        due = self._woken + self._frame_gap()
+        if due <= loop.time():
+            self._wake.set()
+        else:
+            self._timer = loop.call_at(due, self._wake.set)
 
     async def wait(self) -> None:
         """Wait until all samples are done. Raise the error of a failed sample without waiting for the others."""
@@ -75,6 +97,8 @@ class Generation:
         while pending:
             await self._wake.wait()
             self._wake.clear()
+            self._end_timer()
+            self._woken = asyncio.get_running_loop().time()
             updated, self._updated = self._updated, {}
             for i, state in updated.items():
                 if i not in pending:  # the sample was already yielded as done
@@ -98,8 +122,14 @@ class Generation:
                 frame["index"] = i
             yield frame
 
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def close(self) -> None:
         """Abort the samples that still run. Idempotent."""
+        self._end_timer()
         for state in self.states:
             self._abandon(state)
 

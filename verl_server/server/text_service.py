@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from verl_server.chat.output import OutputFormat
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.grammar_checks import GRAMMARS, GrammarChecks
 from verl_server.server.limits import Limits
@@ -39,9 +40,12 @@ class TextService:
         """Workers are started when they are needed."""
         self.bounds = msgspec.convert(scheduler_info, ModelBounds)
         self.limits = Limits.of(server_args, self.bounds.context_length)
-        self._on_loop = TextTools(model_text, self.limits, self.bounds, most_text=_MOST_TEXT_ON_LOOP)
-        count, timeout = server_args.text_workers, server_args.text_timeout
         self._setup = model_text.setup(self.limits, self.bounds)
+        format = _default_format(server_args, self._setup.templates)
+        self._on_loop = TextTools(
+            model_text, self.limits, self.bounds, default_format=format, most_text=_MOST_TEXT_ON_LOOP
+        )
+        count, timeout = server_args.text_workers, server_args.text_timeout
         self._short = TextWorkers(lambda: self._setup, count, timeout, niceness=0)
         self._long = TextWorkers(lambda: self._setup, count, timeout, niceness=_NICENESS_OF_LONG)
         self._grammar_setup = msgspec.structs.replace(self._setup, checks_grammars=True)
@@ -89,6 +93,12 @@ class TextService:
 
     async def close(self) -> None:
         await asyncio.gather(self._short.close(), self._long.close(), self.grammars.close())
+
+
+def _default_format(server_args: ServerArgs, templates: str | dict[str, str] | None) -> OutputFormat:
+    """Return the formats of the output for the default chat template."""
+    source = templates.get("default") if isinstance(templates, dict) else templates
+    return OutputFormat.of(source, server_args.tool_call_parser, server_args.reasoning_parser)
 
 
 def _grammar_refusal(server_args: ServerArgs, model_text: ModelText) -> str | None:

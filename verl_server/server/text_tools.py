@@ -99,10 +99,12 @@ class TextTools:
         bounds: ModelBounds,
         templates: ChatTemplates | None = None,
         parsers: tuple[str | None, str | None] = (None, None),
+        default_format: OutputFormat | None = None,
         most_text: int | None = None,
         in_worker: bool = False,
     ) -> None:
-        """`parsers` are the settings `tool_call_parser` and `reasoning_parser`.
+        """`parsers` are the settings `tool_call_parser` and `reasoning_parser`. `default_format` is the format of the
+        default template, for a place without `templates`.
 
         `most_text` is the largest number of characters for one call; None means any number.
 
@@ -114,6 +116,7 @@ class TextTools:
         self._tokens = tokens
         self._templates = templates
         self._parsers = parsers
+        self._default_format = default_format
         self._most_text = most_text
         self.in_worker = in_worker
         self.grammars: GrammarCompiler | None = None
@@ -137,7 +140,9 @@ class TextTools:
     def output_format(self, options: Mapping[str, Any]) -> OutputFormat:
         """Return the formats of the output for the template that these options choose."""
         if self._templates is None:
-            raise NeedsWorkerError
+            if self._default_format is None or options.get("chat_template") or options.get("tools"):
+                raise NeedsWorkerError
+            return self._default_format
         return OutputFormat.of(self._templates.choose(options).source, *self._parsers)
 
     def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:

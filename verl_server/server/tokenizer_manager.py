@@ -63,6 +63,8 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_LONGEST_FRAME_GAP = 0.05
+"""Seconds: the most that `stream_frame_gap` delays a frame of a stream."""
 _ABORT_GRACE = 2.0
 """Seconds that running requests get at shutdown to return their partial output."""
 
@@ -193,7 +195,7 @@ class TokenizerManager:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
         for state in states:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
-        generation = Generation(states, read.is_single, self.abandon)
+        generation = Generation(states, read.is_single, self.abandon, self._frame_gap)
         try:
             for k, (state, message) in enumerate(zip(states, messages, strict=True)):
                 if k:
@@ -288,6 +290,10 @@ class TokenizerManager:
     @property
     def context_length(self) -> int:
         return int(self.scheduler_info["context_length"])
+
+    def _frame_gap(self) -> float:
+        """Return the least time in seconds between two frames of one stream. It grows with the requests in progress."""
+        return min(self.server_args.stream_frame_gap * len(self._states), _LONGEST_FRAME_GAP)
 
     def abandon(self, state: ReqState) -> None:
         """Remove a request whose caller no longer waits, and make the scheduler stop it."""

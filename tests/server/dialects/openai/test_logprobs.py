@@ -101,14 +101,15 @@ def test_prompt_ranks() -> None:
     texts: Any = SimpleNamespace(name_json=lambda token, as_id: b'"x"')
     writer = LogprobWriter(texts, CompletionRequest(prompt="a", prompt_logprobs=1), None)
     prompt: Any = SimpleNamespace(
-        token_ids=[3, 4], logprobs=[None, -2.0], top=[None, TokenLogprobs([-1.0, -2.0], [9, 4])], requested=None
-    )
+        token_ids=[3, 4], logprobs=[None, -2.0], ranks=[None, 7], requested=None,
+        top=[None, TokenLogprobs([-1.0, -1.5], [9, 8])],
+    )  # fmt: skip
     state: Any = SimpleNamespace(prompt_logprobs=prompt)
     found = json.loads(asyncio.run(writer.prompt_logprobs(state)))
     assert found == [
         None,
         {
-            "4": {"logprob": -2.0, "rank": 2, "decoded_token": "x"},
+            "4": {"logprob": -2.0, "rank": 7, "decoded_token": "x"},
             "9": {"logprob": -1.0, "rank": 1, "decoded_token": "x"},
         },
     ]

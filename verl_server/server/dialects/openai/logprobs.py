@@ -7,7 +7,7 @@ slices, and build no objects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import orjson
 
@@ -21,8 +21,7 @@ _LEAST = -9999.0
 """Value in place of minus infinity, which JSON does not have. OpenAI and vLLM use the same value."""
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """One token and the candidates at its position."""
 
     token: int
