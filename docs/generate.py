@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -34,6 +34,7 @@ COMMANDS = {
 PAGES = {
     "settings.md": "Every setting of a server, and the options of the other commands.",
     "http.md": "Every route with its request and its answer, sampling parameters, errors.",
+    "fields.md": "Every field of every body: implemented, refused or without effect, and why.",
     "engines.md": "`VerlEngine`, `HttpServerEngineAdapter` and `Engine`, with their options and results.",
     "rollouts.md": "`AgentLoop`, its limits, trajectories, renderers and environments.",
 }
@@ -50,6 +51,7 @@ SECTIONS = {
     "verl_server.server.openapi": "The description of all routes",
 }
 """Titles of the modules that mount routes."""
+VLLM_SAMPLING = "verl_server.server.dialects.vllm.sampling"
 
 
 class Page:
@@ -211,14 +213,8 @@ def http_page(site: Site) -> None:
         for operation in group:
             used += add_operation(site, page, operation)
     page.add_class(site.package.class_of("verl_server.sampling_params", "SamplingParams"))
-    page.add_class(site.package.class_of("verl_server.server.dialects.vllm.sampling", "VllmSamplingParams"))
-    generate = importlib.import_module("verl_server.server.generate_request")
-    refused = [(f"`{name}`", cell(remedy)) for name, remedy in generate.UNSUPPORTED_FIELDS.items()]
-    page.add(
-        "## Refused fields",
-        "Fields of SGLang's that `/generate` and OpenAI's routes refuse when they are set (400).",
-        table(("field", "instead"), refused),
-    )
+    page.add_class(site.package.class_of(VLLM_SAMPLING, "VllmSamplingParams"))
+    page.add("## Refused fields", "Known fields that are refused, or have no effect: [fields](fields.md).")
     page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
     page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
     columns = site.package.module("verl_server.columns").doc
@@ -252,6 +248,36 @@ def mounted_operations() -> list[Operation]:
     """The operations of the real application, made without a server behind it."""
     arguments = importlib.import_module("verl_server.server_args").ServerArgs(model_path="model")
     return operations(MagicMock(), arguments, AccessRules(arguments))
+
+
+def fields_page(site: Site) -> None:
+    page = site.page("fields.md", "Fields")
+    page.add(
+        "A known field of a body is implemented, refused, or without effect. A *refused* field is answered 400 with "
+        "its name if it is set; null, false, 0 and empty values count as unset. A field *without effect* is accepted. "
+        "Other fields are ignored and counted in `/metrics`. [http](http.md) describes the implemented fields."
+    )
+    for operation in mounted_operations():
+        if operation.body is None and not operation.refused and not operation.without_effect:
+            continue
+        page.add("## " + ", ".join(f"`{path}`" for path in operation.paths))
+        add_treatments(page, operation.fields, operation.refused, operation.without_effect)
+    sampling, vllm = map(importlib.import_module, ("verl_server.sampling_params", VLLM_SAMPLING))
+    page.add("## SamplingParams")
+    add_treatments(page, sampling.SamplingParams.__struct_fields__, sampling.UNSUPPORTED_PARAMS, {})
+    page.add("## VllmSamplingParams")
+    add_treatments(page, vllm.VllmSamplingParams.__struct_fields__, vllm.SAMPLING_REFUSED, vllm.SAMPLING_WITHOUT_EFFECT)
+
+
+def add_treatments(
+    page: Page, implemented: Iterable[str], refused: Mapping[str, str], without_effect: Mapping[str, str]
+) -> None:
+    """Add the fields of one body: the implemented ones as a list, the others with their reasons."""
+    if names := ", ".join(f"`{name}`" for name in implemented):
+        page.add(f"Implemented: {names}.")
+    for title, fields in (("refused", refused), ("without effect", without_effect)):
+        if fields:
+            page.add(table((title, "why, or what to do"), [(f"`{name}`", cell(why)) for name, why in fields.items()]))
 
 
 def engines_page(site: Site) -> None:
@@ -315,7 +341,7 @@ def default_of(field: Field) -> str:
 def build() -> dict[str, str]:
     """Path below docs/reference -> text, of all pages."""
     site = Site(Package(ROOT))
-    writers: list[Callable[[Site], None]] = [settings_page, http_page, engines_page, rollouts_page]
+    writers: list[Callable[[Site], None]] = [settings_page, http_page, fields_page, engines_page, rollouts_page]
     for write in writers:
         write(site)
     index = ["<!-- Written by `make docs`. -->", "# Reference", "Generated from the code by `make docs`."]

@@ -24,12 +24,13 @@ _GREEDY_BELOW = 1e-6
 _INT_BOUND = 1 << 31
 _MOST_STOP_REGEX, _MOST_STOP_REGEX_BYTES = 32, 256
 """Most `stop_regex` patterns, and most bytes of one. Source: SGLang."""
-_UNSUPPORTED = {
+UNSUPPORTED_PARAMS = {
     "beam_width": "use `n` independent samples",
     "custom_params": "custom logit processors are not implemented",
     "watermark": "watermarks are not implemented",
     "choice": "use `regex`, or `json_schema` with an enum",
 }
+"""SGLang's sampling parameters that are refused if they are set, each with what to do instead."""
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Fields that hold a grammar for constrained decoding."""
@@ -111,7 +112,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if not isinstance(raw, dict):
             raise BadRequestError(f"sampling_params must be an object, not {type(raw).__name__}.")
         given = {key: value for key, value in raw.items() if value is not None}
-        for key, remedy in _UNSUPPORTED.items():
+        for key, remedy in UNSUPPORTED_PARAMS.items():
             if given.pop(key, "") not in ("", [], {}, False):
                 raise BadRequestError(f"sampling_params.{key} is not supported: {remedy}.")
         if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
