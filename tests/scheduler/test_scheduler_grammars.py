@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from llguidance import LLParserLimits
 
 from tests.grammar.conftest import EOS, TOKENIZER
-from tests.scheduler.fakes import VOCAB, Harness, allowed_tokens, generate, prompt, update
+from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
 from verl_server.grammar.compiler import MaskExecutor, Matcher
 from verl_server.grammar.source import Grammar, Kind, translate
@@ -26,6 +27,7 @@ from verl_server.io_struct import (
 from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.worker.forward_batch import ForwardBatch
+from verl_server.worker.tp_worker import MakeMasks
 
 SCHEMA = json.dumps(
     {
@@ -391,3 +393,35 @@ def test_copies_of_a_matcher_are_independent() -> None:
     first.check()
     assert first.is_complete and not second.is_complete and not start.is_complete
     assert h.scheduler.grammars._compiler.num_words == -(-VOCAB // 32)
+
+
+def test_a_launch_that_runs_out_of_memory_after_the_masks_is_repeated() -> None:
+    """The step before it was collected meanwhile, so the repeated step finds all tokens on the host."""
+    results = []
+    for fails in (False, True):
+        h = GrammarHarness()
+        launch, launches = h.runner.launch, [0]
+
+        def failing(
+            batch: ForwardBatch,
+            specs: list[SampleSpec] | None,
+            make_masks: MakeMasks | None = None,
+            launch: Any = launch,
+            launches: list[int] = launches,
+            fails: bool = fails,
+        ) -> FakeStep:
+            launches[0] += 1
+            if fails and launches[0] == 4:
+                assert make_masks is not None
+                make_masks()
+                raise torch.OutOfMemoryError("out of memory")
+            step: FakeStep = launch(batch, specs, make_masks)
+            return step
+
+        h.runner.launch = failing  # type: ignore[method-assign]
+        for i in range(3):
+            h.constrain(f"s{i}", "regex", "([a-f][0-9]){6}x")
+        h.finish()
+        assert all(reason.type == "stop" for reason in h.finished.values())
+        results.append(h.tokens)
+    assert results[0] == results[1]

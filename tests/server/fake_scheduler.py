@@ -74,7 +74,7 @@ class FakeScheduler:
         """Wait until `count` messages of this kind have arrived, and return all messages of the kind."""
 
         def found() -> list[Any]:
-            return [m for m in (*self.tokenizers, *self.received) if isinstance(m, kind)]
+            return [m for m in self.received if isinstance(m, kind)]
 
         with self._changed:
             assert self._changed.wait_for(lambda: len(found()) >= count, timeout), (
@@ -100,13 +100,11 @@ class FakeScheduler:
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
                 if isinstance(message, io.GrammarTokenizer):  # sent at the start, and no part of any request
+                    self.tokenizers.append(message)
                     continue
                 self._handle(message)
                 with self._changed:
-                    if isinstance(message, io.GrammarTokenizer):
-                        self.tokenizers.append(message)
-                    else:
-                        self.received.append(message)
+                    self.received.append(message)
                     self._changed.notify_all()
             if not ready and not self.hold:
                 for running in list(self.running.values()):

@@ -17,7 +17,7 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.grammar.source import Grammar
-from verl_server.io_struct import GrammarTokenizer, TokenizedGenerateReq
+from verl_server.io_struct import TokenizedGenerateReq
 from verl_server.server.grammar_checks import CheckedGrammar, GrammarChecks
 from verl_server.server.text_workers import JobKilledError, TextWorkers
 from verl_server.server.tokenizer import ModelText
@@ -40,10 +40,10 @@ def last_request(stack: Stack) -> TokenizedGenerateReq:
 
 
 def test_the_scheduler_gets_the_tokenizer_first_and_translations_only(stack: Stack) -> None:
-    assert isinstance(stack.scheduler.wait_for(GrammarTokenizer)[0], GrammarTokenizer)
     response = constrained(stack, json_schema='{"type": "integer"}')
     assert response.status_code == 200
     req = last_request(stack)
+    assert len(stack.scheduler.tokenizers) == 1 and 2 in stack.scheduler.tokenizers[0].eos_token_ids
     assert json.loads(req.grammar) == {"grammars": [{"json_schema": {"type": "integer"}}]}
     assert req.sampling.json_schema is None
 
@@ -105,7 +105,8 @@ def test_a_server_that_cannot_constrain_says_why(text_folder: Path, settings: di
         body = {"input_ids": [9], "sampling_params": {"max_new_tokens": 1, "regex": "a"}}
         response = stack.post("/generate", body)
         assert response.status_code == 400 and says in response.json()["error"]["message"]
-        assert not stack.scheduler.wait_for(GrammarTokenizer, 0)
+        assert stack.generate(input_ids=[9], sampling_params={"max_new_tokens": 1})
+        assert not stack.scheduler.tokenizers
     finally:
         stack.close()
 

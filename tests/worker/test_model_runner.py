@@ -14,7 +14,10 @@ from tests.parity.harness import Driver, make_runner, random_prompt
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.tiny import make_model_folder
+from verl_server.sampling.spec import SampleSpec, TokenMasks
+from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
+from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner
 
 
@@ -234,3 +237,43 @@ def test_bf16_on_cpu_stays_near_fp32(tiny_qwen3: Path) -> None:
         exact.finish([same], 1)
         if same.spec.output_ids[0] == sequence.spec.output_ids[0]:
             assert sequence.logprobs[0] == pytest.approx(same.logprobs[0], abs=0.3)
+
+
+class RecordingRank(TpGroup):
+    """Records when tokens are broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.events.append("broadcast")
+
+
+def test_masks_are_made_between_the_forward_pass_and_the_broadcast(tiny_llama: Path) -> None:
+    """All ranks meet in the same order: the forward pass, then the broadcast of tokens. Rank 0 makes masks between."""
+    runner = make_runner(tiny_llama)
+    rank = RecordingRank()
+    runner.tp, runner.overlaps = rank, True
+    logits = runner.model.logits
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        rank.events.append("forward")
+        return logits(hidden)
+
+    def make_masks() -> TokenMasks:
+        rank.events.append("masks")
+        words = torch.zeros(1, runner.vocab_size // 32, dtype=torch.int32)
+        words[0, 3] = 1 << 7
+        return TokenMasks([0], words)
+
+    runner.model.logits = forward  # type: ignore[method-assign]
+    spec = SampleSpec(SamplingParams(), 7, [5, 6, 7], [], [], True)
+    batch = ForwardBatch(
+        rows=[0], cached_lens=[0], extend_lens=[3], input_ids=[5, 6, 7], page_updates=[(0, 0, [0])], sample=[0]
+    )
+    assert runner.launch(batch, [spec], make_masks).result().next_ids == [3 * 32 + 7]
+    assert rank.events == ["forward", "masks", "broadcast"]
+    rank.events.clear()
+    runner.launch(batch, None)
+    assert rank.events == ["forward", "broadcast"], "the other ranks"

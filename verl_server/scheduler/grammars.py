@@ -10,6 +10,7 @@ not concern it. A matcher that fails ends its own request only.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,7 +94,8 @@ class Grammars:
             entry = self._compiled[grammar] = _Compiled(self._compile(grammar), size + len(grammar) + _ENTRY_BYTES)
             self._size += entry.size
             self._evict()
-        self._compiled.move_to_end(grammar)
+        else:
+            self._compiled.move_to_end(grammar)
         req.grammar = RequestGrammar(entry.start, sorted(req.stop_ids), req.spec.params.ignore_eos)
         if not entry.start.done():
             self.waiting[req.rid] = req
@@ -110,16 +112,17 @@ class Grammars:
         return done
 
     def _compile(self, grammar: str) -> Future[Matcher]:
-        from verl_server.grammar.compiler import COMPILER_STACK, stack_size
+        from verl_server.grammar.compiler import COMPILER_STACK, MaskExecutor, stack_size
         from verl_server.grammar.walk import random_outputs
 
-        assert self._compiler is not None and self._executor is not None
-        compiler, executor = self._compiler, self._executor
+        assert self._compiler is not None
+        compiler = self._compiler
 
         def work() -> Matcher:
             matcher = compiler.compile(grammar)
+            executor = MaskExecutor(1)  # its own, so that the masks of steps do not wait for it
             try:
-                for _ in random_outputs(matcher, executor, compiler.num_words):
+                for _ in random_outputs(matcher, executor, compiler.num_words, time.monotonic):
                     pass
             except GrammarFailedError:
                 return compiler.compile(grammar)  # the requests will find out

@@ -364,7 +364,8 @@ class Scheduler:
             if state is not None:
                 state.add(part)
         vocab_size, out = self.worker.runner.vocab_size, self._output
-        self._consume(batch, output)
+        if batch.has_grammars:
+            self._consume(batch, output)
         finished: list[tuple[Req, bool]] = []
         num_tokens = 0
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)

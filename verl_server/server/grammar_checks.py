@@ -125,6 +125,10 @@ class GrammarChecks:
             _, oldest = self._results.popitem(last=False)
             self._length -= oldest.length
 
+    @property
+    def worker_pids(self) -> list[int]:
+        return self._workers.pids
+
     async def close(self) -> None:
         """Fail the running checks, and end the workers."""
         await self._workers.close()
