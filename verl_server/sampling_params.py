@@ -60,8 +60,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     stop: str | list[str] | None = None
     """Strings that end the output."""
     stop_regex: str | list[str] | None = None
-    """Regular expressions (RE2 syntax) that end the output. Matches of up to 1024 characters are found, shorter ones for
-    large patterns."""
+    """Regular expressions (RE2 syntax) that end the output. Matches of up to 1024 characters are found, and shorter ones
+    for large patterns."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the output, beside EOS."""
     n: int = 1
