@@ -42,7 +42,7 @@ BREAKS = [
     Break(
         "one terminal reply",
         "scheduler/scheduler.py",
-        '        self._output.add(req, FinishReason(type="abort", message=message, status_code=status_code), [], [])\n',
+        "        self._output.add(req, reason, [], [])\n",
         "",
         "tests/scheduler/test_scheduler.py",
     ),

@@ -60,7 +60,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     stop: str | list[str] | None = None
     """Strings that end the output."""
     stop_regex: str | list[str] | None = None
-    """Regular expressions (RE2 syntax) that end the output. A match that is longer than 1024 bytes may not be found."""
+    """Regular expressions (RE2 syntax) that end the output. Matches of up to 1024 characters are found; for large
+    patterns the bound is smaller."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the output, beside EOS."""
     n: int = 1
@@ -199,8 +200,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def verify_vocab(self, vocab_size: int) -> None:
         """Raise BadRequestError if a token id is outside the vocabulary: it would be an invalid index on the device."""
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or []:
-                _check(0 <= token < vocab_size, name, token, f"a token id in 0..{vocab_size - 1}")
+            ids = getattr(self, name)
+            if ids:  # min and max are loops in C, because there may be thousands of ids
+                worst = min(ids) if min(ids) < 0 else max(ids)
+                _check(0 <= worst < vocab_size, name, worst, f"a token id in 0..{vocab_size - 1}")
         for key in self.logit_bias or {}:
             _check(int(key) < vocab_size, "logit_bias", key, f"a token id in 0..{vocab_size - 1}")
 

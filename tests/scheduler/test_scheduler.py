@@ -423,6 +423,17 @@ def test_logit_bias_outside_the_vocabulary_is_refused(key: str) -> None:
     assert h.finished["a"].status_code == 400 and "logit_bias" in (h.finished["a"].message or "")
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_token_ids_outside_the_vocabulary_are_refused(name: str, wrong: int) -> None:
+    h = Harness()
+    sampling = SamplingParams(**{name: [3, wrong, 5]})  # type: ignore[arg-type]
+    h.scheduler.handle(TokenizedGenerateReq(rid="a", input_ids=[1], sampling=sampling))
+    h.steps()
+    message = h.finished["a"].message or ""
+    assert h.finished["a"].status_code == 400 and name in message and str(wrong) in message
+
+
 def test_full_queue_answers_503() -> None:
     h = Harness(max_rows=1, max_queued_requests=2)
     for i in range(3):

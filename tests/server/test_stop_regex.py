@@ -17,7 +17,7 @@ from verl_server.server import stop_regex
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.generate_request import read_generate
 from verl_server.server.limits import Limits
-from verl_server.server.stop_regex import LONGEST_MATCH, StopRegexes
+from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import ModelBounds, NeedsWorkerError, TextTools
 
 _TOKENIZER = byte_tokenizer()
@@ -61,9 +61,11 @@ def test_a_stop_string_goes_before_a_regex_that_the_same_token_completes() -> No
 
 
 def test_a_match_at_a_distance_is_found_up_to_the_bound() -> None:
-    within, beyond = "<" + "x" * (LONGEST_MATCH - 1) + ">", "<" + "x" * (LONGEST_MATCH + 1) + ">"
-    assert stopped("é" * 9 + within, ["<x*>"]) == ("é" * 9, "<x*>")
-    assert stopped(beyond, ["<x*>"])[1] is None
+    for pattern, tail in (("<x*>", 1024), ("<x*(>|y{118})", 524)):
+        assert StopRegexes([pattern]).tail == tail, "the tail is shorter for a larger pattern"
+        within, beyond = "<" + "x" * (tail - 1) + ">", "<" + "x" * tail + ">"
+        assert stopped("é" * 9 + within, [pattern]) == ("é" * 9, pattern)
+        assert stopped(beyond, [pattern])[1] is None
     assert stopped(" " * 2000 + "begin", ["^begin"])[1] is None, "the end of a long text is not its beginning"
     assert stopped("a" * 2000 + "b", [r"\bab"])[1] is None, "the character before the part that is searched counts"
 
@@ -80,7 +82,7 @@ def test_a_search_reads_a_bounded_part_of_the_text(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(stop_regex, "_compile", lambda pattern: Counting())
     assert stopped("word " * 2000, ["pattern"])[1] is None
-    assert longest <= LONGEST_MATCH + 2
+    assert longest <= 1024 + 2
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,11 @@ class EngineBase(EngineWeights):
     ) -> Result | Iterator[GenerateResult]:
         """Generate, and return one result for one prompt or a list of results for several prompts.
 
-        With `stream` the call returns an iterator; each result in it holds everything generated so far. One prompt with
-        `sampling_params["n"]` above 1 also returns a list, although the declared type is one result. The keys of
-        `sampling_params` are the fields of `SamplingParams`. Without `timeout` (seconds) the wait has no bound. When
-        the timeout is over, the request is aborted and ControlTimeoutError is raised.
+        With `stream` the call returns an iterator; each result in it holds everything generated so far or, with the
+        server's setting `incremental_streaming_output`, what is new. One prompt with `sampling_params["n"]` above 1
+        also returns a list, although the declared type is one result. The keys of `sampling_params` are the fields of
+        `SamplingParams`. Without `timeout` (seconds) the wait has no bound. When the timeout is over, the request is
+        aborted and ControlTimeoutError is raised.
         """
         body = generate_body(prompt, sampling_params, input_ids, options)
         return self._stream(body | {"stream": True}, timeout) if stream else self._generate(body, timeout)

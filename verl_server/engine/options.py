@@ -30,6 +30,20 @@ class GenerateOptions(TypedDict, total=False):
     """Return the text of each token as the third entry of its log-probability triple."""
     return_prompt_token_ids: bool
     """Return the token ids of the prompt."""
+    return_sampling_mask: bool | list[bool]
+    """Return all tokens that each output token was drawn from. Needs greedy sampling or a small `top_k`."""
+    sampling_logprobs_mode: str | list[str | None] | None
+    """With `return_sampling_mask`, the log-probabilities of the sampled tokens ("selected", the default) or of all
+    tokens that could be drawn ("support")."""
+    extra_key: str | list[str | None] | None
+    """Namespace of the prefix cache. A request shares the KV cache only with requests of the same `extra_key` and
+    `cache_salt`."""
+    cache_salt: str | list[str | None] | None
+    """A second part of the namespace of the prefix cache."""
+    priority: int | None
+    """Requests of a larger priority leave the waiting queue first; default: 0."""
+    truncate_prompt_tokens: int | None
+    """Keep only this many tokens at the end of each prompt; -1: as many as the model can serve."""
     image_data: Any
     """Not supported: an error when it is set. The name is SGLang's."""
     lora_path: str | list[str] | None
