@@ -27,6 +27,9 @@ _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 RESPONSES_REFUSED = {
     "previous_response_id": _NO_STORE,
     "conversation": _NO_STORE,
+    "background_options": "the answer is sent when the response ends; use stream",
+    "access_programs": "the server has no such programs",
+    "image": "only text is served",
     "background": "the answer is sent when the response ends; use stream",
     "prompt": "prompts are not stored; send the text in `input` and `instructions`",
     "context_management": "the conversation is never shortened",
