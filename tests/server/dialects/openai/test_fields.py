@@ -43,7 +43,8 @@ VLLM = words(
     use_beam_search watermarking length_penalty include_stop_str_in_output spaces_between_special_tokens
     truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
     structured_outputs request_id return_tokens_as_token_ids routed_experts_prompt_start return_token_offsets
-    return_mm_kwargs kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval thinking_token_budget
+    return_mm_kwargs kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval
+    thinking_token_budget
     guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern
     logits_processors add_special_tokens
     """

@@ -91,6 +91,8 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
     for name in ("return_input_ids_in_sglext", "return_output_ids_in_sglext"):
         if getattr(request, name) and request.stream:
             raise BadRequestError(f"{name} is not available in a stream: use return_token_ids.")
+    if request.return_sampling_mask and not request.return_meta_info:
+        raise BadRequestError("return_sampling_mask needs return_meta_info=true.")
     tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
     prompt = read_openai_prompt(
         tools,
