@@ -213,6 +213,17 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             self.response_format = self.structured_outputs = self.guided_json = self.json_schema = None
         return schema
 
+    def encode_constraint(self) -> None:
+        """Replace the constraint of the output by its text. So whoever reads the request again encodes no schema."""
+        found = self._constraint("")
+        for name in CONSTRAINTS:
+            setattr(self, name, None)
+        for name, text in found.items():
+            if name == "structural_tag":
+                self.structured_outputs = {name: text}
+            else:
+                setattr(self, name, text)
+
     @property
     def is_constrained(self) -> bool:
         return bool(self._constraint(""))

@@ -9,6 +9,7 @@ import json
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
@@ -21,6 +22,8 @@ from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
 
 _NO_STORE = "responses are not stored; send the whole conversation in `input`"
+_MOST_METADATA, _LONGEST_METADATA = 16, 512
+"""Pairs of `metadata`, and characters of a key or a value. Source: OpenAI."""
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
@@ -175,6 +178,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             )
         at_least(1, "max_output_tokens", self.max_output_tokens)
         at_least(0, "top_logprobs", self.top_logprobs)
+        metadata = self.metadata or {}
+        longest = max((max(len(key), len(value)) for key, value in metadata.items()), default=0)
+        if len(metadata) > _MOST_METADATA or longest > _LONGEST_METADATA:
+            raise BadRequestError(f"metadata may have {_MOST_METADATA} pairs of {_LONGEST_METADATA} characters each.")
         for name in self.include or ():
             if name not in _INCLUDED:
                 raise BadRequestError(
@@ -186,8 +193,10 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     """Result of the job `RESPONSES`."""
 
     request: ResponsesRequest
-    """The request with an empty `input`."""
+    """The request without `input`, and without the fields in `echoed`."""
     chat: ChatCompletionRequest
+    echoed: dict[str, bytes]
+    """Fields of the request that the response repeats, as JSON."""
     prompts: list[Ids]
     output: ChatOutput
     is_single: bool = True
@@ -214,10 +223,20 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
     )
     if prompt.output.keeps_special_tokens:
         chat.skip_special_tokens = False
+    chat.encode_constraint()
+    form = request.text.format if request.text is not None else None
+    echoed = {
+        "instructions": request.instructions,
+        "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
+        "tools": request.tools or [],
+        "tool_choice": request.tool_choice or "auto",
+    }
     request.input, request.chat_template_kwargs = "", None
+    request.instructions = request.text = request.tools = request.tool_choice = None
     return ReadResponse(
         request=request,
         chat=chat,
+        echoed={name: orjson.dumps(value) for name, value in echoed.items()},
         prompts=[tools.prompt(prompt.ids)],
         output=prompt.output,
         unknown_fields=unknown,

@@ -213,7 +213,7 @@ class OpenAIApi:
             generation = await self._submit(request, wanted, read, chat)
         except VerlServerError as error:
             return openai_error(error, ResponsesRequest.__struct_fields__)
-        answer = ResponseAnswer(self.token_texts(), self._model_name, body, chat, read.output)
+        answer = ResponseAnswer(self.token_texts(), self._model_name, read)
         if body.stream:
             return EventStream(answer.frames(generation), generation.close)
         return await self._whole(request, generation, answer.response(generation.states[0]))
