@@ -147,6 +147,7 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
         ({"background": True}, "background"),
         ({"include": ["file_search_call.results"]}, "file_search_call.results"),
         ({"input": []}, "input cannot be empty"),
+        ({"input": [{"type": "function_call"}]}, "input[0] needs `name`"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

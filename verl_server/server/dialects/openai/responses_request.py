@@ -276,6 +276,8 @@ def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) 
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not isinstance(call["name"], str) or not isinstance(call["arguments"], str | None):
+            raise BadRequestError(f"{place} needs `name`, the name of a function, and `arguments`, JSON text.")
         message = _assistant(messages, None)
         message.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":
