@@ -149,7 +149,7 @@ class ServerArgs:
     control_timeout: float = 300.0
     """Most seconds that a control call (weights, memory, cache) waits for its turn. Also the most seconds that the
     scheduler may be silent while calls wait; after that it counts as hung and is killed."""
-    stream_frame_gap: float = 1e-4
+    stream_frame_gap: float = 2e-4
     """Least time in seconds between two frames of one stream, for each request in progress, and at most 0.05 s. Tokens
     of that time share a frame, so that many fast streams do not fill the event loop. The first frame and the last one
     are never delayed. 0: a frame for each step."""

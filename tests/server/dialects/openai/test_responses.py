@@ -40,6 +40,7 @@ def test_a_response(call: Caller, client: openai.OpenAI) -> None:
     call.says("Hello!")
     response = client.responses.create(model="m", input="hi", instructions="Be kind", metadata={"a": "b"})
     assert response.output_text == "Hello!" and response.status == "completed" and response.id.startswith("resp_")
+    assert response.instructions == "Be kind" and response.text is not None and response.text.verbosity == "medium"
     assert response.store is False and response.metadata == {"a": "b", "weight_version": "default"}
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (len(call.sent().input_ids), 7)
@@ -146,11 +147,13 @@ def test_formats(call: Caller, client: openai.OpenAI) -> None:
         ({"background": True}, "background"),
         ({"include": ["file_search_call.results"]}, "file_search_call.results"),
         ({"input": []}, "input cannot be empty"),
+        ({"input": [{"type": "function_call"}]}, "input[0] needs `name`"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ],
 )

@@ -131,6 +131,15 @@ def test_meta_info_and_sglext(call: Caller) -> None:
     assert call.complete(return_meta_info=True)["choices"][0]["meta_info"]["prompt_tokens"] == 2
 
 
+def test_sampling_masks_are_in_the_meta_info(call: Caller) -> None:
+    call.chat(return_sampling_mask=True, return_meta_info=True, top_k=2)
+    assert call.sent().sampling_mask_num == 4
+    assert (
+        "return_meta_info"
+        in call.refusal("/v1/chat/completions", messages=MESSAGES, return_sampling_mask=True)["message"]
+    )
+
+
 def test_stop_reason_is_null_for_eos(call: Caller) -> None:
     eos = call.text.eos_token_ids[0]
     call.stack.scheduler.script = lambda req: [40, eos]

@@ -75,6 +75,5 @@ CHAT_REFUSED = _REFUSED | {
     "task": "use chat_template_kwargs",
     "echo": "use continue_final_message",
     "add_special_tokens": "the chat template adds the special tokens",
-    "sampling_logprobs_mode": "use logprobs_mode",
 }
 CHAT_WITHOUT_EFFECT = _WITHOUT_EFFECT

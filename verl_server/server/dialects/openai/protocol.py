@@ -14,7 +14,7 @@ import msgspec
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import LogprobsMode
 from verl_server.server.dialects.openai.constraints import CONSTRAINTS, constraint, schema_object
-from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.generate_request import GenerateReqInput, SamplingLogprobsMode
 
 CALL_AND_CONSTRAINT = (
     "tool_choice requires a tool call, which excludes response_format and other constraints of the output: leave one "
@@ -164,6 +164,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
             priority=self.priority,
+            return_text_in_logprobs=self.return_meta_info,
         )
 
     def sampling_params(self, max_new_tokens: int | None, grammar: str = "") -> dict[str, Any]:
@@ -211,6 +212,17 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         if schema is not None:
             self.response_format = self.structured_outputs = self.guided_json = self.json_schema = None
         return schema
+
+    def encode_constraint(self) -> None:
+        """Replace the constraint of the output by its text. So whoever reads the request again encodes no schema."""
+        found = self._constraint("")
+        for name in CONSTRAINTS:
+            setattr(self, name, None)
+        for name, text in found.items():
+            if name == "structural_tag":
+                self.structured_outputs = {name: text}
+            else:
+                setattr(self, name, text)
 
     @property
     def is_constrained(self) -> bool:
@@ -292,6 +304,10 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """End the prompt with the tokens that begin a message of the assistant."""
     modalities: list[Literal["text"]] | None = None
     """Only ["text"] is served."""
+    return_sampling_mask: bool = False
+    """`return_sampling_mask` of `/generate`, in the `meta_info` of each choice. Needs `return_meta_info`."""
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
+    """`sampling_logprobs_mode` of `/generate`."""
     return_input_ids_in_sglext: bool = False
     """Return the token ids of the prompt as `sglext.input_ids`. Not with `stream`."""
     return_output_ids_in_sglext: bool = False

@@ -75,6 +75,7 @@ def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
     keep = kept_tokens(tools, request.truncate_prompt_tokens, request.max_tokens)
     read = [tools.prompt(each, keep) for each in ids]
     request.prompt = ""
+    request.encode_constraint()
     return ReadCompletion(request=request, prompts=read, is_single=is_single, unknown_fields=unknown)
 
 
@@ -91,6 +92,8 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
     for name in ("return_input_ids_in_sglext", "return_output_ids_in_sglext"):
         if getattr(request, name) and request.stream:
             raise BadRequestError(f"{name} is not available in a stream: use return_token_ids.")
+    if request.return_sampling_mask and not request.return_meta_info:
+        raise BadRequestError("return_sampling_mask needs return_meta_info=true.")
     tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
     prompt = read_openai_prompt(
         tools,
@@ -108,6 +111,7 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
     if not request.separate_reasoning:
         output = output.without_reasoning()
     keep = kept_tokens(tools, request.truncate_prompt_tokens, request.max_tokens)
+    request.encode_constraint()
     request.messages, request.input_ids, request.tools = [], None, None
     request.chat_template_kwargs = request.chat_template = request.documents = request.tool_choice = None
     return ReadChat(

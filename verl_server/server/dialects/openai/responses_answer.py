@@ -6,16 +6,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import orjson
+
 from verl_server.chat.output import ContentDelta, Delta, OutputParser, ToolCallDelta
 from verl_server.errors import VerlServerError
-from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.detokenizer import IncrementalDetokenizer
 from verl_server.server.dialects.openai.choices import weight_versions
 from verl_server.server.dialects.openai.errors import error_content
 from verl_server.server.dialects.openai.logprobs import LogprobWriter
-from verl_server.server.dialects.openai.protocol import ChatCompletionRequest
 from verl_server.server.dialects.openai.responses_items import Event, OutputItems
-from verl_server.server.dialects.openai.responses_request import ResponsesRequest
+from verl_server.server.dialects.openai.responses_request import ReadResponse
 from verl_server.server.dialects.openai.tokens import TokenTexts
 from verl_server.server.generation import Generation
 from verl_server.server.request_state import ReqState
@@ -33,12 +33,12 @@ class ResponseAnswer:
         self,
         texts: TokenTexts,
         model: str,
-        request: ResponsesRequest,
-        chat: ChatCompletionRequest,
-        output: ChatOutput,
+        read: ReadResponse,
     ) -> None:
+        request, chat, output = read.request, read.chat, read.output
         self._model = model
         self._request = request
+        self._echoed = {name: orjson.Fragment(value) for name, value in read.echoed.items()}
         self._parser: OutputParser = output.parser(whole_calls=not request.stream)
         self._one_call = not request.parallel_tool_calls
         top = (request.top_logprobs or 0) if request.wants_logprobs else None
@@ -152,7 +152,7 @@ class ResponseAnswer:
                 reason = state.finish_reason.type if state.finish_reason is not None else "abort"
                 details = {"reason": "max_output_tokens" if reason == "length" else reason}
         sampling = ended.req.sampling
-        return {
+        return self._echoed | {
             "id": request.request_id or f"resp_{ended.rid}",
             "object": "response",
             "created_at": self._created,
@@ -161,7 +161,6 @@ class ResponseAnswer:
             "background": False,
             "error": None,
             "incomplete_details": details,
-            "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
             "metadata": metadata,
@@ -173,9 +172,6 @@ class ResponseAnswer:
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": (request.text and request.text.format) or {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -9,6 +9,7 @@ import json
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
@@ -21,12 +22,17 @@ from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
 
 _NO_STORE = "responses are not stored; send the whole conversation in `input`"
+_MOST_METADATA, _LONGEST_METADATA = 16, 512
+"""Pairs of `metadata`, and characters of a key or a value. Source: OpenAI."""
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 RESPONSES_REFUSED = {
     "previous_response_id": _NO_STORE,
     "conversation": _NO_STORE,
+    "background_options": "the answer is sent when the response ends; use stream",
+    "access_programs": "the server has no such programs",
+    "image": "only text is served",
     "background": "the answer is sent when the response ends; use stream",
     "prompt": "prompts are not stored; send the text in `input` and `instructions`",
     "context_management": "the conversation is never shortened",
@@ -172,6 +178,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             )
         at_least(1, "max_output_tokens", self.max_output_tokens)
         at_least(0, "top_logprobs", self.top_logprobs)
+        metadata = self.metadata or {}
+        longest = max((max(len(key), len(value)) for key, value in metadata.items()), default=0)
+        if len(metadata) > _MOST_METADATA or longest > _LONGEST_METADATA:
+            raise BadRequestError(f"metadata may have {_MOST_METADATA} pairs of {_LONGEST_METADATA} characters each.")
         for name in self.include or ():
             if name not in _INCLUDED:
                 raise BadRequestError(
@@ -183,8 +193,10 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     """Result of the job `RESPONSES`."""
 
     request: ResponsesRequest
-    """The request with an empty `input`."""
+    """The request without `input`, and without the fields in `echoed`."""
     chat: ChatCompletionRequest
+    echoed: dict[str, bytes]
+    """Fields of the request that the response repeats, as JSON."""
     prompts: list[Ids]
     output: ChatOutput
     is_single: bool = True
@@ -211,10 +223,20 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
     )
     if prompt.output.keeps_special_tokens:
         chat.skip_special_tokens = False
+    chat.encode_constraint()
+    form = request.text.format if request.text is not None else None
+    echoed = {
+        "instructions": request.instructions,
+        "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
+        "tools": request.tools or [],
+        "tool_choice": request.tool_choice or "auto",
+    }
     request.input, request.chat_template_kwargs = "", None
+    request.instructions = request.text = request.tools = request.tool_choice = None
     return ReadResponse(
         request=request,
         chat=chat,
+        echoed={name: orjson.dumps(value) for name, value in echoed.items()},
         prompts=[tools.prompt(prompt.ids)],
         output=prompt.output,
         unknown_fields=unknown,
@@ -254,6 +276,8 @@ def _add_item(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) 
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not isinstance(call["name"], str) or not isinstance(call["arguments"], str | None):
+            raise BadRequestError(f"{place} needs `name`, the name of a function, and `arguments`, JSON text.")
         message = _assistant(messages, None)
         message.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":

@@ -193,6 +193,8 @@ class OpenAIApi:
             self.check_model(body.model)
             top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             wanted = body.generate_request(body.max_tokens, top_logprobs, read.output.grammar or "")
+            wanted.return_sampling_mask = body.return_sampling_mask
+            wanted.sampling_logprobs_mode = body.sampling_logprobs_mode
             generation = await self._submit(request, wanted, read, body)
         except VerlServerError as error:
             return openai_error(error, ChatCompletionRequest.__struct_fields__)
@@ -211,7 +213,7 @@ class OpenAIApi:
             generation = await self._submit(request, wanted, read, chat)
         except VerlServerError as error:
             return openai_error(error, ResponsesRequest.__struct_fields__)
-        answer = ResponseAnswer(self.token_texts(), self._model_name, body, chat, read.output)
+        answer = ResponseAnswer(self.token_texts(), self._model_name, read)
         if body.stream:
             return EventStream(answer.frames(generation), generation.close)
         return await self._whole(request, generation, answer.response(generation.states[0]))
