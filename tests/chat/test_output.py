@@ -153,7 +153,14 @@ MALFORMED = {
         '<tool_call>{"name": "get", "arguments": {"a": ' + "1" * 2000 + "}}</tool_call>",
         "</tool_call> <tool_cal",
     ],
-    "llama3_json": ["{", '{"a": 1}', '{"name": "get"', "<|python_tag|>get.call(1)", 'see {"name": "get"}'],
+    "llama3_json": [
+        "{",
+        '{"name": "Bob", "age": 5}',
+        '{"a": 1}',
+        '{"name": "get"',
+        "<|python_tag|>get.call(1)",
+        'see {"name": "get"}',
+    ],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] nothing here", "[TOOL_CALLS]get[ARGS]5", "[TOOL_CALLS][5]"],
     "qwen3_coder": [
         "<tool_call><function=>",

@@ -90,12 +90,13 @@ _OPEN, _FIRST_KEY, _KEY, _KEY_TEXT, _COLON, _VALUE, _VALUE_TEXT, _NEXT = range(8
 class JsonCall(CallReader):
     """Reads `{"name": ..., "arguments": {...}}`; "parameters" is another name of "arguments".
 
-    Other keys are read and left out. Arguments may be absent, which means `{}`. If they come before the name, they are
-    held back until the name is known.
+    Other keys are read and left out. If the arguments come before the name, they are held back until the name is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, needs_arguments: bool = False) -> None:
+        """Without `needs_arguments`, absent arguments mean `{}`."""
         super().__init__()
+        self._needs_arguments = needs_arguments
         self._state = _OPEN
         self._scanner = JsonScanner()
         self._kept: list[str] = []  # text of the key or value that is being read, if it is needed
@@ -191,7 +192,7 @@ class JsonCall(CallReader):
                 self.events += [CallBegin(self._name), CallArguments("".join(self._arguments))]
 
     def _end(self, at: int) -> int:
-        if self._name is None:
+        if self._name is None or (self._arguments is None and self._needs_arguments):
             return self._break(at)
         if self._arguments is None:
             self.events += [CallBegin(self._name), CallArguments("{}")]
@@ -206,11 +207,12 @@ class JsonCalls(CallReader):
     Without brackets, the calls end at the first character that is not the separator.
     """
 
-    def __init__(self, opening: str, separator: str, closing: str) -> None:
+    def __init__(self, opening: str, separator: str, closing: str, needs_arguments: bool = False) -> None:
         super().__init__()
         self._separator, self._closing = separator, closing
+        self._needs_arguments = needs_arguments
         self._expects = opening
-        self._call: JsonCall | None = None if opening else JsonCall()
+        self._call: JsonCall | None = None if opening else JsonCall(needs_arguments)
 
     def feed(self, text: str, at: int) -> int:
         while at < len(text) and not (self.done or self.broken or self.events):
@@ -228,7 +230,7 @@ class JsonCalls(CallReader):
 
     def _between(self, char: str, at: int) -> int:
         if char == self._expects:
-            self._call = JsonCall()
+            self._call = JsonCall(self._needs_arguments)
             return at + 1
         if self._expects == self._separator and not self._closing:
             self.done = True

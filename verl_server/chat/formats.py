@@ -46,7 +46,8 @@ class ToolFormat:
 TOOL_FORMATS = {
     "hermes": ToolFormat("<tool_call>", lambda types: JsonCall(), close="</tool_call>"),
     "qwen3_coder": ToolFormat("<tool_call>", XmlCall, close="</tool_call>", needs_types=True),
-    "llama3_json": ToolFormat("<|python_tag|>", lambda types: JsonCalls("", ";", ""), bare="{"),
+    # Without a tag, an answer of JSON that has a name is no call.
+    "llama3_json": ToolFormat("<|python_tag|>", lambda types: JsonCalls("", ";", "", needs_arguments=True), bare="{"),
     "pythonic": ToolFormat("<|python_start|>", lambda types: PythonCalls(), close="<|python_end|>", bare="["),
     "mistral": ToolFormat("[TOOL_CALLS]", lambda types: MistralCalls(), inner=("[CALL_ID]", "[ARGS]"), short_ids=True),
 }

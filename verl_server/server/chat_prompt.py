@@ -73,14 +73,16 @@ def read_chat_prompt(
 ) -> ChatPrompt:
     """Render a conversation in OpenAI's shape, with contents that are strings.
 
-    `options` are those of `ChatTemplates.render`. The template gets the tools unless `choice` is none. With `parallel`,
-    a forced call may be several. `schema`: the answer is JSON of this schema. `input_ids` replaces the messages; no
-    template is rendered then. Raise BadRequestError for what the template or the tool format refuses.
+    `options` are those of `ChatTemplates.render`. With `choice` none, calls stay in the content, and only a template
+    that reads tools gets them: clients such as TRL's parse the calls themselves, and earlier calls may be in the
+    conversation. With `parallel`, a forced call may be several. `schema`: the answer is JSON of this schema.
+    `input_ids` replaces the messages; no template is rendered then. Raise BadRequestError for what the template or the
+    tool format refuses.
     """
     choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
-    if offered:
-        options = {**options, "tools": template_tools(offered)}
+    if offered or (tools and text.template_reads("tools", options)):
+        options = {**options, "tools": template_tools(tools)}
     format = text.output_format(options)
     if input_ids is None:
         rendered, unused = text.render_text(template_messages(messages), options)

@@ -145,6 +145,12 @@ class TextTools:
             return self._default_format
         return OutputFormat.of(self._templates.choose(options).source, *self._parsers)
 
+    def template_reads(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Return True if the template that these options choose reads a variable."""
+        if self._templates is None:
+            raise NeedsWorkerError
+        return name in self._templates.choose(options).variables
+
     def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:
         """Return tag -> id of the tags that are single added tokens of the tokenizer."""
         found = {tag: self._tokens.token_id(tag) for tag in tags}

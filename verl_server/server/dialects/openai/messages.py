@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from verl_server.chat.tools import read_tool_choice, read_tools, template_tools
+from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
 from verl_server.server.chat_prompt import ChatPrompt, read_chat_prompt
 from verl_server.server.dialects.openai.protocol import CALL_AND_CONSTRAINT, OpenAIRequest
@@ -30,14 +30,11 @@ def read_openai_prompt(
 ) -> ChatPrompt:
     """Return the prompt of a conversation in OpenAI's shape. Raise BadRequestError or NeedsWorkerError.
 
-    With `tool_choice` "none" the template gets the tools, too: clients such as TRL's parse the calls themselves.
     `constrained` is the request with the constraints of the output. If the policy may reason, a JSON schema is removed
     from this request and becomes a part of the prompt's grammar, so that it leaves the reasoning free.
     """
     declared = read_tools(tools)
     choice = read_tool_choice(tool_choice, declared)
-    if declared and choice.mode == "none":
-        options = options | {"tools": template_tools(declared)}
     if input_ids is None:
         messages = text_messages(messages)
     elif not input_ids:
