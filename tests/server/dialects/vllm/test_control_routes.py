@@ -39,6 +39,12 @@ class Memory:
 
 
 @pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
+
+
+@pytest.fixture
 def memory(stack: Stack) -> Memory:
     return Memory(stack.scheduler)
 
