@@ -114,5 +114,17 @@ def module_stack(text_folder: Path) -> Iterator[Stack]:
 
 
 @pytest.fixture
+def reset_stack(module_stack: Stack) -> Stack:
+    """The module's stack without requests, settings of the fake scheduler, or state that control routes keep."""
+    scheduler = module_stack.scheduler
+    scheduler.script, scheduler.chunk, scheduler.hold, scheduler.control = None, None, False, None
+    for path in ("/shutdown_weight_transfer_engine", "/wake_up", "/resume"):
+        assert module_stack.post(path).status_code == 200
+    assert not scheduler.running
+    scheduler.received.clear()
+    return module_stack
+
+
+@pytest.fixture
 def stack(make_stack: MakeStack) -> Stack:
     return make_stack()

@@ -24,6 +24,12 @@ PARAMS = {"max_new_tokens": 3, "ignore_eos": True}
 ABSENT = [None, b"", b"{}"]
 
 
+@pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
+
+
 def started(stack: Stack, **body: Any) -> tuple[threading.Thread, list[Any]]:
     """Send a request that the scheduler holds. Return its thread and the list of its answer."""
     stack.scheduler.hold = True
@@ -55,15 +61,15 @@ def test_1_health_generate_after_a_token_and_503_while_loading(stack: Stack) -> 
     assert stack.get("/health_generate").status_code == 200, "nobody is evicted during a weight update"
 
 
-def test_2_shapes_of_generate_and_its_errors(module_stack: Stack) -> None:
+def test_2_shapes_of_generate_and_its_errors(stack: Stack) -> None:
     body = {"sampling_params": PARAMS, "no_such_key": 1}
-    single = module_stack.post("/generate", body | {"input_ids": [10]})
+    single = stack.post("/generate", body | {"input_ids": [10]})
     assert single.status_code == 200 and single.json()["output_ids"] == [11, 12, 13]
-    assert len(module_stack.generate(input_ids=[[10], [20]], sampling_params=PARAMS)) == 2
-    assert len(module_stack.generate(input_ids=[10], sampling_params=PARAMS | {"n": 3})) == 3
-    unknown = module_stack.post("/generate", {"input_ids": [10], "sampling_params": {"seed": 1}})
+    assert len(stack.generate(input_ids=[[10], [20]], sampling_params=PARAMS)) == 2
+    assert len(stack.generate(input_ids=[10], sampling_params=PARAMS | {"n": 3})) == 3
+    unknown = stack.post("/generate", {"input_ids": [10], "sampling_params": {"seed": 1}})
     assert unknown.status_code == 400 and unknown.json()["error"].startswith("unknown field `seed`, expected one of")
-    wrong = module_stack.post("/generate", {"input_ids": [10], "sampling_params": {"top_p": 0}})
+    wrong = stack.post("/generate", {"input_ids": [10], "sampling_params": {"top_p": 0}})
     assert wrong.status_code == 400 and wrong.json()["error"]["message"]
 
 
@@ -195,14 +201,14 @@ def test_11_wrong_orders_are_400_and_nothing_dies(stack: Stack) -> None:
         assert response.status_code in (200, 400), "an empty body is the scheduler's to refuse"
 
 
-def test_12_names_of_both_generations(module_stack: Stack) -> None:
-    assert module_stack.get("/get_model_info").json() == module_stack.get("/model_info").json()
-    assert module_stack.get("/get_server_info").json()["version"] == module_stack.get("/server_info").json()["version"]
-    assert module_stack.get("/get_weight_version").json() == {"weight_version": "default"}
-    load = module_stack.get("/v1/loads?include=core,disagg,queues").json()["loads"][0]
+def test_12_names_of_both_generations(stack: Stack) -> None:
+    assert stack.get("/get_model_info").json() == stack.get("/model_info").json()
+    assert stack.get("/get_server_info").json()["version"] == stack.get("/server_info").json()["version"]
+    assert stack.get("/get_weight_version").json() == {"weight_version": "default"}
+    load = stack.get("/v1/loads?include=core,disagg,queues").json()["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
     for path in ("/add_worker", "/workers"):
-        assert module_stack.get(path).status_code == 404, "routes of the router"
+        assert stack.get(path).status_code == 404, "routes of the router"
 
 
 def test_13_replies_find_their_calls_in_any_order(make_stack: MakeStack) -> None:

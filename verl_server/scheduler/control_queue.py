@@ -41,6 +41,7 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.scheduler.batch_planner import BatchPlanner
+from verl_server.scheduler.pauses import Pauses
 from verl_server.scheduler.schedule_batch import Req
 from verl_server.scheduler.transaction_fence import TransactionFence
 from verl_server.worker.tp_worker import TpWorker
@@ -88,14 +89,6 @@ class _PendingFlush:
     deadline: float
 
 
-@dataclass(slots=True)
-class _PendingPause:
-    """A pause with `mode="wait"`, which begins when no started request is left."""
-
-    req: PauseGenerationReq
-    deadline: float
-
-
 class ControlQueue:
     """Control requests in order of arrival, the paused state, and the transaction that holds generation."""
 
@@ -108,14 +101,18 @@ class ControlQueue:
         self._overdue: dict[int, StagedReq] = {}
         """Requests that were refused with 504 before the stager finished them; by request id."""
         self._flushes: list[_PendingFlush] = []
-        self._pauses: list[_PendingPause] = []
         self._step_taken = True
         """True if a step was taken since the last update. If not, the next update waits for one."""
         self.transaction = TransactionFence(scheduler.clock, default_lease)
-        self.paused = False
+        self.pauses = Pauses(scheduler, timeout, self._reply)
         self.draining = False
         """True while a pause, or the first request of the queue, waits for started requests to end. No other request is
         started."""
+
+    @property
+    def paused(self) -> bool:
+        """True from a pause until `ContinueGenerationReq`."""
+        return self.pauses.paused
 
     @property
     def holds_generation(self) -> bool:
@@ -128,13 +125,10 @@ class ControlQueue:
         match req:
             case GetInternalStateReq():
                 self._reply(ControlReply(id=req.id, success=True, payload=self._scheduler.internal_state()))
-            case PauseGenerationReq(mode="wait") if not self.paused:
-                self._pauses.append(_PendingPause(req, now + self._timeout))
             case PauseGenerationReq():
-                self._pause(req)
+                self.pauses.receive(req)
             case ContinueGenerationReq():
-                self._end_pauses("Generation was continued before its running requests had finished.", 409)
-                self.paused = False
+                self.pauses.end()
                 self._reply(ControlReply(id=req.id, success=True))
             case FlushCacheReq():
                 self._flushes.append(_PendingFlush(req, now + min(max(req.timeout, 0.0), self._timeout)))
@@ -147,9 +141,7 @@ class ControlQueue:
         for item in [item for item in self._flushes if item.req.id == request_id]:
             self._flushes.remove(item)
             self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
-        for pause in [pause for pause in self._pauses if pause.req.id == request_id]:
-            self._pauses.remove(pause)
-            self._reply(ControlReply(id=request_id, success=False, message=message, status_code=_GIVEN_UP))
+        self.pauses.withdraw(request_id, message, _GIVEN_UP)
         pending = self._aside.get(request_id) or self._queued(request_id)
         if pending is not None and not isinstance(pending.req, ENDING_REQS):
             self._withdraw(pending, message, _GIVEN_UP)
@@ -162,7 +154,7 @@ class ControlQueue:
         """
         self._take_staged()
         self._watch_aside()
-        self._watch_pauses()
+        self.pauses.watch()
         while self._queue:
             head = self._queue[0]
             if self._scheduler.clock() >= head.deadline:
@@ -176,7 +168,7 @@ class ControlQueue:
             if isinstance(head.req, UpdateReq):
                 break
         drains = bool(self._queue) and self._queue[0].ready and not self._owes_progress()
-        self.draining = drains or bool(self._pauses)
+        self.draining = drains or self.pauses.are_waiting
         self._watch_lease()
         self._run_flushes()
 
@@ -197,13 +189,13 @@ class ControlQueue:
         return (
             (bool(self._queue) and self._queue[0].ready)
             or (bool(self._flushes) and not self._is_busy())
-            or (bool(self._pauses) and not self._scheduler.planner.has_started())
+            or self.pauses.is_ready()
         )
 
     def wait_seconds(self) -> float | None:
         """Return the seconds until the next deadline, during which the idle loop may sleep; None without a deadline."""
         deadlines = [item.deadline for item in (*self._queue, *self._aside.values())]
-        deadlines += [item.deadline for item in self._flushes] + [item.deadline for item in self._pauses]
+        deadlines += [item.deadline for item in self._flushes] + self.pauses.deadlines()
         if self.transaction.is_open and not self._transaction_call_pending():
             deadlines.append(self.transaction.lease_end)
         return max(0.0, min(deadlines) - self._scheduler.clock()) if deadlines else None
@@ -391,7 +383,7 @@ class ControlQueue:
             self._step_taken = False
         self._note_transaction(req, reply)
         if isinstance(req, UpdateWeightsFromDiskReq) and req.keep_pause and reply.success:
-            self.paused = True
+            self.pauses.paused = True
         if worker.weights.epoch != epoch:
             planner.start_version()
         return reply
@@ -433,37 +425,6 @@ class ControlQueue:
         if not pending.ready and isinstance(req, StagedReq):
             self._overdue[req.id] = req
         self._refuse(req, message, 504)
-
-    def _pause(self, req: PauseGenerationReq) -> None:
-        self._scheduler.settle()
-        self.paused = True
-        if req.mode == "abort":
-            self._scheduler.abort_all("Aborted")
-        elif req.mode == "retract":
-            self._scheduler.planner.retract_all()
-        for pending in self._pauses:  # they have the pause that they wait for
-            self._reply(ControlReply(id=pending.req.id, success=True))
-        self._pauses = []
-        self._reply(ControlReply(id=req.id, success=True))
-
-    def _watch_pauses(self) -> None:
-        """Begin a pause that waited for started requests once they have ended. Refuse it after its deadline."""
-        if self._pauses and (self.paused or not self._scheduler.planner.has_started()):
-            self._pause(self._pauses.pop(0).req)
-        for pending in [item for item in self._pauses if self._scheduler.clock() >= item.deadline]:
-            self._pauses.remove(pending)
-            message = (
-                f"Generation was not paused: {len(self._scheduler.planner.running)} requests still ran after "
-                f"{self._timeout:g} s (control_timeout). Use mode='in_place', 'retract' or 'abort', or raise "
-                "control_timeout."
-            )
-            self._reply(ControlReply(id=pending.req.id, success=False, message=message, status_code=504))
-
-    def _end_pauses(self, message: str, status_code: int) -> None:
-        """Refuse the pauses that have not begun."""
-        pauses, self._pauses = self._pauses, []
-        for pending in pauses:
-            self._reply(ControlReply(id=pending.req.id, success=False, message=message, status_code=status_code))
 
     def _is_busy(self) -> bool:
         """Return True if a request runs, or if one waits and generation is not held."""

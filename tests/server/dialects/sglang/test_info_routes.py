@@ -17,6 +17,12 @@ STATE: dict[str, Any] = {
 
 
 @pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
+
+
+@pytest.fixture
 def loaded(stack: Stack) -> Stack:
     stack.scheduler.control = lambda req: io.ControlReply(id=req.id, success=True, payload=STATE)
     return stack

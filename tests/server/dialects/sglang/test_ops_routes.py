@@ -11,6 +11,12 @@ from tests.server.conftest import MakeStack, Stack
 from verl_server import io_struct as io
 
 
+@pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
+
+
 def test_profiling(stack: Stack) -> None:
     body = {"num_steps": "5", "activities": ["CPU"], "with_stack": None, "profile_id": "x"}
     started = stack.post("/start_profile", body)

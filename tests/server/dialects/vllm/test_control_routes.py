@@ -9,7 +9,9 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from tests.server.fake_scheduler import FakeScheduler
 from verl_server import io_struct as io
+from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.worker_methods import METHODS
+from verl_server.server.responses import ClientDisconnectedError
 
 
 class Memory:
@@ -36,6 +38,12 @@ class Memory:
     @property
     def names(self) -> list[str]:
         return [type(req).__name__.removesuffix("Req") for req in self.calls]
+
+
+@pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
 
 
 @pytest.fixture
@@ -234,6 +242,18 @@ def test_a_failed_sleep_leaves_generation_running(stack: Stack, memory: Memory) 
     memory.refuses = (io.ReleaseMemoryOccupationReq,)
     assert stack.post("/sleep").status_code == 400
     assert stack.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_client_that_is_gone_before_the_release_leaves_generation_running(stack: Stack, memory: Memory) -> None:
+    async def carry_out(req: Any) -> io.ControlReply:
+        if isinstance(req, io.ReleaseMemoryOccupationReq):
+            raise ClientDisconnectedError
+        return await stack.manager.control(req)
+
+    with pytest.raises(ClientDisconnectedError):
+        stack.manager.run_sync(Sleep(stack.manager).sleep(carry_out, 2, None, "abort"), timeout=10)
+    assert memory.names == ["PauseGeneration", "ContinueGeneration"]
+    assert not stack.manager.controls.is_paused
 
 
 # -- methods of workers ---------------------------------------------------------------------------------------

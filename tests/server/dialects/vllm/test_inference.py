@@ -15,6 +15,12 @@ ROUTE = "/inference/v1/generate"
 PARAMS = {"max_tokens": 3, "ignore_eos": True}
 
 
+@pytest.fixture
+def stack(reset_stack: Stack) -> Stack:
+    """One stack for all tests of this module."""
+    return reset_stack
+
+
 def generate(stack: Stack, **body: Any) -> Any:
     response = stack.post(ROUTE, {"token_ids": [10], "sampling_params": PARAMS} | body)
     assert response.status_code == 200, response.text

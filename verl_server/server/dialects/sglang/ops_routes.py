@@ -120,7 +120,6 @@ class OpsApi:
         """Return a line of text. Objects that exist now are left out of later garbage collections of the front process.
         The scheduler does so at its start."""
         self._manager.check_serving()
-        gc.collect()
         gc.freeze()
         return PlainTextResponse("Garbage collection frozen.\n")
 

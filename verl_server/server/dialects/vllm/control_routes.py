@@ -225,9 +225,9 @@ class VllmControlApi:
         retract = query_flag(request, "reset_running_requests", False)
         query_flag(request, "reset_external", False)
         was_paused = self._manager.controls.is_paused
-        if retract:
-            await self._carry_out(request)(PauseGenerationReq(mode="retract"))
         try:
+            if retract:
+                await self._carry_out(request)(PauseGenerationReq(mode="retract"))
             reply = await unless_disconnected(request, self._manager.control(FlushCacheReq()))
         finally:
             if retract and not was_paused:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     ContinueGenerationReq,
     GetInternalStateReq,
@@ -25,7 +25,7 @@ _SCHEDULING = "scheduling"
 
 class Sleep:
     def __init__(self, manager: TokenizerManager) -> None:
-        self._controls = manager.controls
+        self._manager = manager
         self._paused = False
         """True if `/sleep` paused generation, which `/wake_up` continues then."""
 
@@ -34,15 +34,15 @@ class Sleep:
         host. Memory that is released already stays released. If the release fails, generation continues."""
         wanted = _chosen(tags, {*_MEMORY}) if level else set()
         released = await self._released(carry_out)
-        paused_here = not self._controls.is_paused
-        await carry_out(PauseGenerationReq(mode=mode))
+        paused_here = not self._manager.controls.is_paused
         names = [name for tag in sorted(wanted) for name in _MEMORY[tag] if name not in released]
         try:
+            await carry_out(PauseGenerationReq(mode=mode))
             if names:
                 await carry_out(ReleaseMemoryOccupationReq(tags=names, cpu_backup=level == 1))
-        except VerlServerError:
+        except BaseException:  # also if the client is gone: nobody would continue generation
             if paused_here:
-                await carry_out(ContinueGenerationReq())
+                await self._manager.control(ContinueGenerationReq())
             raise
         self._paused |= paused_here
 
@@ -62,7 +62,7 @@ class Sleep:
 
     async def is_sleeping(self, carry_out: CarryOut) -> bool:
         """Return True if memory is released, or if `/sleep` paused generation and nobody continued it."""
-        return bool(await self._released(carry_out)) or (self._paused and self._controls.is_paused)
+        return bool(await self._released(carry_out)) or (self._paused and self._manager.controls.is_paused)
 
     @staticmethod
     async def _released(carry_out: CarryOut) -> list[str]:
