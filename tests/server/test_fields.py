@@ -214,6 +214,8 @@ def fields_stack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     stack = Stack(text_folder, chat_template=str(template), text_timeout=60.0, grammar_timeout=60.0)
+    grammar = {"input_ids": [70], "sampling_params": {"max_new_tokens": 2, "regex": "a+"}}
+    stack.request("POST", "/generate", bound=120, json=grammar)  # the first grammar starts a process
     yield stack
     stack.close()
 
