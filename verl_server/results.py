@@ -88,7 +88,7 @@ class MetaInfo(TypedDict):
     """With `token_ids_logprob`: log-probabilities of these ids for each output token."""
     output_token_sampling_mask: NotRequired[list[list[int]]]
     """With `return_sampling_mask`: the ids that each output token was drawn from, the most likely first."""
-    output_token_sampling_logprobs: NotRequired[list[float] | list[list[float]]]
+    output_token_sampling_logprobs: NotRequired[list[float | list[float]]]
     """With `return_sampling_mask`: the log-probability of each output token among these ids or, with
     `sampling_logprobs_mode` "support", those of all of these ids."""
     output_token_sampling_mask_length: NotRequired[int]
