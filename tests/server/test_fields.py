@@ -114,10 +114,13 @@ VALUES: dict[str, Any] = {
     "structural_tag": STRUCTURAL_TAG,
 }
 """Field -> a sensible value. Others have a value of their type."""
+MASK = {"return_sampling_mask": True, "sampling_params": {"max_new_tokens": 2, "top_k": 4}}
 SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("/generate", "text"): {"text": "hi", "input_ids": None},
     ("/generate", "cache_salt"): {"cache_salt": "a"},
     ("/generate", "columnar"): {"columnar": True},
+    ("/generate", "return_sampling_mask"): MASK,
+    ("/generate", "sampling_logprobs_mode"): MASK | {"sampling_logprobs_mode": "support"},
     ("/v1/chat/completions", "input_ids"): {"input_ids": [70, 71], "messages": None},
     ("/v1/chat/completions", "top_logprobs"): {"top_logprobs": 1, "logprobs": True},
     ("/v1/chat/completions", "logprob_token_ids"): {"logprob_token_ids": [70], "logprobs": True},
