@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--test", action="append", help="run this file of the environments only, such as test_trl.py")
     parser.add_argument("--requests", type=int, default=200, help="requests of each load generator run (default: 200)")
     parser.add_argument("--concurrency", type=int, default=64, help="concurrent requests (default: 64)")
-    parser.add_argument("--cases", type=int, default=20, help="schemathesis cases for each operation (default: 20)")
+    parser.add_argument(
+        "--cases", type=int, default=4, help="schemathesis cases, valid and invalid each, for an operation (default: 4)"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page is written")
     parser.add_argument("pytest", nargs="*", help="options for pytest, after --")
     options = parser.parse_args()

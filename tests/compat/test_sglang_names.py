@@ -78,6 +78,7 @@ def test_settings_are_translated() -> None:
         "tp_size": 2,
         "dtype": "half",
         "attention_backend": "fa3",
+        "grammar_backend": "xgrammar",
         "log_level": "WARN",
         "max_running_requests": None,
         "chunked_prefill_size": -1,
@@ -86,7 +87,13 @@ def test_settings_are_translated() -> None:
         "host": "::1",
     }
     settings = ServerArgs(model_path="m", **sent).translated()
-    expected = {"tp_size": 2, "dtype": "float16", "attention_backend": "auto", "log_level": "warning"}
+    expected = {
+        "grammar_backend": "llguidance",
+        "tp_size": 2,
+        "dtype": "float16",
+        "attention_backend": "auto",
+        "log_level": "warning",
+    }
     expected |= {"max_running_requests": 256, "chunked_prefill_size": None, "mem_fraction_static": 0.5}
     assert {name: getattr(settings, name) for name in expected} == expected
     assert ServerArgs(model_path="m", host="::1", port=5).url() == "http://[::1]:5"

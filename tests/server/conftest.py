@@ -54,15 +54,15 @@ class Stack:
         self.manager.ready = True
         self.app = create_app(self.manager, self.args)
 
-    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """Send one request to the application, on the manager's loop as in production."""
+    def request(self, method: str, path: str, bound: float = 20, **kwargs: Any) -> httpx.Response:
+        """Send one request to the application, on the manager's loop as in production. Wait `bound` seconds at most."""
 
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.request(method, path, **kwargs)
 
-        return self.manager.run_sync(call(), timeout=20)
+        return self.manager.run_sync(call(), timeout=bound)
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return self.request("GET", path, **kwargs)

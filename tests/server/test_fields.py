@@ -114,19 +114,13 @@ VALUES: dict[str, Any] = {
     "structural_tag": STRUCTURAL_TAG,
 }
 """Field -> a sensible value. Others have a value of their type."""
+MASK = {"return_sampling_mask": True, "sampling_params": {"max_new_tokens": 2, "top_k": 4}}
 SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("/generate", "text"): {"text": "hi", "input_ids": None},
     ("/generate", "cache_salt"): {"cache_salt": "a"},
     ("/generate", "columnar"): {"columnar": True},
-    ("/generate", "return_sampling_mask"): {
-        "return_sampling_mask": True,
-        "sampling_params": {"max_new_tokens": 2, "top_k": 5},
-    },
-    ("/generate", "sampling_logprobs_mode"): {
-        "return_sampling_mask": True,
-        "sampling_logprobs_mode": "support",
-        "sampling_params": {"max_new_tokens": 2, "temperature": 0.0},
-    },
+    ("/generate", "return_sampling_mask"): MASK,
+    ("/generate", "sampling_logprobs_mode"): MASK | {"sampling_logprobs_mode": "support"},
     ("/v1/chat/completions", "input_ids"): {"input_ids": [70, 71], "messages": None},
     ("/v1/chat/completions", "top_logprobs"): {"top_logprobs": 1, "logprobs": True},
     ("/v1/chat/completions", "logprob_token_ids"): {"logprob_token_ids": [70], "logprobs": True},
@@ -223,6 +217,8 @@ def fields_stack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     stack = Stack(text_folder, chat_template=str(template), text_timeout=60.0, grammar_timeout=60.0)
+    grammar = {"input_ids": [70], "sampling_params": {"max_new_tokens": 2, "regex": "a+"}}
+    stack.request("POST", "/generate", bound=120, json=grammar)  # the first grammar starts a process
     yield stack
     stack.close()
 

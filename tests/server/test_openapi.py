@@ -93,6 +93,14 @@ def test_null_is_the_default_of_every_optional_field(document: dict[str, Any]) -
         jsonschema.validate({"input_ids": [1], "stream": "yes"}, schema)
 
 
+def test_sampling_parameters_are_described(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for body, params in (("GenerateReqInput", "SamplingParams"), ("InferenceRequest", "VllmSamplingParams")):
+        reference = {"$ref": f"#/components/schemas/{params}"}
+        assert reference in schemas[body]["properties"]["sampling_params"]["anyOf"]
+    assert schemas["SamplingParams"]["properties"]["beam_width"]["deprecated"]
+
+
 def test_keys_are_described(document: dict[str, Any]) -> None:
     paths = document["paths"]
     assert "security" not in paths["/health"]["get"]

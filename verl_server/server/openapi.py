@@ -21,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from verl_server import __version__
-from verl_server.sampling_params import SamplingParams
+from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
 from verl_server.server.auth import is_open
 from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
+from verl_server.server.dialects.vllm.reading import InferenceRequest
+from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
 from verl_server.server.field_docs import field_docs
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.responses import encoded_response
@@ -98,6 +100,11 @@ _SHAPES = {
     "openai": ("StatusError", "MessageError"),
 }
 """Dialect -> shapes of its errors. The middlewares in front of all dialects answer with the last two."""
+_SAMPLING: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
+    SamplingParams: GenerateReqInput,
+    VllmSamplingParams: InferenceRequest,
+}
+"""Sampling parameters -> the body that holds them."""
 _ALL_SHAPES = ("StatusError", "MessageError", "RefusedUpdate")
 
 
@@ -254,7 +261,7 @@ class _Schemas:
     def __init__(self, operations: list[Operation]) -> None:
         bodies = {operation.body for operation in operations if operation.body is not None}
         answers = [operation.answer for operation in operations if operation.answer is not None]
-        types = [*sorted(bodies, key=lambda body: body.__name__), *answers, SamplingParams]
+        types = [*sorted(bodies, key=lambda body: body.__name__), *answers, SamplingParams, VllmSamplingParams]
         references, self.components = msgspec.json.schema_components(types, ref_template=_REF, schema_hook=_any)
         self._references = list(zip(types, references, strict=True))
         for cls in _classes(types):
@@ -265,20 +272,25 @@ class _Schemas:
         for operation in operations:
             if operation.body is not None:
                 _add_known_fields(self.components[operation.body.__name__], operation.refused, operation.without_effect)
-        if GenerateReqInput in bodies:
-            self._describe_sampling()
+        self._describe_sampling(SamplingParams, UNSUPPORTED_PARAMS, {})
+        self._describe_sampling(VllmSamplingParams, SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT)
         self.components |= _ERRORS
         self.errors = {}
 
     def reference(self, type_: Any) -> Schema:
         return next(reference for known, reference in self._references if known == type_)
 
-    def _describe_sampling(self) -> None:
-        """`sampling_params` is decoded on its own, so its type in the body is `Any`."""
-        one = {"$ref": _REF.format(name="SamplingParams")}
-        sampling = self.components["GenerateReqInput"]["properties"]["sampling_params"]
-        sampling["anyOf"] = [one, {"type": "array", "items": one}, {"type": "null"}]
-        _accept_null(self.components["SamplingParams"])
+    def _describe_sampling(
+        self, params: type[msgspec.Struct], refused: Mapping[str, str], without_effect: Mapping[str, str]
+    ) -> None:
+        """`sampling_params` is decoded on its own, so the struct of a body does not say what it holds."""
+        component = self.components[params.__name__]
+        _accept_null(component)
+        _add_known_fields(component, refused, without_effect)
+        if (body := self.components.get(_SAMPLING[params].__name__)) is not None:
+            one = {"$ref": _REF.format(name=params.__name__)}
+            many = [{"type": "array", "items": one}] if params is SamplingParams else []
+            body["properties"]["sampling_params"]["anyOf"] = [one, *many, {"type": "null"}]
 
 
 def _any(type_: type) -> Schema:

@@ -64,21 +64,25 @@ def fuzz(operation: Any, server: Server, cases: int, statuses: Counter[str]) -> 
             suppress_health_check=list(hypothesis.HealthCheck),
         )
 
+        failures: list[str] = []
+
         @settings
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
-        def run(case: Any) -> None:
+        def run(case: Any, mode: Any = mode, failures: list[str] = failures) -> None:
+            if failures:
+                return
             try:
                 check(case, checks, statuses)
+            except (Exception, BaseExceptionGroup) as error:
+                failures.append(f"{operation.label} ({mode.value}): {type(error).__name__}: {str(error)[:1500]}")
             finally:
                 if is_control:
                     restore(server)
 
-        try:
+        with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # nothing about the operation can be invalid
             run()
-        except hypothesis.errors.Unsatisfiable:
-            continue  # nothing about the operation can be invalid
-        except (Exception, BaseExceptionGroup) as error:
-            return f"{operation.label} ({mode.value}): {type(error).__name__}: {str(error)[:1500]}"
+        if failures:
+            return failures[0]
     return None
 
 

@@ -35,7 +35,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "prefill_attention_backend": (None, _KERNELS),
     "decode_attention_backend": (None, _KERNELS),
     "sampling_backend": (None, _KERNELS),
-    "grammar_backend": (None, "one library constrains the output"),
     "triton_attention_reduce_in_fp32": (False, _KERNELS),
     "triton_attention_num_kv_splits": (8, _KERNELS),
     "moe_runner_backend": ("auto", _KERNELS),
@@ -168,6 +167,8 @@ class TranslatedArgs:
                 own[name] = _LOG_LEVELS.get(own[name].lower(), own[name].lower())
         if own.get("attention_backend", "auto") not in ("auto", "triton", "cpp", "torch"):
             own["attention_backend"] = "auto"  # a kernel library of SGLang's
+        if own.get("grammar_backend", "none") not in ("llguidance", "none"):
+            del own["grammar_backend"]  # another library for the same grammars
         if own.get("chunked_prefill_size", 1) < 1:
             del own["chunked_prefill_size"]  # -1 means one chunk; chunks do not change results
         return Settings(**own)
