@@ -26,6 +26,8 @@ from verl_server.grammar.walk import random_outputs
 
 MOST_MEMORY = 1 << 30
 """Bytes of address space that a trial may take. The process ends if it needs more."""
+_SECONDS = 0.1
+"""Processor time for random outputs."""
 _MOST_STEP_SECONDS = 0.02
 """CPU time that the mask of one token may take. Other requests wait for it."""
 
@@ -69,7 +71,7 @@ def _walk(matcher: Matcher, num_words: int) -> None:
     """Generate random outputs. Raise BadRequestError if that fails, or if the masks take too long."""
     tokens = slow = 0
     # Processor time, because other processes may use this machine. This process does nothing else.
-    masks = random_outputs(matcher, MaskExecutor(1), num_words, time.process_time)
+    masks = random_outputs(matcher, MaskExecutor(1), num_words, time.process_time, _SECONDS)
     try:
         for count, (step, seconds) in enumerate(masks):
             tokens = step

@@ -14,34 +14,36 @@ import numpy as np
 from verl_server.grammar.compiler import MaskExecutor, Matcher
 from verl_server.grammar.failure import GrammarFailedError
 
-_OUTPUTS, _TOKENS, _SECONDS = 8, 64, 0.25
-"""Number of outputs, most tokens of each, and most seconds for all of them."""
+_OUTPUTS, _TOKENS, _LEAST_MASKS = 8, 64, 4
+"""Number of outputs, most tokens of each, and number of masks that are made even if they take long."""
 
 
 def random_outputs(
-    matcher: Matcher, executor: MaskExecutor, num_words: int, clock: Callable[[], float]
+    matcher: Matcher, executor: MaskExecutor, num_words: int, clock: Callable[[], float], seconds: float
 ) -> Iterator[tuple[int, float]]:
     """Generate random outputs with `matcher`, which is at its start again afterwards.
 
-    Yield (number of tokens before, seconds by `clock`) for each mask. Raise GrammarFailedError if the matcher fails,
-    which cannot be used any more then.
+    It ends after `seconds` by `clock`, but not before `_LEAST_MASKS` masks, or when there are enough outputs. Yield
+    (number of tokens before, seconds by `clock`) for each mask. Raise GrammarFailedError if the matcher fails, which
+    cannot be used any more then.
     """
     rng, words = random.Random(0), np.zeros((1, num_words), dtype=np.int32)
-    deadline = clock() + _SECONDS
+    deadline, made = clock() + seconds, 0
     for _ in range(_OUTPUTS):
         for step in range(_TOKENS):
             start = clock()
             executor.fill([matcher], words)
             matcher.check()
-            now = clock()
+            now, made = clock(), made + 1
             yield step, now - start
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little"))
             if not len(allowed):
                 raise GrammarFailedError("it allows no token")
             executor.consume([(matcher, int(allowed[rng.randrange(len(allowed))]))])
             matcher.check()
-            if matcher.is_complete or now > deadline:
+            is_late = now > deadline and made >= _LEAST_MASKS
+            if matcher.is_complete or is_late:
                 break
         matcher.reset()
-        if clock() > deadline:
+        if is_late:
             return

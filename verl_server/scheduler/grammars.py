@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 """Number of grammars that are compiled at the same time."""
+_WARM_SECONDS = 0.25
+"""Time for random outputs, which build automata."""
 _MOST_BYTES = 2**30
 """Bytes of compiled grammars that are kept, roughly. Grammars of live requests are kept in addition."""
 _ENTRY_BYTES = 2**18
@@ -122,7 +124,7 @@ class Grammars:
             matcher = compiler.compile(grammar)
             executor = MaskExecutor(1)  # its own, so that the masks of steps do not wait for it
             try:
-                for _ in random_outputs(matcher, executor, compiler.num_words, time.monotonic):
+                for _ in random_outputs(matcher, executor, compiler.num_words, time.monotonic, _WARM_SECONDS):
                     pass
             except GrammarFailedError:
                 return compiler.compile(grammar)  # the requests will find out
