@@ -115,12 +115,15 @@ VALUES: dict[str, Any] = {
 }
 """Field -> a sensible value. Others have a value of their type."""
 MASK = {"return_sampling_mask": True, "sampling_params": {"max_new_tokens": 2, "top_k": 4}}
+CHAT_MASK = {"return_sampling_mask": True, "return_meta_info": True, "top_k": 4}
 SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("/generate", "text"): {"text": "hi", "input_ids": None},
     ("/generate", "cache_salt"): {"cache_salt": "a"},
     ("/generate", "columnar"): {"columnar": True},
     ("/generate", "return_sampling_mask"): MASK,
     ("/generate", "sampling_logprobs_mode"): MASK | {"sampling_logprobs_mode": "support"},
+    ("/v1/chat/completions", "return_sampling_mask"): CHAT_MASK,
+    ("/v1/chat/completions", "sampling_logprobs_mode"): CHAT_MASK | {"sampling_logprobs_mode": "support"},
     ("/v1/chat/completions", "input_ids"): {"input_ids": [70, 71], "messages": None},
     ("/v1/chat/completions", "top_logprobs"): {"top_logprobs": 1, "logprobs": True},
     ("/v1/chat/completions", "logprob_token_ids"): {"logprob_token_ids": [70], "logprobs": True},

@@ -12,6 +12,7 @@ import pytest
 from tests.server.conftest import Stack
 from tests.server.dialects.openai.conftest import MESSAGES, Caller
 from verl_server.models.tiny import CHAT_TEMPLATE
+from verl_server.server.dialects.openai.messages import _unused
 
 TOOL = {
     "type": "function",
@@ -195,3 +196,18 @@ def test_text_is_no_constraint(call: Caller) -> None:
 )
 def test_refused_chats(call: Caller, fields: dict[str, Any], says: str) -> None:
     assert says in call.refusal(CHAT, messages=MESSAGES, **fields)["message"]
+
+
+@pytest.mark.parametrize(
+    ("unread", "options", "warned"),
+    [
+        (["enable_thinking", "thinking"], {"reasoning_effort": "low"}, []),
+        (["reasoning_effort", "thinking", "other"], {"reasoning_effort": "low"}, ["other"]),
+        (["reasoning_effort", "enable_thinking", "thinking"], {"reasoning_effort": "low"}, ["reasoning_effort"]),
+        (["thinking"], {"thinking": True}, ["thinking"]),
+    ],
+)
+def test_an_effort_is_unused_only_if_no_variable_of_it_is_read(
+    unread: list[str], options: dict[str, Any], warned: list[str]
+) -> None:
+    assert _unused(unread, options) == warned

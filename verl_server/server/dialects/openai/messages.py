@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +46,7 @@ def read_openai_prompt(
     prompt = read_chat_prompt(text, messages, options, declared, choice, parallel, schema, input_ids)
     if reasons and constrained is not None and constrained.is_constrained:
         prompt = msgspec.structs.replace(prompt, output=prompt.output.without_reasoning())  # all of it is the answer
-    return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options))
+    return msgspec.structs.replace(prompt, unused_options=_unused(prompt.unused_options, options))
 
 
 def effort_options(effort: str | float | None) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def effort_options(effort: str | float | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-def _unused(names: list[str]) -> list[str]:
+def _unused(names: list[str], options: Mapping[str, Any]) -> list[str]:
     """Return the unused variables. A template that reads one variable of the reasoning effort uses the effort."""
-    efforts = [name for name in names if name in _EFFORT_VARIABLES]
-    if "reasoning_effort" not in efforts:
+    if "reasoning_effort" not in options:
         return names
+    efforts = [name for name in names if name in _EFFORT_VARIABLES]
     others = [name for name in names if name not in efforts]
     return [*others, "reasoning_effort"] if len(efforts) == len(_EFFORT_VARIABLES) else others
 
