@@ -24,6 +24,7 @@ class ActionSchema:
         if not isinstance(schema, dict):
             raise BadRequestError(f"{name}.action_schema must be a dict (a JSON schema), not {schema!r}.")
         self._name = name
+        self.schema: dict[str, Any] = schema
         validator = validator_for(schema, default=Draft202012Validator)
         try:
             validator.check_schema(schema)
