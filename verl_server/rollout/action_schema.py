@@ -1,7 +1,7 @@
 """`ActionSchema`: checks actions against the JSON schema that an environment declares.
 
-Each environment server has one, which checks an action before each `step`, and so has each renderer of JSON actions. The
-schema itself is checked when it is created, at the start of the server or of the rollout.
+Each environment server has one, which checks an action before each `step`, and so has each renderer of JSON actions.
+The schema itself is checked when it is created, at the start of the server or of the rollout.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class RolloutArgs:
     action_key: str = "text"
     """Key of the policy's text in the environment's actions (`--action-format text`)."""
     action_format: ActionFormat = "text"
-    """`text` sends the policy's text under one key. `json` sends the JSON object that the policy writes, with any number
-    of keys. JSON that is wrong, or that violates the environment's schema (at /schema), is answered by an observation
-    that says why, and counts as a turn without a reward."""
+    """`text` sends the policy's text under one key. `json` sends the JSON object that the policy writes, with any
+    number of keys. JSON that is wrong, or that violates the environment's schema (at /schema), is answered by an
+    observation that says why, and counts as a turn without a reward."""
     max_turns: int = 8
     """Most turns in an episode."""
     max_new_tokens: int = 512

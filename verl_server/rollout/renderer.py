@@ -111,7 +111,7 @@ class TextRenderer:
         action_format: ActionFormat = "text",
         action_schema: dict[str, Any] | None = None,
     ) -> None:
-        """The policy's text is sent as `{action_key: text}`. With `action_format="json"` it is the action, a JSON object.
+        """The policy's text is sent as `{action_key: text}`. In the format "json" it is the action, a JSON object.
 
         JSON that violates `action_schema`, the environment's JSON schema, is not sent.
         """
@@ -126,7 +126,7 @@ class TextRenderer:
         return [bos, *ids] if last_token is None and bos is not None else ids
 
     def action(self, token_ids: list[int]) -> Action:
-        return self._actions.read(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
 
 class ChatRenderer:
@@ -170,7 +170,7 @@ class ChatRenderer:
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def action(self, token_ids: list[int]) -> Action:
-        return self._actions.read(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(
