@@ -135,3 +135,12 @@ def test_every_time_bound_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.env == EnvTimeouts(**bounds)
     assert (limits.generate_timeout, limits.trajectory_timeout) == (6, 7)
     assert (limits.straggler_timeout, limits.straggler_fraction) == (8, 0.5)
+
+
+def test_how_the_policy_writes_actions_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RolloutArgs] = []
+    monkeypatch.setattr("verl_server.rollout.cli.rollout", lambda args: seen.append(args) or 0)
+    where = ["rollout", "--server", "http://s", "--environment", "http://e"]
+    assert main([*where, "--action-format", "json"]) == 0
+    assert main([*where, "--action-key", "move"]) == 0
+    assert [(args.action_format, args.action_key) for args in seen] == [("json", "text"), ("text", "move")]

@@ -11,6 +11,7 @@ from tests.rollout.fakes import FakeEnvironment, FakePolicy, WordRenderer, gener
 from verl_server.errors import BadRequestError, ControlTimeoutError
 from verl_server.rollout.environment import EnvError, EnvTimeoutError, EnvTimeouts
 from verl_server.rollout.episode import Episode, Limits
+from verl_server.rollout.renderer import ActionReader
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory, append_jsonl, read_jsonl, summarize
 
 
@@ -51,6 +52,29 @@ def test_tokens_masks_logprobs_and_versions() -> None:
     sampling = {"temperature": 0.7, "max_new_tokens": 256, "sampling_seed": 9}
     assert policy.requests[0]["sampling_params"] == sampling
     assert [event.kind for event in trajectory.events] == ["env", "generate", "env", "generate", "env"]
+
+
+def test_a_wrong_json_action_is_a_turn_that_the_environment_does_not_see() -> None:
+    class JsonRenderer(WordRenderer):
+        def action(self, token_ids: list[int]) -> dict[str, Any]:
+            schema = {"type": "object", "required": ["n"]}
+            return ActionReader("json", "text", "text", schema).read("".join(map(chr, token_ids)))
+
+    environment = FakeEnvironment(says("ab"), says("end", 1.0, True))
+    policy = FakePolicy([generated(codes(text)) for text in ("{", '{"m":1}', '{"n":1}')])
+    episode = Episode(Task(seed=1), environment, JsonRenderer(), {}, Limits(), 1000)
+    trajectory = play(episode, policy)
+    assert environment.actions == [{"n": 1}]
+    assert [turn.action for turn in trajectory.turns] == [None, None, {"n": 1}]
+    assert [turn.reward for turn in trajectory.turns] == [None, None, 1.0]
+    assert "The action is not JSON" in trajectory.turns[1].observation["text"]
+    assert "'n' is a required property" in trajectory.turns[2].observation["text"]
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.error) == (1.0, StopReason.DONE, None)
+
+    # A policy that never writes an action is responsible for it: the episode has a reward.
+    episode = Episode(Task(seed=1), FakeEnvironment(says("ab")), JsonRenderer(), {}, Limits(max_turns=1), 1000)
+    trajectory = play(episode, FakePolicy([generated(codes("{"))]))
+    assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.MAX_TURNS)
 
 
 def test_an_aborted_generation_is_resumed_from_its_tokens() -> None:

@@ -1,6 +1,7 @@
 """`ActionSchema`: checks actions against the JSON schema that an environment declares.
 
-Each environment server has one. The schema itself is checked when the server starts, an action before each `step`.
+Each environment server has one, which checks an action before each `step`, and so has each renderer of JSON actions.
+The schema itself is checked when it is created, at the start of the server or of the rollout.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class ActionSchema:
         if not isinstance(schema, dict):
             raise BadRequestError(f"{name}.action_schema must be a dict (a JSON schema), not {schema!r}.")
         self._name = name
+        self.schema: dict[str, Any] = schema
         validator = validator_for(schema, default=Draft202012Validator)
         try:
             validator.check_schema(schema)

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.rollout.agent_loop import AgentLoop
-from verl_server.rollout.environment import EnvTimeouts
+from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.episode import Limits
-from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
+from verl_server.rollout.renderer import ActionFormat, ChatRenderer, Renderer, TextRenderer
 from verl_server.rollout.trajectory import Task, Trajectory, append_jsonl, summarize
 
 
@@ -43,7 +43,11 @@ class RolloutArgs:
     observation_key: str = "text"
     """Key of the text in the environment's observations."""
     action_key: str = "text"
-    """Key of the policy's text in the environment's actions."""
+    """Key of the policy's text in the environment's actions (`--action-format text`)."""
+    action_format: ActionFormat = "text"
+    """`text` sends the policy's text under one key. `json` sends the JSON object that the policy writes, with any
+    number of keys. JSON that is wrong, or that violates the environment's schema (at /schema), is answered by an
+    observation that says why, and counts as a turn without a reward."""
     max_turns: int = 8
     """Most turns in an episode."""
     max_new_tokens: int = 512
@@ -84,8 +88,14 @@ def rollout(args: RolloutArgs) -> int:
     api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
     engine = HttpServerEngineAdapter.attach(args.server, api_key=api_key)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
-    keys = {"observation_key": args.observation_key, "action_key": args.action_key}
-    renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
+    make_renderer = ChatRenderer if args.chat else TextRenderer
+    renderer: Renderer = make_renderer(
+        tokenizer,
+        observation_key=args.observation_key,
+        action_key=args.action_key,
+        action_format=args.action_format,
+        action_schema=environment_schema(args.environment, args.env_timeouts.connect),
+    )
     tasks = [Task(seed=args.first_seed + i, group=i) for i in range(args.episodes)]
 
     def keep(trajectory: Trajectory) -> None:

@@ -137,6 +137,7 @@ class _Bound:
     def __init__(self, factory: EnvFactory, kwargs: dict[str, Any]) -> None:
         self._factory = factory
         self._kwargs = kwargs
+        self.environment_class = factory
         self.__doc__ = factory.__doc__
 
     def __call__(self) -> Any:

@@ -40,7 +40,9 @@ class EnvServerArgs:
     max_concurrent_envs: int = 1024
     """Most connections at one time, each with an environment of its own."""
     idle_timeout: float = 3600.0
-    """Seconds without a message after which a connection is closed."""
+    """Seconds without a message after which a connection, or a session at /mcp, is closed."""
+    tool_timeout: float = 30.0
+    """Seconds for one tool call of a client."""
 
 
 class _Server(uvicorn.Server):
@@ -57,7 +59,12 @@ class _Server(uvicorn.Server):
 def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM, Ctrl-C or the end of the parent. `on_ready(url)` is called when the server answers."""
     factory = load_factory(args.environment, _keyword_arguments(args.kwargs))
-    app = create_env_app(factory, max_concurrent_envs=args.max_concurrent_envs, idle_timeout=args.idle_timeout)
+    app = create_env_app(
+        factory,
+        max_concurrent_envs=args.max_concurrent_envs,
+        idle_timeout=args.idle_timeout,
+        tool_timeout=args.tool_timeout,
+    )
     raise_descriptor_limit(args.max_concurrent_envs, f"max_concurrent_envs={args.max_concurrent_envs}")
     with bind_socket(args.host, args.port) as sock:
         url = f"http://{args.host}:{sock.getsockname()[1]}"

@@ -2,7 +2,8 @@
 
 `create_env_app(factory)` is the ASGI application. Each WebSocket connection at `/ws` owns one environment. `/health`,
 `/metadata`, `/schema` and the one-shot `/reset`, `/step` and `/state` answer as OpenEnv's server does, so OpenEnv's own
-clients can use it. `EnvServer` runs the server in a child process, `verl-server env serve` in the foreground.
+clients can use it. `env_mcp` answers `/mcp`. `EnvServer` runs the server in a child process, `verl-server env serve`
+in the foreground.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import orjson
@@ -22,11 +23,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from verl_server.errors import BadRequestError
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_factory import EnvFactory
+from verl_server.rollout.env_mcp import McpRoutes, McpSession
+from verl_server.rollout.env_pool import EnvPool
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
+from verl_server.rollout.tools import Toolbox
 
 logger = logging.getLogger(__name__)
 
@@ -41,32 +46,28 @@ class _Message(NamedTuple):
 class _EnvApp:
     """The routes over one factory."""
 
-    def __init__(self, factory: EnvFactory, name: str, max_concurrent_envs: int, idle_timeout: float) -> None:
-        self.factory = factory
+    def __init__(self, name: str, pool: EnvPool, toolbox: Toolbox, mcp: McpRoutes, idle_timeout: float) -> None:
         self.name = name
-        self.max_concurrent_envs = max_concurrent_envs
+        self.factory = pool.factory
+        self.pool = pool
+        self.toolbox = toolbox
+        self.mcp = mcp
         self.idle_timeout = idle_timeout
-        self.concurrent_envs = 0
-        schema = getattr(factory, "action_schema", None)
-        self.action_schema = None if schema is None else ActionSchema(name, schema)
 
     async def websocket(self, socket: WebSocket) -> None:
         await socket.accept()
-        if self.concurrent_envs >= self.max_concurrent_envs:
-            await _send_error(socket, "CAPACITY_REACHED", f"All {self.max_concurrent_envs} environments are taken.")
+        try:
+            hosted = self.pool.open()
+        except EnvMessageError as error:
+            await _send_error(socket, error.code, str(error))
             await socket.close()
             return
-        self.concurrent_envs += 1
-        hosted = HostedEnv(self.factory, self.action_schema)
         try:
             await self._serve(socket, hosted)
         except WebSocketDisconnect:
             pass
         finally:
-            try:
-                await hosted.close()
-            finally:
-                self.concurrent_envs -= 1
+            await self.pool.close(hosted)
             with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client closed first
                 await socket.close()
 
@@ -90,6 +91,7 @@ class _EnvApp:
     async def _answer_all(
         self, socket: WebSocket, inbox: asyncio.Queue[_Message | EnvMessageError], hosted: HostedEnv
     ) -> None:
+        session = McpSession(hosted)
         while True:
             try:
                 message = await asyncio.wait_for(inbox.get(), self.idle_timeout)
@@ -99,9 +101,29 @@ class _EnvApp:
             try:
                 if isinstance(message, EnvMessageError):
                     raise message
-                await socket.send_text((await _answer(message, hosted)).decode())
+                answer = await self._answer(message, session)
+                if answer is not None:
+                    await socket.send_text(answer.decode())
             except EnvMessageError as error:
                 await _send_error(socket, error.code, str(error))
+
+    async def _answer(self, message: _Message, session: McpSession) -> bytes | None:
+        match message.kind:
+            case "state":
+                return await _played(session.hosted.state(), "state")
+            case "reset":
+                return await _played(session.hosted.reset(message.data), "observation")
+            case "step":
+                return await _played(self._step(session.hosted, message.data), "observation")
+            case "mcp":
+                answer = await self.mcp.answer(message.data, own=session)
+                return None if answer is None else b'{"type":"mcp","data":' + answer + b"}"
+        raise EnvMessageError("UNKNOWN_TYPE", f"Unknown message type: {message.kind}")
+
+    async def _step(self, hosted: HostedEnv, action: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(action, dict) and self.toolbox.takes(action):
+            return await self.toolbox.play(hosted, action)
+        return await hosted.step(action)
 
     # -- plain HTTP -----------------------------------------------------------------------------------------
     # As in OpenEnv's server, each request has an environment of its own, which ends with the request.
@@ -110,7 +132,7 @@ class _EnvApp:
         return await self._once(request, lambda hosted, body: hosted.reset(body))
 
     async def step(self, request: Request) -> Response:
-        return await self._once(request, lambda hosted, body: hosted.step(body.get("action", {})))
+        return await self._once(request, lambda hosted, body: self._step(hosted, body.get("action", {})))
 
     async def state(self, _: Request) -> JSONResponse:
         return JSONResponse({"episode_id": None, "step_count": 0})
@@ -129,7 +151,7 @@ class _EnvApp:
 
     async def _once(self, request: Request, call: Callable[[HostedEnv, dict[str, Any]], Any]) -> Response:
         raw = await request.body()
-        hosted = HostedEnv(self.factory, self.action_schema)
+        hosted = HostedEnv(self.factory, self.pool.action_schema)
         try:
             body = orjson.loads(raw) if raw else {}
             if not isinstance(body, dict):
@@ -144,23 +166,46 @@ class _EnvApp:
 
 
 def create_env_app(
-    factory: EnvFactory, *, name: str | None = None, max_concurrent_envs: int = 1024, idle_timeout: float = 3600.0
+    factory: EnvFactory,
+    *,
+    name: str | None = None,
+    max_concurrent_envs: int = 1024,
+    idle_timeout: float = 3600.0,
+    tool_timeout: float = 30.0,
 ) -> Starlette:
-    """The application that serves environments made by `factory()`, one for each WebSocket connection.
+    """The application that serves environments made by `factory()`, one for each WebSocket connection or MCP session.
 
-    While `max_concurrent_envs` connections are open, a further client receives the error CAPACITY_REACHED. A connection
-    that has carried no message for `idle_timeout` seconds is closed. Raises BadRequestError if the factory declares an
-    `action_schema` that is not a JSON schema.
+    While `max_concurrent_envs` of them are open, a further client receives the error CAPACITY_REACHED. A connection
+    that has carried no message for `idle_timeout` seconds is closed, and so is a session. A tool call that takes longer
+    than `tool_timeout` seconds fails. Raises BadRequestError if the factory declares an `action_schema` that is not a
+    JSON schema, or a tool whose arguments have none.
     """
+    if not tool_timeout > 0:
+        raise BadRequestError(f"tool_timeout must be more than 0 seconds, not {tool_timeout}.")
     name = name or str(getattr(factory, "__name__", type(factory).__name__))
-    app = _EnvApp(factory, name, max_concurrent_envs, idle_timeout)
+    schema = getattr(factory, "action_schema", None)
+    action_schema = None if schema is None else ActionSchema(name, schema)
+    pool = EnvPool(factory, action_schema, max_concurrent_envs)
+    toolbox = Toolbox(name, factory, action_schema, tool_timeout)
+    mcp = McpRoutes(name, pool, toolbox, idle_timeout)
+    app = _EnvApp(name, pool, toolbox, mcp, idle_timeout)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await mcp.close_all()
+
     return Starlette(
         routes=[
             WebSocketRoute("/ws", app.websocket),
+            WebSocketRoute("/mcp", mcp.websocket),
+            Route("/mcp", mcp.post, methods=["POST"]),
+            Route("/mcp", mcp.delete, methods=["DELETE"]),
             Route("/reset", app.reset, methods=["POST"]),
             Route("/step", app.step, methods=["POST"]),
             *(Route(f"/{kind}", getattr(app, kind)) for kind in ("state", "health", "metadata", "schema")),
-        ]
+        ],
+        lifespan=lifespan,
     )
 
 
@@ -189,17 +234,6 @@ def _message(text: str | None) -> _Message:
     if not isinstance(data, dict):
         raise EnvMessageError("VALIDATION_ERROR", "`data` must be an object.")
     return _Message(fields.get("type"), data)
-
-
-async def _answer(message: _Message, hosted: HostedEnv) -> bytes:
-    match message.kind:
-        case "state":
-            return await _played(hosted.state(), "state")
-        case "reset":
-            return await _played(hosted.reset(message.data), "observation")
-        case "step":
-            return await _played(hosted.step(message.data), "observation")
-    raise EnvMessageError("UNKNOWN_TYPE", f"Unknown message type: {message.kind}")
 
 
 async def _played(call: Awaitable[dict[str, Any]], kind: str | None = None) -> bytes:
@@ -242,6 +276,7 @@ class EnvServer:
         port: int = 0,
         max_concurrent_envs: int = 1024,
         idle_timeout: float = 3600.0,
+        tool_timeout: float = 30.0,
         startup_timeout: float = 60.0,
     ) -> None:
         """Start a server for "MODULE:CLASS" or "FILE.py:CLASS" and wait until it answers.
@@ -256,6 +291,7 @@ class EnvServer:
             "port": port,
             "max_concurrent_envs": max_concurrent_envs,
             "idle_timeout": idle_timeout,
+            "tool_timeout": tool_timeout,
         }
         self._child = ChildProcess("env-server", "verl_server.rollout.env_process", argument)
         try:
@@ -285,7 +321,7 @@ def uvicorn_config(app: Starlette) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         access_log=False,
-        lifespan="off",
+        lifespan="auto",
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=None,

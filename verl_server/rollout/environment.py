@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
@@ -58,6 +59,9 @@ class Environment(Protocol):
       none and ends the episode as ENV_ERROR, without a reward. So the schema should describe how a renderer packs the
       policy's text, and `step` should judge what the text says.
     - `observation_schema`, a JSON schema that clients can ask for. Observations are not checked.
+    - Methods with the decorator `verl_server.rollout.tools.tool`, which clients call by name at `/mcp`, or with the
+      actions of OpenEnv's tool client. An environment without such methods offers its `step` as the tool `act` if it
+      has an `action_schema`.
     - `state`, a property that is a dict.
     - `close()`, called when the client leaves.
     """
@@ -235,6 +239,23 @@ def websocket_url(url: str) -> str:
         raise BadRequestError(f"{url!r} is not the URL of an environment server; write it as http://HOST:PORT.")
     path = rest if rest.endswith("/ws") else f"{rest}/ws"
     return f"{schemes[scheme]}://{path}"
+
+
+def environment_schema(url: str, timeout: float) -> dict[str, Any] | None:
+    """The JSON schema of actions at `/schema` of an environment server. None if the server answers with no schema.
+
+    `timeout` is in seconds. A server that cannot be reached has no schema either: its episodes report the fault.
+    """
+    scheme, _, rest = websocket_url(url).partition("://")
+    address = f"{scheme.replace('ws', 'http')}://{rest.removesuffix('/ws')}/schema"
+    try:
+        with httpx.Client(timeout=timeout, trust_env=not _is_local(address)) as client:
+            answer = client.get(address)
+        content = orjson.loads(answer.content) if answer.status_code == 200 else None
+    except (httpx.HTTPError, orjson.JSONDecodeError):
+        return None
+    schema = content.get("action") if isinstance(content, dict) else None
+    return schema if isinstance(schema, dict) else None
 
 
 def _is_local(url: str) -> bool:

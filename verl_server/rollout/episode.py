@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
-from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
 _MAX_RESUMES = 1000
@@ -155,14 +155,20 @@ class Episode:
             self._observe(result)
 
     async def act(self) -> None:
-        """Send the turn's action to the environment, and record the reward and the next observation."""
+        """Send the turn's action to the environment, and record the reward and the next observation.
+
+        If the sampled tokens stand for no action, the environment is not called. The observation then says why.
+        """
         if self.is_over:
             return
         trajectory = self.trajectory
         turn = trajectory.turns[-1]
-        turn.action = self._renderer.action(trajectory.action_tokens())
         with self._recorded("env"), self._env_faults():
-            result = await self._environment.step(turn.action)
+            try:
+                turn.action = self._renderer.action(trajectory.action_tokens())
+                result = await self._environment.step(turn.action)
+            except ActionError as error:
+                result = StepResult(error.observation, None, False)
             turn.reward = result.reward
             if result.done or len(trajectory.turns) >= self._limits.max_turns:
                 trajectory.final_observation = result.observation

@@ -40,6 +40,7 @@ class HostedEnv:
         self._factory = factory
         self._action_schema = action_schema
         self._environment: Any = None
+        self._has_episode = False
         self._thread: ThreadPoolExecutor | None = None
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +49,17 @@ class HostedEnv:
             self._environment = await self._make()
         reset = self._environment.reset
         observation = reset_observation(await self._call(reset, **accepted(reset, data)), self._name("reset"))
+        self._has_episode = True
         return {"observation": observation, "reward": None, "done": False}
+
+    async def begin(self) -> None:
+        """Start an episode, unless one was started before: a client of tools need not call `reset`."""
+        if not self._has_episode:
+            await self.reset({})
+
+    async def invoke(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of the environment that `begin` or `reset` has started, and return what it returns."""
+        return await self._call(getattr(self._environment, method), **arguments)
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Play an action. Raises EnvMessageError, without a call to `step`, if the action violates the schema."""

@@ -1,17 +1,34 @@
 """Renderers: from an environment's observations to tokens, and from sampled tokens to actions.
 
 An `Episode` calls its renderer for each observation and each action. An observation becomes tokens once, when it
-arrives. Sampled tokens are never tokenized again.
+arrives. Sampled tokens are never tokenized again. `ActionReader` reads the sampled text as an action.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import re
+from typing import Any, Literal, Protocol
 
+import orjson
+from referencing.exceptions import Unresolvable
 from transformers import PreTrainedTokenizerBase
 
-from verl_server.errors import BadRequestError
-from verl_server.rollout.environment import Action, Observation
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.rollout.action_schema import ActionSchema
+from verl_server.rollout.environment import Action, EnvError, Observation
+
+ActionFormat = Literal["text", "json"]
+"""How the policy writes an action: `text` is the value of one key, `json` is the whole action as a JSON object."""
+
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+
+
+class ActionError(VerlServerError):
+    """The policy's text is no action. The episode goes on with `observation`, which says why."""
+
+    def __init__(self, message: str, observation: Observation) -> None:
+        super().__init__(message)
+        self.observation = observation
 
 
 class Renderer(Protocol):
@@ -20,19 +37,87 @@ class Renderer(Protocol):
         ...
 
     def action(self, token_ids: list[int]) -> Action:
-        """The action that the sampled tokens of a turn stand for."""
+        """The action that the sampled tokens of a turn stand for. Raises ActionError if they stand for none."""
         ...
+
+
+class ActionReader:
+    """Reads the policy's text as an action, in one `ActionFormat`."""
+
+    def __init__(
+        self,
+        action_format: ActionFormat,
+        action_key: str,
+        observation_key: str,
+        action_schema: dict[str, Any] | None,
+    ) -> None:
+        if action_format not in ("text", "json"):
+            raise BadRequestError(f"action_format must be 'text' or 'json', not {action_format!r}.")
+        self._format = action_format
+        self._action_key = action_key
+        self._observation_key = observation_key
+        checked = action_schema is not None and action_format == "json"
+        self._schema = ActionSchema("environment", action_schema) if checked else None
+        required = (action_schema or {}).get("required") or []
+        if action_format == "text" and any(key != action_key for key in required):
+            raise BadRequestError(
+                f"The environment's actions need the keys {required}, and the policy's text is sent as {action_key!r} "
+                "only. Set action_key (--action-key) if one key is needed, or action_format='json' "
+                "(--action-format json) if there are more."
+            )
+
+    def read(self, text: str) -> Action:
+        """The action. Raises ActionError for JSON that is no object, or that violates the environment's schema.
+
+        JSON may stand in a fenced block. Raises EnvError if the schema refers to a document of another host.
+        """
+        if self._format == "text":
+            return {self._action_key: text}
+        fenced = _FENCED.fullmatch(text.strip())
+        try:
+            action = orjson.loads(fenced[1] if fenced else text)
+        except orjson.JSONDecodeError as error:
+            raise self._refusal(f"The action is not JSON: {error}.") from None
+        if not isinstance(action, dict):
+            raise self._refusal(f"The action must be a JSON object, not {type(action).__name__}.")
+        if self._schema is None:
+            return action
+        try:
+            violation = self._schema.violation(action)
+        except RecursionError:
+            violation = "The action is nested too deeply."
+        except Unresolvable as error:
+            raise EnvError(f"The schema of the environment's actions cannot be used: {error}") from error
+        if violation is not None:
+            raise self._refusal(violation)
+        return action
+
+    def _refusal(self, fault: str) -> ActionError:
+        keys = ", ".join(self._schema.schema.get("properties", {})) if self._schema is not None else ""
+        advice = f"Answer with one JSON object{f' with the keys {keys}' if keys else ''} and nothing else."
+        message = f"{fault} {advice}"
+        return ActionError(message, {self._observation_key: message})
 
 
 class TextRenderer:
     """Renders plain text. An observation's tokens follow an action's with nothing between them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, observation_key: str = "text", action_key: str = "text"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        observation_key: str = "text",
+        action_key: str = "text",
+        action_format: ActionFormat = "text",
+        action_schema: dict[str, Any] | None = None,
     ) -> None:
+        """The policy's text is sent as `{action_key: text}`. In the format "json" it is the action, a JSON object.
+
+        JSON that violates `action_schema`, the environment's JSON schema, is not sent.
+        """
         self._tokenizer = tokenizer
         self._observation_key = observation_key
-        self._action_key = action_key
+        self._actions = ActionReader(action_format, action_key, observation_key, action_schema)
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
         text = observation_text(observation, self._observation_key)
@@ -41,7 +126,7 @@ class TextRenderer:
         return [bos, *ids] if last_token is None and bos is not None else ids
 
     def action(self, token_ids: list[int]) -> Action:
-        return {self._action_key: self._tokenizer.decode(token_ids, skip_special_tokens=True)}
+        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
 
 class ChatRenderer:
@@ -61,14 +146,17 @@ class ChatRenderer:
         system: str | None = None,
         observation_key: str = "text",
         action_key: str = "text",
+        action_format: ActionFormat = "text",
+        action_schema: dict[str, Any] | None = None,
         **template_options: Any,
     ) -> None:
+        """`template_options` are arguments of the chat template. For the others see `TextRenderer`."""
         if not tokenizer.chat_template:
             raise BadRequestError("This tokenizer has no chat template; use TextRenderer.")
         self._tokenizer = tokenizer
         self._system = [{"role": "system", "content": system}] if system else []
         self._observation_key = observation_key
-        self._action_key = action_key
+        self._actions = ActionReader(action_format, action_key, observation_key, action_schema)
         self._options = template_options
 
     def observation_tokens(self, observation: Observation, last_token: int | None) -> list[int]:
@@ -82,7 +170,7 @@ class ChatRenderer:
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def action(self, token_ids: list[int]) -> Action:
-        return {self._action_key: self._tokenizer.decode(token_ids, skip_special_tokens=True)}
+        return self._actions.read(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(

@@ -69,7 +69,7 @@ class Turn(msgspec.Struct, kw_only=True):
     action_span: tuple[int, int] = (0, 0)
     """[start, end) of the tokens that the policy sampled."""
     action: dict[str, Any] | None = None
-    """The action that was sent to the environment, None if the episode ended before."""
+    """The action that was sent to the environment, None if the episode ended before or the policy wrote no action."""
     reward: float | None = None
     """Reward of the action, None if the environment returned none."""
     finish_reason: str | None = None

@@ -296,8 +296,8 @@ def train(args: TrainArgs) -> None:
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    keys = {"observation_key": args.observation_key, "action_key": args.action_key}
-    renderer: Renderer = ChatRenderer(tokenizer, **keys) if args.chat else TextRenderer(tokenizer, **keys)
+    make_renderer = ChatRenderer if args.chat else TextRenderer
+    renderer: Renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
     ranks.call("check_environment", lambda _: check_environment(args.env_url, renderer, args.limits.env))
     policy = load_policy(
         args.model_path,
