@@ -20,8 +20,8 @@ from schemathesis.checks import CHECKS
 pytestmark = pytest.mark.client("Schemathesis", "schemathesis")
 
 _HANG_SECONDS = 60.0
-"""An answer that takes longer counts as a hang. It exceeds the sum of the server's bounds for one request: to wait for a
-text worker, to render, to compile a grammar, to wait for the end of a pause, and to wait for a control call."""
+"""An answer that takes longer counts as a hang. The sum of the server's bounds for one request is smaller: waiting for
+a text worker, rendering, compiling a grammar, waiting for the end of a pause, and waiting for a control call."""
 RESTORE = ("/continue_generation", "/end_weight_update", "/resume", "/wake_up", "/resume_memory_occupation")
 """Routes that end the states in which generation waits or is refused."""
 NAMES = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
