@@ -2,7 +2,7 @@
 
 Each file of `environments` pins the packages of one environment, `.venv-compat-NAME`, which is made again when the file
 changes. The tests in `clients` that belong to an environment run inside it, and start servers with the interpreter that
-runs this module. The page is written when every environment ran.
+runs this module. The page has the last whole run of each environment.
 """
 
 from __future__ import annotations
@@ -73,9 +73,18 @@ def main() -> int:
         code, results[name] = run_tests(tests, python, settings, options.pytest)
         print(f"{name}: {len(results[name])} tests in {time.monotonic() - began:.0f} s", flush=True)
         codes.append(code)
-    if set(results) == set(TESTS) and not options.test and not options.pytest:
-        options.page.write_text(page(results), encoding="utf-8")
+        if not options.test and not options.pytest:
+            results_file(name).write_text(json.dumps(results[name]), encoding="utf-8")
+    written = {name: results_file(name) for name in TESTS}
+    if all(file.exists() for file in written.values()):
+        latest = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in written.items()}
+        options.page.write_text(page(latest), encoding="utf-8")
     return max(codes)
+
+
+def results_file(name: str) -> Path:
+    """Return the file with the results of the last whole run of an environment."""
+    return ROOT / f".venv-compat-{name}" / "results.json"
 
 
 def make_environment(name: str) -> Path:
