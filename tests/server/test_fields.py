@@ -144,6 +144,9 @@ SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("/tokenize", "messages"): {"messages": MESSAGES, "prompt": None},
 }
 """(path, field) -> the change of the body, where the field needs others. None removes a field."""
+_CHAT_MASK = {"return_sampling_mask": True, "return_meta_info": True, "top_k": 4, "logprobs": True}
+SPECIAL[("/v1/chat/completions", "return_sampling_mask")] = _CHAT_MASK
+SPECIAL[("/v1/chat/completions", "sampling_logprobs_mode")] = _CHAT_MASK | {"sampling_logprobs_mode": "support"}
 for _path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
     SPECIAL[(_path, "stream_options")] = {"stream": True, "stream_options": {"include_usage": True}}
 for _field in ("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template_kwargs"):
