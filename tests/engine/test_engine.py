@@ -169,6 +169,7 @@ def test_results_have_the_keys_that_their_types_declare(face: EngineBase) -> Non
         top_logprobs_num=1,
         token_ids_logprob=[5],
         return_prompt_token_ids=True,
+        return_sampling_mask=True,
     )
     expect_declared(result, GenerateResult)
     expect_declared(result["meta_info"], MetaInfo)

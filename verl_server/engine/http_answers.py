@@ -45,7 +45,9 @@ def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
 
     A columnar reply is a fifth as long; `read_result` turns it into the same result.
     """
-    return body if body.get("return_text_in_logprobs") else body | {"columnar": True}
+    if body.get("return_text_in_logprobs") or body.get("return_sampling_mask"):
+        return body
+    return body | {"columnar": True}
 
 
 def read_result(response: httpx.Response) -> Result:
