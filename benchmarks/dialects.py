@@ -5,7 +5,7 @@
 
 One server answers all dialects by turns, `--runs` times. Clients in processes of their own keep `--concurrency`
 requests in flight, whose outputs have 0.5 to 1.5 times `--output-len` tokens, so that they do not start together. They
-send prompts as token ids where the dialect has them, otherwise as one chat message of as many tokens, and read the
+send the same prompts as token ids where the dialect has them, otherwise as the text of one chat message, and read the
 whole answer, whose `usage` has the number of output tokens. `ratio` is the median over the runs of the quotient by
 `/generate` without streaming in the same run. `server_cpu_us` is the processor time of the server process (HTTP and
 TokenizerManager) for each output token.
@@ -147,9 +147,9 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
     tokenizer = large_tokenizer(SHAPES[args.shape]["vocab_size"])
     make_model_folder(folder, "qwen3", weights=False, tokenizer=tokenizer, **SHAPES[args.shape])
     rng = random.Random(0)
-    words = [token for text, token in tokenizer.get_vocab().items() if text.startswith("\u0120") and len(text) == 4]
-    prompts = [rng.choices(words, k=args.prompt_len) for _ in range(args.requests)]
-    texts = [str(tokenizer.decode(ids)) for ids in prompts]  # a word with its space is one token in any text
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    texts = [" ".join("".join(rng.choices(letters, k=3)) for _ in range(args.words)) for _ in range(args.requests)]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     lengths = [rng.randint(args.output_len // 2, args.output_len * 3 // 2) for _ in prompts]
     wires = [wire for wire in WIRES if wire.name in args.wires]
     variants = [(wire, stream) for stream in (False, True) for wire in wires]
@@ -192,7 +192,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.dialects", __doc__)
     parser.add_argument("--concurrency", type=int, default=256, help="requests in flight at any time (256)")
     parser.add_argument("--requests", type=int, default=1024, help="requests of each dialect in a run (1024)")
-    parser.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt (128)")
+    parser.add_argument("--words", type=int, default=64, help="words of a prompt, two tokens each (64)")
     parser.add_argument("--output-len", type=int, default=256, help="output tokens of a request on average (256)")
     parser.add_argument("--clients", type=int, default=4, help="client processes (4)")
     parser.add_argument("--runs", type=int, default=2, help="runs after the one that warms up (2)")
