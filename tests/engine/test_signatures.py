@@ -22,7 +22,8 @@ from verl_server.io_struct import (
 )
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.ops_routes import OpsApi
-from verl_server.server.generate_request import UNSUPPORTED_FIELDS, GenerateReqInput
+from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
+from verl_server.server.generate_request import GenerateReqInput
 
 METHODS = [
     "generate",

@@ -5,7 +5,7 @@ The lists follow the request bodies of the openai package 3.54, SGLang 0.5.23 an
 
 from __future__ import annotations
 
-from verl_server.server.generate_request import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
+from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
 
 _NO_MEDIA = "only text is served"
 _NO_SPECULATION = "speculative decoding is not implemented"

@@ -18,7 +18,8 @@ from verl_server.errors import (
 )
 from verl_server.results import GenerateResult
 from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
-from verl_server.server.generate_request import ACCEPTED_HINTS, GENERATE, UNSUPPORTED_FIELDS, GenerateReqInput
+from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
+from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation
 from verl_server.server.json_body import MalformedBodyError
 from verl_server.server.responses import (
