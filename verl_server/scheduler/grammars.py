@@ -78,7 +78,7 @@ class Grammars:
             self._compiler = GrammarCompiler(message.tokenizer, message.eos_token_ids, self._vocab_size)
         except BadRequestError as error:
             self.refusal = str(error)
-            logger.warning("Requests with a grammar are refused. %s", error)
+            logger.info("Requests with a grammar are refused. %s", error)
             return
         self._executor = MaskExecutor()
         eos = np.array([token for token in message.eos_token_ids if 0 <= token < self._vocab_size], dtype=np.int64)
