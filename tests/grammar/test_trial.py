@@ -12,7 +12,8 @@ import pytest
 from tests.grammar.conftest import TOKENIZER, VOCAB
 from verl_server.errors import BadRequestError
 from verl_server.grammar import trial
-from verl_server.grammar.compiler import GrammarCompiler, MaskExecutor
+from verl_server.grammar.compiler import GrammarCompiler
+from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.grammar.trial import try_out
 

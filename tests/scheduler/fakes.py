@@ -39,7 +39,7 @@ from verl_server.io_struct import (
     WeightReq,
 )
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
+from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.server_args import ServerArgs
@@ -47,7 +47,7 @@ from verl_server.weight_sync.handles import WeightsDescription
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
-from verl_server.worker.tp_worker import MakeMasks, TpWorker
+from verl_server.worker.tp_worker import TpWorker
 
 VOCAB = 1009
 _MASK = (1 << 61) - 1
@@ -133,6 +133,8 @@ class FakeModelRunner:
         self.can_warm_up = False
         self.is_early: Callable[[], bool] = lambda: False
         """Called at each launch: returns True if the device has finished all its work by now."""
+        self.is_computed: Callable[[], bool] | None = None
+        """What a launch passes to `make_masks`."""
         self.queue: list[FakeStep] = []
         self.uncollected = 0
         """The number of steps whose result was not collected yet."""
@@ -166,7 +168,7 @@ class FakeModelRunner:
         step = FakeStep(self, batch, specs)
         self.queue.append(step)
         if make_masks is not None:
-            step.masks = make_masks()
+            step.masks = make_masks(self.is_computed)
         if not self.overlaps or self.is_early():
             self.compute_until(step)
         return step
@@ -187,7 +189,7 @@ class FakeModelRunner:
             token, position = next_token(kv, self.salt), len(kv)
             if self.masks is not None and row in self.masks.rows:
                 allowed = allowed_tokens(self.masks, row)
-                token = allowed[token % len(allowed)]
+                token = allowed[token % len(allowed)] if allowed else _GARBAGE  # the mask is late
             out.next_ids.append(token)
             self.last_tokens[batch.rows[entry]] = token
             bad = self.nan_at is not None and self.nan_at(spec.prompt_ids)

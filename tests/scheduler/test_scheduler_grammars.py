@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from llguidance import LLParserLimits
+from llguidance import LLExecutor, LLParserLimits
 
 from tests.grammar.conftest import EOS, TOKENIZER
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
-from verl_server.grammar.compiler import MaskExecutor, Matcher
+from verl_server.grammar.compiler import Matcher
+from verl_server.grammar.mask_executor import MaskExecutor, MaskPart, Words
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.io_struct import (
     ContinueGenerationReq,
@@ -24,10 +26,10 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
-from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, SampleSpec
+from verl_server.sampling.spec import NOTHING_ALLOWED, ForwardOutput, MakeMasks, SampleSpec
 from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.step_masks import MaskedStep
 from verl_server.worker.forward_batch import ForwardBatch
-from verl_server.worker.tp_worker import MakeMasks
 
 SCHEMA = json.dumps(
     {
@@ -265,14 +267,16 @@ def test_eos_is_allowed_where_the_grammar_accepts() -> None:
     """Token 70 is "b". A stop token that is not EOS is allowed at the same places."""
     h = GrammarHarness()
     seen: list[list[int]] = []
-    make_masks = h.scheduler.grammars.masks
+    masks = h.scheduler.grammars.masks
+    assert masks is not None
+    compute = masks.compute
 
-    def spy(sampled: Any) -> Any:
-        result = make_masks(sampled)
-        seen.append(sorted(allowed_tokens(result[0], 0)) if result[0] else [])
+    def spy(*args: Any) -> MaskedStep:
+        result = compute(*args)
+        seen.append(sorted(allowed_tokens(result.masks, 0)) if result.masks else [])
         return result
 
-    h.scheduler.grammars.masks = spy  # type: ignore[method-assign]
+    masks.compute = spy  # type: ignore[method-assign]
     h.constrain("s1", "regex", "ab?", stop_ids=[EOS, 300])
     h.finish()
     assert seen[0] == [69] and seen[1] == [EOS, 70, 300]
@@ -312,7 +316,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
     assert 0 < len(h.text("s1")) < 40 and len(h.text("s2")) == 9 and h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
 
 
-@pytest.mark.parametrize("call", ["fill", "consume"])
+@pytest.mark.parametrize("call", ["_fill", "MaskExecutor.consume"])
 def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +331,7 @@ def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     h.add("r1", prompt(1, 9), 9)
     h.compile()
     h.steps(3)
-    monkeypatch.setattr(MaskExecutor, call, panic)
+    monkeypatch.setattr(f"verl_server.grammar.mask_executor.{call}", panic)
     h.run()
     assert h.finished["s1"].status_code == 500 and "index out of bounds" in (h.finished["s1"].message or "")
     assert h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
@@ -389,7 +393,7 @@ def test_copies_of_a_matcher_are_independent() -> None:
     assert h.scheduler.grammars._compiler is not None
     start: Matcher = h.scheduler.grammars._compiler.compile(translate(Grammar("regex", "a|b"), {}))
     first, second = start.copy(), start.copy()
-    MaskExecutor(1).consume([(first, 69)])
+    MaskExecutor().consume([(first, 69)])
     first.check()
     assert first.is_complete and not second.is_complete and not start.is_complete
     assert h.scheduler.grammars._compiler.num_words == -(-VOCAB // 32)
@@ -413,7 +417,7 @@ def test_a_launch_that_runs_out_of_memory_after_the_masks_is_repeated() -> None:
             launches[0] += 1
             if fails and launches[0] == 4:
                 assert make_masks is not None
-                make_masks()
+                make_masks(None)
                 raise torch.OutOfMemoryError("out of memory")
             step: FakeStep = launch(batch, specs, make_masks)
             return step
@@ -425,3 +429,158 @@ def test_a_launch_that_runs_out_of_memory_after_the_masks_is_repeated() -> None:
         assert all(reason.type == "stop" for reason in h.finished.values())
         results.append(h.tokens)
     assert results[0] == results[1]
+
+
+# -- masks that are late ------------------------------------------------------------------------------------
+
+
+class HeldParts(MaskExecutor):
+    """Computes the masks of some rows only when a later step starts, or when somebody waits for them."""
+
+    def __init__(self, is_held: Callable[[Matcher], bool]) -> None:
+        super().__init__()
+        self.is_held = is_held
+        self.held: list[MaskPart] = []
+        self.num_held = 0
+
+    def start(self, matchers: Sequence[Matcher], words: Words) -> tuple[list[MaskPart], SimpleQueue[MaskPart]]:
+        finished: SimpleQueue[MaskPart] = SimpleQueue()
+        parts = [MaskPart(i, [matcher], words[i : i + 1], finished) for i, matcher in enumerate(matchers)]
+        room = len(parts) // 4  # a step waits for three of four masks
+        for part, matcher in zip(parts, matchers, strict=True):
+            part.done = _ComputedOnWait(part)
+            if room and self.is_held(matcher):
+                room, self.num_held = room - 1, self.num_held + 1
+                self.held.append(part)
+            else:
+                part.done.wait()
+        return parts, finished
+
+    def release(self) -> None:
+        """Compute the parts that are not held any longer."""
+        for part in self.held:
+            if not part.done.is_set() and not self.is_held(part._matchers[0]):
+                part.done.wait()
+        self.held = [part for part in self.held if not part.done.is_set()]
+
+
+class _ComputedOnWait(threading.Event):
+    def __init__(self, part: MaskPart) -> None:
+        super().__init__()
+        self._part = part
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
+            self._part.compute(LLExecutor(1))
+        return True
+
+
+def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldParts:
+    """Let the logits of every step be computed at once, and hold masks."""
+    executor, masks = HeldParts(is_held), h.scheduler.grammars.masks
+    assert masks is not None
+    masks.executor, compute = executor, masks.compute
+
+    def release_first(*args: Any) -> MaskedStep:
+        executor.release()
+        return compute(*args)
+
+    masks.compute = release_first  # type: ignore[method-assign]
+    h.runner.is_computed = lambda: True
+    return executor
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_late_mask_delays_its_own_row_only(overlaps: bool) -> None:
+    expected = GrammarHarness(overlaps)
+    h = GrammarHarness(overlaps)
+    for harness in (expected, h):
+        for i in range(1, 6):
+            harness.constrain(f"s{i}", "regex", "([a-f][0-9]){6}x")
+        harness.add("r1", prompt(1, 9), 9)
+        harness.compile()
+    slow: list[Matcher] = []
+    hold(h, lambda matcher: matcher in slow)
+    h.steps(4)
+    grammar = h.scheduler.requests["s1"].grammar
+    assert grammar is not None
+    slow.append(grammar.open())
+    before = len(h.tokens["s1"])
+    h.steps(6)
+    assert len(h.tokens["s1"]) <= before + 1 and len(h.tokens["s2"]) >= before + 5
+    slow.clear()
+    h.run()
+    expected.run()
+    assert h.tokens == expected.tokens and {reason.type for reason in h.finished.values()} == {"stop", "length"}
+
+
+def test_rows_that_are_all_late_are_waited_for() -> None:
+    """A step without any token would repeat the forward pass for nothing."""
+    h = GrammarHarness()
+    for i in range(1, 6):
+        h.constrain(f"s{i}", "regex", "[a-f]{4}" if i > 1 else "[a-f]{30}")
+    h.compile()
+    slow: list[Matcher] = []
+    hold(h, lambda matcher: matcher in slow)
+    h.steps(2)
+    grammar = h.scheduler.requests["s1"].grammar
+    assert grammar is not None
+    slow.append(grammar.open())
+    h.run()
+    assert len(h.text("s1")) == 30 and all(len(h.text(f"s{i}")) == 4 for i in range(2, 6))
+
+
+def test_a_late_mask_that_fails_ends_its_own_request() -> None:
+    h = GrammarHarness()
+    for i in range(1, 6):
+        h.constrain(f"s{i}", "regex", "[a-f]{9}")
+    h.compile()
+    slow: list[Matcher] = []
+    executor = hold(h, lambda matcher: matcher in slow)
+    h.steps(2)
+    grammar = h.scheduler.requests["s1"].grammar
+    assert grammar is not None
+    slow.append(grammar.open())
+    h.steps(2)
+    (part,) = executor.held
+    part.error = RuntimeError("index out of bounds")
+    part.done.set()
+    h.run()
+    assert h.finished["s1"].status_code == 500 and all(len(h.text(f"s{i}")) == 9 for i in range(2, 6))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_late_masks_change_no_output(seed: int, overlaps: bool) -> None:
+    """Random masks are late, among retractions, chunks of prompts, aborts and pauses."""
+    results = []
+    for is_late in (False, True):
+        rng, late = random.Random(seed), random.Random(seed)
+        h = GrammarHarness(overlaps, num_pages=30, chunked_prefill_size=16)
+        executor = hold(h, lambda matcher, late=late: late.random() < 0.4) if is_late else None  # type: ignore[misc]
+        for i in range(24):
+            if rng.random() < 0.3:
+                h.add(f"r{i}", prompt(i, 5), rng.randrange(1, 20))
+            else:
+                h.constrain(f"s{i}", "regex", "([a-f][0-9]){2,9}x", new=rng.randrange(1, 30))
+            h.compile()
+            h.steps(rng.randrange(4))
+            if rng.random() < 0.1:
+                h.control(PauseGenerationReq(id=2 * i + 1, mode=rng.choice(["in_place", "retract"])))
+                h.control(ContinueGenerationReq(id=2 * i + 2))
+        h.finish()
+        results.append((h.tokens, {rid: reason.type for rid, reason in h.finished.items()}))
+        assert executor is None or executor.num_held > 5
+    assert results[0] == results[1]
+
+
+def test_more_late_masks_than_buffers_are_waited_for() -> None:
+    """Every step leaves out one row more, until a step waits for the row that was left out first."""
+    h = GrammarHarness(max_rows=16, num_pages=200)
+    for i in range(1, 13):
+        h.constrain(f"s{i}", "regex", "[a-f]{9}")
+    h.compile()
+    executor = hold(h, lambda matcher: True)
+    h.run()
+    assert all(len(h.text(f"s{i}")) == 9 for i in range(1, 13)) and executor.num_held > 8
+    assert h.scheduler.grammars.masks is not None and len(h.scheduler.grammars.masks._buffers) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -261,7 +262,7 @@ def test_masks_are_made_between_the_forward_pass_and_the_broadcast(tiny_llama: P
         rank.events.append("forward")
         return logits(hidden)
 
-    def make_masks() -> TokenMasks:
+    def make_masks(is_computed: Callable[[], bool] | None) -> TokenMasks:
         rank.events.append("masks")
         words = torch.zeros(1, runner.vocab_size // 32, dtype=torch.int32)
         words[0, 3] = 1 << 7

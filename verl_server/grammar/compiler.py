@@ -8,20 +8,14 @@ vocabulary.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.failure import GrammarFailedError
-
-Words = npt.NDArray[np.int32]
-"""Bit t % 32 of word t // 32 is set if token t is allowed."""
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -36,8 +30,6 @@ _LIMITS = LLParserLimits(
 COMPILER_STACK = 16 << 20
 """Bytes of the stack of threads that compile. A trial has a quarter of it, because a stack that overflows ends the
 process."""
-_MASK_THREADS = min(8, os.cpu_count() or 1)
-"""Threads that compute the masks of a step. On 16 cores, 256 rows took 4.9 ms with 8 threads and 5.0 ms with 16."""
 _MOST_MESSAGE = 400
 """Most characters of llguidance's error messages, which may quote the whole grammar."""
 
@@ -92,27 +84,6 @@ class GrammarCompiler:
         except GrammarFailedError as error:
             raise BadRequestError(f"The grammar was refused: {error}") from None
         return matcher
-
-
-class MaskExecutor:
-    """Computes the masks of many matchers in parallel, without the interpreter's lock."""
-
-    def __init__(self, threads: int = _MASK_THREADS) -> None:
-        self._executor = LLExecutor(threads)
-        self._consumer = LLExecutor(1)  # a token takes microseconds, so threads would only wait for each other
-
-    def fill(self, matchers: Sequence[Matcher], words: Words) -> None:
-        """Write the mask of each matcher into its row of `words` int32 [len(matchers), words]. No matcher twice.
-
-        The row of a matcher that failed is undefined: `Matcher.check` raises its error.
-        """
-        assert words.flags.c_contiguous and len(words) == len(matchers)
-        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
-
-    def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> None:
-        """Advance each matcher by its token. `Matcher.check` raises the errors."""
-        self._consumer.consume_token_par([(matcher.inner, token) for matcher, token in pairs])
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from verl_server.errors import BadRequestError
 from verl_server.grammar.compiler import (
     COMPILER_STACK,
     GrammarCompiler,
-    MaskExecutor,
     Matcher,
     stack_size,
 )
 from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.mask_executor import MaskExecutor
 from verl_server.grammar.walk import random_outputs
 
 MOST_MEMORY = 1 << 30
@@ -71,7 +71,7 @@ def _walk(matcher: Matcher, num_words: int) -> None:
     """Generate random outputs. Raise BadRequestError if that fails, or if the masks take too long."""
     tokens = slow = 0
     # Processor time, because other processes may use this machine. This process does nothing else.
-    masks = random_outputs(matcher, MaskExecutor(1), num_words, time.process_time, _SECONDS)
+    masks = random_outputs(matcher, MaskExecutor(), num_words, time.process_time, _SECONDS)
     try:
         for count, (step, seconds) in enumerate(masks):
             tokens = step

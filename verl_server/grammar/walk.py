@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from verl_server.grammar.compiler import MaskExecutor, Matcher
+from verl_server.grammar.compiler import Matcher
 from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.mask_executor import MaskExecutor
 
 _OUTPUTS, _TOKENS, _LEAST_MASKS = 8, 64, 4
 """Number of outputs, most tokens of each, and number of masks that are made even if they take long."""

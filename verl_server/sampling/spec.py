@@ -6,6 +6,7 @@ The scheduler builds a spec when it admits a request, the `Sampler` reads the sp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -83,6 +84,13 @@ class TokenMasks:
     """Indices of the rows in the step."""
     words: Tensor
     """int32 [len(rows), ceil(vocab_size / 32)] on the host, pinned for CUDA. See `kernels.token_mask`."""
+
+
+MakeMasks = Callable[[Callable[[], bool] | None], TokenMasks | None]
+"""Returns the masks for sampling a step. A launch calls it after it has launched the step's forward pass.
+
+The argument returns True when the logits of the step are computed. It is None if steps do not overlap.
+"""
 
 
 @dataclass(slots=True)

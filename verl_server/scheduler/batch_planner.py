@@ -193,7 +193,7 @@ class BatchPlanner:
         """Note that the step was computed. Return the requests whose prefill it continued, for `share`."""
         self.limits.succeeded(batch)
         for req, extend_len in zip(batch.reqs, batch.forward.extend_lens, strict=True):
-            req.sound_len += extend_len
+            req.sound_len += extend_len - (req in batch.left_out)
         prefilled = [req for req in batch.prefills if req.row >= 0 and req.prefilling]
         for req in prefilled:
             req.prefilling = req.sound_len < len(req.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_server.errors import BadRequestError
@@ -12,8 +13,18 @@ from verl_server.io_struct import FinishReason
 
 if TYPE_CHECKING:  # a server without grammars does not load llguidance
     from verl_server.grammar.compiler import Matcher
+    from verl_server.grammar.mask_executor import MaskPart, Words
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LateMask:
+    """The mask of a row that a step left out. The request's matcher must not be used until it is done."""
+
+    part: MaskPart
+    words: Words
+    """int32 [words], valid when the part is done."""
 
 
 class RequestGrammar:
@@ -27,6 +38,8 @@ class RequestGrammar:
         """Allow EOS only where no other token is allowed."""
         self.error: BaseException | None = None
         """A failure of the library."""
+        self.late: LateMask | None = None
+        """The mask that is still being computed, or that no step has used yet."""
         self._matcher: Matcher | None = None
 
     def compile_failure(self) -> FinishReason | None:

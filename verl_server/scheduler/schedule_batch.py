@@ -230,6 +230,8 @@ class ScheduleBatch:
     """The `reqs` for which a token is sampled, parallel to `specs` and `forward.sample`."""
     prefills: list[Req]
     """The `reqs` whose prefill this step continues or ends."""
+    left_out: set[Req] = field(default_factory=set)
+    """The `sampled` whose token is dropped, because it was sampled without a valid mask."""
 
     @classmethod
     def build(cls, reqs: list[Req]) -> ScheduleBatch:
@@ -276,13 +278,23 @@ class ScheduleBatch:
         by_row = {req.row: req for req in self.reqs if req.row >= 0}
         for req, extend_len in zip(self.reqs, self.forward.extend_lens, strict=True):
             if req.row >= 0:
-                req.cached_len -= extend_len
+                req.cached_len -= extend_len - (req in self.left_out)
         for req in self.sampled:
-            if req.row >= 0:
+            if req.row >= 0 and req not in self.left_out:
                 req.num_pending -= 1
         for row, column, pages in reversed(self.forward.page_updates):
             if row in by_row:
                 by_row[row].page_updates.insert(0, (column, pages))
+
+    def leave_out(self, reqs: list[Req]) -> None:
+        """Sample no token for `reqs`, which still run. A later step computes their newest token again.
+
+        The step was launched and its results are not collected. No later step was planned.
+        """
+        for req in reqs:
+            req.num_pending -= 1
+            req.cached_len -= 1
+        self.left_out.update(reqs)
 
     def reads_outputs(self) -> bool:
         """Return True if the next step needs the values of this step's tokens before it can be launched."""

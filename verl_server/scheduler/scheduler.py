@@ -304,16 +304,19 @@ class Scheduler:
         if not self.worker.runner.overlaps:
             self._collect()
 
-    def _masks(self, batch: ScheduleBatch) -> TokenMasks | None:
+    def _masks(self, batch: ScheduleBatch, is_computed: Callable[[], bool] | None) -> TokenMasks | None:
         """Return the masks for the sampling of `batch`, whose forward pass was launched.
 
-        A request whose grammar cannot be followed any further ends here, as at an abort.
+        A request whose grammar cannot be followed any further ends here, as at an abort. A request whose mask is late
+        gets no token in this step.
         """
         self._collect()
-        masks, failures = self.grammars.masks(batch.sampled)
-        for req, reason in failures:
+        assert self.grammars.masks is not None
+        step = self.grammars.masks.compute(batch.sampled, is_computed)
+        for req, reason in step.failures:
             self._end(req, reason)
-        return masks
+        batch.leave_out(step.late)
+        return step.masks
 
     def _collect(self) -> None:
         """Wait for the result of the step in flight, if any, and process it."""
@@ -370,7 +373,7 @@ class Scheduler:
         num_tokens = 0
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
         for sampled, (req, token, logprob) in enumerate(tokens):
-            if req.row < 0:
+            if req.row < 0 or req in batch.left_out:
                 continue
             if logprob == NOTHING_ALLOWED and (req.spec.masked or req.grammar is not None):
                 out.add(req, _refused(400, _NOTHING_ALLOWED), [], [])
@@ -405,12 +408,14 @@ class Scheduler:
 
     def _consume(self, batch: ScheduleBatch, output: ForwardOutput) -> None:
         """Advance the matchers of the requests that continue after their new token."""
+        assert self.grammars.masks is not None
         tokens = zip(batch.sampled, output.next_ids, output.logprobs, strict=True)
-        self.grammars.consume(
+        self.grammars.masks.consume(
             [
                 (req, token)
                 for req, token, logprob in tokens
-                if req.grammar is not None and req.row >= 0 and math.isfinite(logprob) and token not in req.stop_ids
+                if req.grammar is not None and req.row >= 0 and req not in batch.left_out
+                if math.isfinite(logprob) and token not in req.stop_ids
             ]
         )
 

@@ -8,7 +8,6 @@ in stream order, results are copied to pinned memory, and `RunningStep.result` w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from verl_server.models.ops import Ops
 from verl_server.models.transformer import Decoder
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampled, Sampler
-from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
+from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.device import free_bytes, set_threads, trim_heap
@@ -119,7 +118,7 @@ class ModelRunner:
         self,
         batch: ForwardBatch,
         specs: list[SampleSpec] | None,
-        make_masks: Callable[[], TokenMasks | None] | None = None,
+        make_masks: MakeMasks | None = None,
     ) -> RunningStep:
         """Launch one step. `specs` has one entry for each of `batch.sample` on rank 0, and is None on other ranks.
 
@@ -144,7 +143,7 @@ class ModelRunner:
         self,
         batch: ForwardBatch,
         specs: list[SampleSpec] | None,
-        make_masks: Callable[[], TokenMasks | None] | None,
+        make_masks: MakeMasks | None,
     ) -> RunningStep:
         placement = self.kv.place(batch)
         prompt: dict[int, PromptCandidates] = {}
@@ -158,7 +157,10 @@ class ModelRunner:
             logits = self.model.logits(hidden.index_select(0, last)) if batch.sample else hidden
         if not batch.sample:
             return RunningStep(None, prompt, self._event())
-        masks = None if make_masks is None else make_masks()
+        masks = None
+        if make_masks is not None:
+            computed = self._event() if self.overlaps else None
+            masks = make_masks(None if computed is None else computed.query)
         sampled = self._sample(batch, logits, placement, specs, masks)
         return RunningStep(sampled, prompt, self._event())
 

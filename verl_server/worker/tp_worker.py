@@ -8,7 +8,6 @@ the same requests and write the same updates in the same order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +16,7 @@ import torch
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import ControlReply, StagedReq, WeightReq
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
+from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
@@ -53,10 +52,6 @@ class DropStagedCommand(msgspec.Struct, tag=True):
 
 Command = ForwardBatch | WeightReq | WarmUpCommand | StageCommand | RunStagedCommand | DropStagedCommand | StopCommand
 _COMMANDS = msgspec.msgpack.Decoder(Command)
-
-
-MakeMasks = Callable[[], TokenMasks | None]
-"""Returns the masks for sampling a step. A launch calls it after it has launched the step's forward pass."""
 
 
 class Step(Protocol):

@@ -1,0 +1,198 @@
+"""`StepMasks`: computes which tokens the rows of a step may sample, and advances the matchers by sampled tokens.
+
+`Grammars` makes it and the `Scheduler` calls it, between the forward pass of a step and its sampling.
+
+Most masks take some 20 microseconds and a few take milliseconds. Waiting for these would delay all other rows. So a row
+whose mask is late is left out: the step samples no token for it, and its mask is used by a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from verl_server.grammar.mask_executor import MaskExecutor, MaskPart, Words
+from verl_server.io_struct import FinishReason
+from verl_server.sampling.spec import TokenMasks
+from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
+from verl_server.scheduler.schedule_batch import Req
+
+_LEAST_READY = 0.75
+"""Fraction of a step's masks for which the step waits in any case."""
+_POLL_SECONDS = 2e-4
+_MOST_BUFFERS = 4
+"""Bound on the buffers, each with the masks of all rows, of which late masks may hold all but one."""
+
+
+@dataclass
+class MaskedStep:
+    """The outcome for one step."""
+
+    masks: TokenMasks | None
+    failures: list[tuple[Req, FinishReason]]
+    """Requests whose matcher failed."""
+    late: list[Req]
+    """Requests for which the step must not sample a token. Their rows in `masks` are undefined."""
+
+
+@dataclass
+class _Buffer:
+    words: torch.Tensor
+    """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
+    parts: list[MaskPart]
+    """The parts that write into it."""
+    late: list[LateMask] = field(default_factory=list)
+    """The late masks in it."""
+
+    @property
+    def is_free(self) -> bool:
+        return all(part.done.is_set() for part in self.parts)
+
+
+class StepMasks:
+    def __init__(self, num_words: int, max_rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        """`num_words`: number of words of a mask. `max_rows`: most rows of a step."""
+        self.executor = MaskExecutor()
+        self._shape, self._pinned = (max_rows, num_words), device.type == "cuda"
+        self._buffers: list[_Buffer] = []
+        eos = np.array(eos_token_ids, dtype=np.int64)
+        self._eos_words, self._eos_shifts = eos // 32, eos % 32
+        """Words of a mask that hold the bits of EOS tokens, and the places of the bits in these words."""
+
+    def compute(self, sampled: Sequence[Req], is_computed: Callable[[], bool] | None) -> MaskedStep:
+        """Compute the masks for the rows of a step.
+
+        `sampled` are the requests of the step, of which all earlier tokens were consumed. A request that ended has no
+        mask. `is_computed` returns True when the logits of the step are computed: a mask that is not ready then is
+        late. With None, no mask is late.
+        """
+        step = MaskedStep(None, [], [])
+        rows = [(row, req, _grammar_of(req)) for row, req in enumerate(sampled) if req.grammar and req.row >= 0]
+        if not rows:
+            return step
+        # The fresh rows come first, because the executor writes neighbouring rows.
+        rows.sort(key=lambda entry: entry[2].late is not None)
+        grammars = [grammar for _, _, grammar in rows]
+        num_fresh = sum(grammar.late is None for grammar in grammars)
+        buffer = self._take_buffer()
+        words = buffer.words[: len(rows)]
+        bits: Words = words.numpy()
+        ready = np.zeros(len(rows), dtype=bool)
+        if num_fresh:
+            matchers = [grammar.open() for grammar in grammars[:num_fresh]]
+            buffer.parts, finished = self.executor.start(matchers, bits[:num_fresh])
+            _wait(buffer.parts, finished, is_computed)
+            buffer.late = _mark(buffer.parts, grammars, bits, ready)
+        # A step without any token would be a waste.
+        waits = is_computed is None or (not num_fresh and len(rows) == sum(req.row >= 0 for req in sampled))
+        for place in range(num_fresh, len(rows)):
+            ready[place] = _take_late(grammars[place], bits[place], wait=waits)
+        for place, (_, req, grammar) in enumerate(rows):
+            if not ready[place]:
+                step.late.append(req)
+            elif (reason := grammar.failure()) is not None:
+                step.failures.append((req, reason))
+        # Few rows of a step may end.
+        ends = ((bits[:, self._eos_words] >> self._eos_shifts) & 1).any(axis=1)
+        for place in np.flatnonzero(ends & ready).tolist():
+            self._adjust_ends(bits[place], grammars[place])
+        step.masks = TokenMasks([row for row, _, _ in rows], words)
+        return step
+
+    def consume(self, pairs: Sequence[tuple[Req, int]]) -> None:
+        """Advance the matchers of requests by one token each. `RequestGrammar.end` returns the outcome."""
+        if not pairs:
+            return
+        try:
+            self.executor.consume([(_grammar_of(req).open(), token) for req, token in pairs])
+        except BaseException as error:  # a panic of llguidance is no Exception
+            for req, _ in pairs:
+                _grammar_of(req).error = error
+
+    def _take_buffer(self) -> _Buffer:
+        """Return a buffer that nothing writes into. If late masks hold all buffers, wait for the oldest of them."""
+        for buffer in self._buffers:
+            if buffer.is_free:
+                break
+        else:
+            if len(self._buffers) < _MOST_BUFFERS:
+                buffer = _Buffer(torch.zeros(self._shape, dtype=torch.int32, pin_memory=self._pinned), [])
+            else:
+                buffer = self._buffers[0]
+                for part in buffer.parts:
+                    part.done.wait()
+        self._buffers = [other for other in self._buffers if other is not buffer] + [buffer]
+        for late in buffer.late:  # their requests may use them much later
+            late.words = late.words.copy()
+        buffer.late = []
+        return buffer
+
+    def _adjust_ends(self, bits: Words, grammar: RequestGrammar) -> None:
+        """Set which tokens may end the output, in the mask of a row that allows EOS."""
+        stops = np.array(grammar.stop_ids, dtype=np.int64)
+        np.bitwise_or.at(bits, stops // 32, _bit(stops))
+        if grammar.ignore_eos:
+            others = bits.copy()
+            np.bitwise_and.at(others, self._eos_words, ~_bit(self._eos_shifts))
+            if others.any():
+                bits[:] = others
+
+
+def _wait(parts: list[MaskPart], finished: SimpleQueue[MaskPart], is_computed: Callable[[], bool] | None) -> None:
+    """Wait until all parts are done, or until the logits are computed and enough masks are ready."""
+    left, needed = len(parts), _LEAST_READY * sum(map(len, parts))
+    while left:
+        may_leave = is_computed is not None and needed <= 0
+        if may_leave and is_computed is not None and is_computed():
+            return
+        try:
+            part = finished.get(timeout=_POLL_SECONDS if may_leave else None)
+        except Empty:
+            continue
+        left, needed = left - 1, needed - len(part)
+
+
+def _mark(
+    parts: list[MaskPart], grammars: list[RequestGrammar], bits: Words, ready: npt.NDArray[np.bool_]
+) -> list[LateMask]:
+    """Set which rows are ready. Set and return the `late` masks of the others. The rows are those of the parts."""
+    late = []
+    for part in parts:
+        rows = range(part.start, part.start + len(part))
+        if part.done.is_set():
+            ready[rows] = True
+            for row in rows if part.error is not None else ():
+                grammars[row].error = part.error
+        else:
+            for row in rows:
+                mask = grammars[row].late = LateMask(part, bits[row])
+                late.append(mask)
+    return late
+
+
+def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:
+    """Copy the late mask of a row into `bits`. Return False if it is still not ready."""
+    late = grammar.late
+    assert late is not None
+    if wait:
+        late.part.done.wait()
+    if not late.part.done.is_set():
+        return False
+    bits[:], grammar.late = late.words, None
+    grammar.error = late.part.error
+    return True
+
+
+def _bit(tokens: npt.NDArray[np.int64]) -> Words:
+    """Return the bit of each token in its word of a mask."""
+    return np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32)).view(np.int32)
+
+
+def _grammar_of(req: Req) -> RequestGrammar:
+    assert req.grammar is not None
+    return req.grammar
