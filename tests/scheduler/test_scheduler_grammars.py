@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLExecutor, LLParserLimits
+from llguidance import LLParserLimits
 
 from tests.grammar.conftest import EOS, TOKENIZER
 from tests.scheduler.fakes import VOCAB, FakeStep, Harness, allowed_tokens, generate, prompt, update
 from verl_server.grammar import compiler
 from verl_server.grammar.compiler import Matcher
-from verl_server.grammar.mask_executor import MaskExecutor, MaskPart, Words
+from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
 from verl_server.grammar.source import Grammar, Kind, translate
 from verl_server.io_struct import (
     ContinueGenerationReq,
@@ -316,7 +316,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
     assert 0 < len(h.text("s1")) < 40 and len(h.text("s2")) == 9 and h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
 
 
-@pytest.mark.parametrize("call", ["_fill", "MaskExecutor.consume"])
+@pytest.mark.parametrize("call", ["compiler.Matcher.write_mask", "mask_executor.MaskExecutor.consume"])
 def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +331,7 @@ def test_a_failure_of_the_library_ends_the_constrained_requests_only(
     h.add("r1", prompt(1, 9), 9)
     h.compile()
     h.steps(3)
-    monkeypatch.setattr(f"verl_server.grammar.mask_executor.{call}", panic)
+    monkeypatch.setattr(f"verl_server.grammar.{call}", panic)
     h.run()
     assert h.finished["s1"].status_code == 500 and "index out of bounds" in (h.finished["s1"].message or "")
     assert h.tokens["r1"] == generate(prompt(1, 9), 9, 0)
@@ -434,50 +434,54 @@ def test_a_launch_that_runs_out_of_memory_after_the_masks_is_repeated() -> None:
 # -- masks that are late ------------------------------------------------------------------------------------
 
 
-class HeldParts(MaskExecutor):
-    """Computes the masks of some rows only when a later step starts, or when somebody waits for them."""
+class HeldRun(MaskRun):
+    """Computes its rows in the test's thread: the held ones only when somebody waits for them."""
+
+    def __init__(self, matchers: Sequence[Matcher], words: Words, is_held: Callable[[Matcher], bool]) -> None:
+        super().__init__(matchers, words, SimpleQueue())
+        self.matchers, self.held = matchers, set[int]()
+        room = len(matchers) // 4  # a step waits for three of four masks
+        for row, matcher in enumerate(matchers):
+            if len(self.held) < room and is_held(matcher):
+                self.held.add(row)
+            else:
+                self.compute_row(row)
+
+    def wait(self, is_computed: Callable[[], bool] | None) -> None:
+        for row in range(0 if is_computed else len(self.matchers)):
+            self.wait_row(row)
+
+    def wait_row(self, row: int) -> None:
+        if not self.is_done(row):
+            self.compute_row(row)
+
+
+class HeldMasks(MaskExecutor):
+    """Holds the masks of some matchers until `release` finds that they are not held any longer."""
 
     def __init__(self, is_held: Callable[[Matcher], bool]) -> None:
         super().__init__()
         self.is_held = is_held
-        self.held: list[MaskPart] = []
-        self.num_held = 0
+        self.runs: list[HeldRun] = []
 
-    def start(self, matchers: Sequence[Matcher], words: Words) -> tuple[list[MaskPart], SimpleQueue[MaskPart]]:
-        finished: SimpleQueue[MaskPart] = SimpleQueue()
-        parts = [MaskPart(i, [matcher], words[i : i + 1], finished) for i, matcher in enumerate(matchers)]
-        room = len(parts) // 4  # a step waits for three of four masks
-        for part, matcher in zip(parts, matchers, strict=True):
-            part.done = _ComputedOnWait(part)
-            if room and self.is_held(matcher):
-                room, self.num_held = room - 1, self.num_held + 1
-                self.held.append(part)
-            else:
-                part.done.wait()
-        return parts, finished
+    @property
+    def num_held(self) -> int:
+        return sum(len(run.held) for run in self.runs)
+
+    def start(self, matchers: Sequence[Matcher], words: Words) -> MaskRun:
+        self.runs.append(HeldRun(matchers, words, self.is_held))
+        return self.runs[-1]
 
     def release(self) -> None:
-        """Compute the parts that are not held any longer."""
-        for part in self.held:
-            if not part.done.is_set() and not self.is_held(part._matchers[0]):
-                part.done.wait()
-        self.held = [part for part in self.held if not part.done.is_set()]
+        for run in self.runs:
+            for row in run.held:
+                if not self.is_held(run.matchers[row]):
+                    run.wait_row(row)
 
 
-class _ComputedOnWait(threading.Event):
-    def __init__(self, part: MaskPart) -> None:
-        super().__init__()
-        self._part = part
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if not self.is_set():
-            self._part.compute(LLExecutor(1))
-        return True
-
-
-def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldParts:
+def hold(h: GrammarHarness, is_held: Callable[[Matcher], bool]) -> HeldMasks:
     """Let the logits of every step be computed at once, and hold masks."""
-    executor, masks = HeldParts(is_held), h.scheduler.grammars.masks
+    executor, masks = HeldMasks(is_held), h.scheduler.grammars.masks
     assert masks is not None
     masks.executor, compute = executor, masks.compute
 
@@ -542,9 +546,10 @@ def test_a_late_mask_that_fails_ends_its_own_request() -> None:
     assert grammar is not None
     slow.append(grammar.open())
     h.steps(2)
-    (part,) = executor.held
-    part.error = RuntimeError("index out of bounds")
-    part.done.set()
+    (run,) = [run for run in executor.runs if run.held]
+    (row,) = run.held
+    run.errors[row] = RuntimeError("index out of bounds")
+    run._done[row] = 1
     h.run()
     assert h.finished["s1"].status_code == 500 and all(len(h.text(f"s{i}")) == 9 for i in range(2, 6))
 

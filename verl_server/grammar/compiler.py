@@ -48,6 +48,10 @@ class Matcher:
         """Return to the start. The automata that were built stay."""
         self.inner.reset()
 
+    def write_mask(self, address: int, num_bytes: int) -> None:
+        """Write which tokens may follow as words to `address`, without the interpreter's lock. See `check`."""
+        self.inner.unsafe_compute_mask_ptr(address, num_bytes)
+
     def check(self) -> None:
         """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""
         if self.inner.is_error():

@@ -1,14 +1,18 @@
 """`MaskExecutor`: advances matchers, and computes their masks in threads, without the interpreter's lock.
 
-The scheduler has one for its steps. Compilations and trials use `fill` with one thread.
+The scheduler has one for its steps. Compilations and trials use `fill`.
+
+Most masks take some 7 microseconds, so one thread computes them as fast as eight. A few masks take milliseconds. When a
+thread is held up by such a mask, another thread goes on with the rows that are left.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from operator import length_hint
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -20,43 +24,84 @@ Words = npt.NDArray[np.int32]
 """Bit t % 32 of word t // 32 is set if token t is allowed."""
 
 _THREADS = min(8, os.cpu_count() or 1)
-"""Threads that compute the masks of a step. On 16 cores, 256 rows took 4.9 ms with 8 threads and 5.0 ms with 16."""
-_PARTS_PER_THREAD = 4
-"""A mask that takes long delays the other rows of its part. More parts cost more handovers between threads."""
+"""Bound on the slow masks that are computed at the same time."""
+_POLL_SECONDS = 2e-4
+"""A thread that computes no mask in this time is held up."""
+_LEAST_READY = 0.75
+"""Fraction of the masks for which a step waits in any case."""
 
 
-class MaskPart:
-    """Some matchers of a step, whose masks one thread computes. Nobody else may use the matchers until it is done."""
+class MaskRun:
+    """The masks of one step. Nobody else may use the matcher of a row until the row is done."""
 
-    def __init__(self, start: int, matchers: Sequence[Matcher], words: Words, finished: SimpleQueue[MaskPart]) -> None:
-        self.start = start
-        """Index of the first matcher in the step."""
-        self.done = threading.Event()
-        """Set when the masks are written, or could not be computed."""
-        self.error: BaseException | None = None
-        """A failure of the library. A matcher that failed by itself is not an error: see `Matcher.check`."""
-        self._matchers, self._words, self._finished = matchers, words, finished
+    def __init__(self, matchers: Sequence[Matcher], words: Words, tasks: SimpleQueue[MaskRun]) -> None:
+        assert words.flags.c_contiguous and len(words) == len(matchers)
+        self.errors: dict[int, BaseException] = {}
+        """Failures of the library, by row. A matcher that failed by itself is no such error: see `Matcher.check`."""
+        self._matchers, self._tasks, self._words = matchers, tasks, words
+        self._address, self._row_bytes = words.ctypes.data, words.strides[0]
+        self._rows = iter(range(len(matchers)))  # shared by the threads: a step of this iterator is atomic
+        self._done = bytearray(len(matchers))
+        self._progress: SimpleQueue[None] = SimpleQueue()
 
-    def __len__(self) -> int:
-        return len(self._matchers)
+    def is_done(self, row: int) -> bool:
+        """Return True if the mask of the row is written, or could not be computed."""
+        return self._done[row] == 1
 
-    def compute(self, executor: LLExecutor) -> None:
-        """Write the masks, and put this part into its queue."""
+    @property
+    def all_done(self) -> bool:
+        return self._num_done() == len(self._done)
+
+    def compute(self) -> None:
+        """Compute rows until none is left. Called in each thread that takes part."""
+        for row in self._rows:
+            self.compute_row(row)
+        self._progress.put(None)
+
+    def compute_row(self, row: int) -> None:
         try:
-            _fill(executor, self._matchers, self._words)
+            self._matchers[row].write_mask(self._address + row * self._row_bytes, self._row_bytes)
         except BaseException as error:  # a panic of llguidance is no Exception
-            self.error = error
-        self.done.set()
-        self._finished.put(self)
+            self.errors[row] = error
+        self._done[row] = 1
+
+    def wait(self, is_computed: Callable[[], bool] | None) -> None:
+        """Wait until all rows are done, or until the logits are computed and most rows are done.
+
+        With `is_computed` None, wait for all rows.
+        """
+        before = -1
+        while not self.all_done:
+            done, left = self._num_done(), length_hint(self._rows)
+            may_leave = left == 0 or done >= _LEAST_READY * len(self._done)
+            if is_computed is not None and may_leave and is_computed():
+                return
+            if left and done == before:
+                self._tasks.put(self)
+            before = done
+            self._wait_a_moment()
+
+    def wait_row(self, row: int) -> None:
+        """Wait until the row is done. The limits of llguidance bound the time."""
+        while not self.is_done(row):
+            self._wait_a_moment()
+
+    def _num_done(self) -> int:
+        return self._done.count(1)
+
+    def _wait_a_moment(self) -> None:
+        try:
+            self._progress.get(timeout=_POLL_SECONDS)
+        except Empty:
+            return
 
 
 class MaskExecutor:
     """Threads start with the first `start` and end with the process."""
 
-    def __init__(self, threads: int = _THREADS) -> None:
-        self._num_threads = threads
+    def __init__(self) -> None:
         self._own = LLExecutor(1)  # a token takes microseconds, so threads would only wait for each other
-        self._tasks: SimpleQueue[MaskPart] = SimpleQueue()
+        self._tasks: SimpleQueue[MaskRun] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def fill(self, matchers: Sequence[Matcher], words: Words) -> None:
@@ -64,35 +109,24 @@ class MaskExecutor:
 
         The row of a matcher that failed is undefined: `Matcher.check` raises its error.
         """
-        _fill(self._own, matchers, words)
+        assert words.flags.c_contiguous and len(words) == len(matchers)
+        rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
+        self._own.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
 
-    def start(self, matchers: Sequence[Matcher], words: Words) -> tuple[list[MaskPart], SimpleQueue[MaskPart]]:
-        """Start `fill` in the threads. Return its parts in the order of the rows, and a queue of finished parts."""
-        while len(self._threads) < self._num_threads:
+    def start(self, matchers: Sequence[Matcher], words: Words) -> MaskRun:
+        """Start `fill` in another thread. `words` and the matchers belong to the run until their rows are done."""
+        while len(self._threads) < _THREADS:
             thread = threading.Thread(target=self._work, name="grammar-masks", daemon=True)
             thread.start()
             self._threads.append(thread)
-        finished: SimpleQueue[MaskPart] = SimpleQueue()
-        size = -(-len(matchers) // (self._num_threads * _PARTS_PER_THREAD))
-        parts = [
-            MaskPart(first, matchers[first : first + size], words[first : first + size], finished)
-            for first in range(0, len(matchers), size)
-        ]
-        for part in parts:
-            self._tasks.put(part)
-        return parts, finished
+        run = MaskRun(matchers, words, self._tasks)
+        self._tasks.put(run)
+        return run
 
     def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> None:
         """Advance each matcher by its token. `Matcher.check` raises the errors."""
         self._own.consume_token_par([(matcher.inner, token) for matcher, token in pairs])
 
     def _work(self) -> None:
-        executor = LLExecutor(1)
         while True:
-            self._tasks.get().compute(executor)
-
-
-def _fill(executor: LLExecutor, matchers: Sequence[Matcher], words: Words) -> None:
-    assert words.flags.c_contiguous and len(words) == len(matchers)
-    rows = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
-    executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
+            self._tasks.get().compute()

@@ -13,18 +13,20 @@ from verl_server.io_struct import FinishReason
 
 if TYPE_CHECKING:  # a server without grammars does not load llguidance
     from verl_server.grammar.compiler import Matcher
-    from verl_server.grammar.mask_executor import MaskPart, Words
+    from verl_server.grammar.mask_executor import MaskRun, Words
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class LateMask:
-    """The mask of a row that a step left out. The request's matcher must not be used until it is done."""
+    """The mask of a row that a step left out. The request's matcher must not be used until the row is done."""
 
-    part: MaskPart
+    run: MaskRun
+    row: int
+    """Row of the run."""
     words: Words
-    """int32 [words], valid when the part is done."""
+    """int32 [words], valid when the row is done."""
 
 
 class RequestGrammar:

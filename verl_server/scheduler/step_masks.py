@@ -2,7 +2,7 @@
 
 `Grammars` makes it and the `Scheduler` calls it, between the forward pass of a step and its sampling.
 
-Most masks take some 20 microseconds and a few take milliseconds. Waiting for these would delay all other rows. So a row
+Most masks take some 7 microseconds and a few take milliseconds. Waiting for these would delay all other rows. So a row
 whose mask is late is left out: the step samples no token for it, and its mask is used by a later step.
 """
 
@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from verl_server.grammar.mask_executor import MaskExecutor, MaskPart, Words
+from verl_server.grammar.mask_executor import MaskExecutor, MaskRun, Words
 from verl_server.io_struct import FinishReason
 from verl_server.sampling.spec import TokenMasks
 from verl_server.scheduler.request_grammar import LateMask, RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
 
-_LEAST_READY = 0.75
-"""Fraction of a step's masks for which the step waits in any case."""
-_POLL_SECONDS = 2e-4
 _MOST_BUFFERS = 4
 """Bound on the buffers, each with the masks of all rows, of which late masks may hold all but one."""
 
@@ -44,14 +40,14 @@ class MaskedStep:
 class _Buffer:
     words: torch.Tensor
     """int32 [max_rows, words] on the host, pinned for CUDA. The step that reads it ends before the next write."""
-    parts: list[MaskPart]
-    """The parts that write into it."""
+    run: MaskRun | None = None
+    """The run that writes into it."""
     late: list[LateMask] = field(default_factory=list)
     """The late masks in it."""
 
     @property
     def is_free(self) -> bool:
-        return all(part.done.is_set() for part in self.parts)
+        return self.run is None or self.run.all_done
 
 
 class StepMasks:
@@ -75,7 +71,7 @@ class StepMasks:
         rows = [(row, req, _grammar_of(req)) for row, req in enumerate(sampled) if req.grammar and req.row >= 0]
         if not rows:
             return step
-        # The fresh rows come first, because the executor writes neighbouring rows.
+        # The fresh rows come first, because a run writes neighbouring rows.
         rows.sort(key=lambda entry: entry[2].late is not None)
         grammars = [grammar for _, _, grammar in rows]
         num_fresh = sum(grammar.late is None for grammar in grammars)
@@ -85,9 +81,9 @@ class StepMasks:
         ready = np.zeros(len(rows), dtype=bool)
         if num_fresh:
             matchers = [grammar.open() for grammar in grammars[:num_fresh]]
-            buffer.parts, finished = self.executor.start(matchers, bits[:num_fresh])
-            _wait(buffer.parts, finished, is_computed)
-            buffer.late = _mark(buffer.parts, grammars, bits, ready)
+            buffer.run = self.executor.start(matchers, bits[:num_fresh])
+            buffer.run.wait(is_computed)
+            buffer.late = _mark(buffer.run, grammars[:num_fresh], bits, ready)
         # A step without any token would be a waste.
         waits = is_computed is None or (not num_fresh and len(rows) == sum(req.row >= 0 for req in sampled))
         for place in range(num_fresh, len(rows)):
@@ -121,11 +117,11 @@ class StepMasks:
                 break
         else:
             if len(self._buffers) < _MOST_BUFFERS:
-                buffer = _Buffer(torch.zeros(self._shape, dtype=torch.int32, pin_memory=self._pinned), [])
+                buffer = _Buffer(torch.zeros(self._shape, dtype=torch.int32, pin_memory=self._pinned))
             else:
                 buffer = self._buffers[0]
-                for part in buffer.parts:
-                    part.done.wait()
+                assert buffer.run is not None
+                buffer.run.wait(None)
         self._buffers = [other for other in self._buffers if other is not buffer] + [buffer]
         for late in buffer.late:  # their requests may use them much later
             late.words = late.words.copy()
@@ -143,35 +139,17 @@ class StepMasks:
                 bits[:] = others
 
 
-def _wait(parts: list[MaskPart], finished: SimpleQueue[MaskPart], is_computed: Callable[[], bool] | None) -> None:
-    """Wait until all parts are done, or until the logits are computed and enough masks are ready."""
-    left, needed = len(parts), _LEAST_READY * sum(map(len, parts))
-    while left:
-        may_leave = is_computed is not None and needed <= 0
-        if may_leave and is_computed is not None and is_computed():
-            return
-        try:
-            part = finished.get(timeout=_POLL_SECONDS if may_leave else None)
-        except Empty:
-            continue
-        left, needed = left - 1, needed - len(part)
-
-
-def _mark(
-    parts: list[MaskPart], grammars: list[RequestGrammar], bits: Words, ready: npt.NDArray[np.bool_]
-) -> list[LateMask]:
-    """Set which rows are ready. Set and return the `late` masks of the others. The rows are those of the parts."""
+def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: npt.NDArray[np.bool_]) -> list[LateMask]:
+    """Set which rows of the run are ready. Set and return the `late` masks of the others."""
     late = []
-    for part in parts:
-        rows = range(part.start, part.start + len(part))
-        if part.done.is_set():
-            ready[rows] = True
-            for row in rows if part.error is not None else ():
-                grammars[row].error = part.error
+    for row, grammar in enumerate(grammars):
+        if run.is_done(row):
+            ready[row] = True
         else:
-            for row in rows:
-                mask = grammars[row].late = LateMask(part, bits[row])
-                late.append(mask)
+            grammar.late = LateMask(run, row, bits[row])
+            late.append(grammar.late)
+    for row, error in run.errors.items():
+        grammars[row].error = error
     return late
 
 
@@ -180,11 +158,11 @@ def _take_late(grammar: RequestGrammar, bits: Words, *, wait: bool) -> bool:
     late = grammar.late
     assert late is not None
     if wait:
-        late.part.done.wait()
-    if not late.part.done.is_set():
+        late.run.wait_row(late.row)
+    if not late.run.is_done(late.row):
         return False
     bits[:], grammar.late = late.words, None
-    grammar.error = late.part.error
+    grammar.error = late.run.errors.get(late.row)
     return True
 
 
