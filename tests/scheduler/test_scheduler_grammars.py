@@ -140,17 +140,49 @@ def test_a_constrained_step_is_launched_before_the_step_before_it_was_collected(
     assert len(h.tokens["s1"]) == 3 and h.runner.uncollected == 1
 
 
-def test_equal_grammars_are_compiled_once() -> None:
+def test_a_matcher_is_used_again_after_its_request_ended() -> None:
     h = GrammarHarness()
     compiled: list[str] = []
     h.before_compilation(compiled.append)
     for i in range(4):
         h.constrain(f"s{i}", "regex", "a{2}")
-    h.finish()
-    h.constrain("s9", "regex", "a{2}")
-    assert not h.scheduler.grammars.waiting, "it does not wait, because its grammar is compiled"
+    h.compile()
+    h.steps(1)
+    h.abort("s3")
     h.run()
-    assert len(compiled) == 1 and all(h.text(rid) == "aa" for rid in ("s0", "s1", "s2", "s3", "s9"))
+    assert len(compiled) == 4, "requests that run at once share no automata"
+    for i in range(4, 8):
+        h.constrain(f"s{i}", "regex", "a{2}")
+    assert not h.scheduler.grammars.waiting, "no request waits, because four matchers are left"
+    h.run()
+    assert len(compiled) == 4 and all(h.text(f"s{i}") == "aa" for i in range(8) if i != 3)
+
+
+def test_the_requests_of_an_expensive_grammar_share_its_automata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.scheduler.grammars._MOST_SECONDS", -1.0)
+    h = GrammarHarness()
+    compiled: list[str] = []
+    h.before_compilation(compiled.append)
+    h.constrain("s1", "regex", "[ab]{3}")
+    h.compile()
+    for i in range(2, 6):
+        h.constrain(f"s{i}", "regex", "[ab]{3}")
+    h.finish()
+    assert len(compiled) == 1 and all(len(h.text(f"s{i}")) == 3 for i in range(1, 6))
+
+
+def test_the_grammars_that_were_not_used_for_longest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.scheduler.grammars._MOST_BYTES", 5 * 2**18)
+    h = GrammarHarness()
+    compiled: list[str] = []
+    h.before_compilation(compiled.append)
+    for i, letter in enumerate("abca"):
+        h.constrain(f"s{i}", "regex", f"{letter}{{2}}")
+        h.finish()
+    assert len(compiled) == 4, "a was dropped for c"
+    h.constrain("s9", "regex", "c{2}")
+    h.finish()
+    assert len(compiled) == 4 and h.scheduler.grammars._size <= 5 * 2**18
 
 
 def test_a_request_waits_outside_the_queue_while_its_grammar_is_compiled() -> None:

@@ -2,8 +2,8 @@
 
 The scheduler has one for its steps. Compilations and trials use `fill`.
 
-Most masks take some 7 microseconds, so one thread computes them as fast as eight. A few masks take milliseconds. When a
-thread is held up by such a mask, another thread goes on with the rows that are left.
+Most masks take some 7 microseconds, so a few threads suffice. A few masks take milliseconds. When all threads are held
+up by such masks, another thread goes on with the rows that are left.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ Words = npt.NDArray[np.int32]
 
 _THREADS = min(8, os.cpu_count() or 1)
 """Bound on the slow masks that are computed at the same time."""
+_FIRST_THREADS = min(4, _THREADS)
+"""Threads that begin with a run."""
+_ROWS_PER_THREAD = 16
+"""Rows for which it is worth it to wake a thread."""
 _POLL_SECONDS = 2e-4
-"""A thread that computes no mask in this time is held up."""
+"""Threads that compute no mask in this time are held up."""
 _LEAST_READY = 0.75
 """Fraction of the masks for which a step waits in any case."""
 
@@ -100,7 +104,7 @@ class MaskExecutor:
     """Threads start with the first `start` and end with the process."""
 
     def __init__(self) -> None:
-        self._own = LLExecutor(1)  # a token takes microseconds, so threads would only wait for each other
+        self._own = LLExecutor(_FIRST_THREADS)
         self._tasks: SimpleQueue[MaskRun] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -120,7 +124,8 @@ class MaskExecutor:
             thread.start()
             self._threads.append(thread)
         run = MaskRun(matchers, words, self._tasks)
-        self._tasks.put(run)
+        for _ in range(min(_FIRST_THREADS, -(-len(matchers) // _ROWS_PER_THREAD))):
+            self._tasks.put(run)
         return run
 
     def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> None:

@@ -1,10 +1,14 @@
 """`Grammars`: compiles the grammars of requests. `masks` computes which tokens their outputs may continue with.
 
 The `Scheduler` owns it. A request whose grammar is not compiled yet waits here, not in the planner's queue. Threads
-compile; equal grammars are compiled once. Text workers have tried out every grammar before, so a compilation ends.
+compile. Text workers have tried out every grammar before, so a compilation ends.
 
 Each running request has a matcher, which advances by the tokens that were collected. So a retraction or a pause does
 not concern it. A matcher that fails ends its own request only.
+
+Copies of a matcher share automata under one lock, so that their masks are computed one after the other, and a slow mask
+delays them all. Compiling takes a millisecond. So each request has its grammar compiled anew, unless the matcher of an
+earlier request is left. Only the requests of a grammar that is expensive to compile share copies.
 """
 
 from __future__ import annotations
@@ -14,13 +18,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl_server.errors import BadRequestError
-from verl_server.grammar.failure import GrammarFailedError
 from verl_server.io_struct import GrammarTokenizer
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.scheduler.schedule_batch import Req
@@ -31,21 +34,28 @@ if TYPE_CHECKING:  # a server without grammars does not load llguidance
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 2
+_THREADS = 4
 """Number of grammars that are compiled at the same time."""
-_WARM_SECONDS = 0.25
-"""Time for random outputs, which build automata."""
 _MOST_BYTES = 2**30
 """Bytes of compiled grammars that are kept, roughly. Grammars of live requests are kept in addition."""
-_ENTRY_BYTES = 2**18
-"""Bytes that a compiled grammar counts in addition to its measured size, which is rough."""
+_MATCHER_BYTES = 2**18
+"""Bytes that a matcher counts in addition to its measured size, which is rough."""
+_MOST_SECONDS = 0.02
+"""A grammar that takes longer to compile is compiled once."""
+_MOST_SIZE = 2**22
+"""A grammar that takes more bytes is compiled once."""
+_LONGEST = 4096
+"""The matcher of a longer output is not used again, because it keeps the memory of that output."""
 
 
 @dataclass
 class _Compiled:
-    start: Future[Matcher]
-    """A matcher at the start of the output, of which each request takes a copy."""
     size: int
+    """Bytes of a matcher, roughly."""
+    idle: list[Matcher] = field(default_factory=list)
+    """Matchers at the start of the output, of which each belongs to one request at a time."""
+    original: Matcher | None = None
+    """The matcher of an expensive grammar, of which requests take copies."""
 
 
 class Grammars:
@@ -83,17 +93,38 @@ class Grammars:
     # -- compilation -----------------------------------------------------------------------------------------
 
     def attach(self, req: Req, grammar: str, size: int) -> None:
-        """Set the grammar of a request. If it must be compiled first, the request waits in `waiting`."""
+        """Set the grammar of a request. If it must be compiled first, the request waits in `waiting`.
+
+        `size`: bytes that the compilation took when the grammar was tried out.
+        """
         entry = self._compiled.get(grammar)
         if entry is None:
-            entry = self._compiled[grammar] = _Compiled(self._compile(grammar), size + len(grammar) + _ENTRY_BYTES)
+            entry = self._compiled[grammar] = _Compiled(size + len(grammar) + _MATCHER_BYTES)
             self._size += entry.size
             self._evict()
+        self._compiled.move_to_end(grammar)
+        start: Future[Matcher]
+        if entry.idle:
+            start = Future()
+            start.set_result(entry.idle.pop())
+            self._size -= entry.size
         else:
-            self._compiled.move_to_end(grammar)
-        req.grammar = RequestGrammar(entry.start, sorted(req.stop_ids), req.spec.params.ignore_eos)
-        if not entry.start.done():
+            start = self._compile(grammar, entry)
+        req.grammar = RequestGrammar(grammar, start, sorted(req.stop_ids), req.spec.params.ignore_eos)
+        if not start.done():
             self.waiting[req.rid] = req
+
+    def release(self, req: Req) -> None:
+        """Keep the matcher of a request that ended for a later request with the same grammar."""
+        if req.grammar is None:
+            return
+        entry = self._compiled.get(req.grammar.source)
+        if entry is None or len(req.output_ids) > _LONGEST or len(entry.idle) >= self._max_rows:
+            return
+        if (matcher := req.grammar.take_back()) is not None:
+            entry.idle.append(matcher)
+            self._size += entry.size
+            self._evict()
 
     def has_compiled(self) -> bool:
         """Return True if a waiting request can leave `waiting`."""
@@ -106,22 +137,20 @@ class Grammars:
             del self.waiting[req.rid]
         return done
 
-    def _compile(self, grammar: str) -> Future[Matcher]:
+    def _compile(self, grammar: str, entry: _Compiled) -> Future[Matcher]:
         from verl_server.grammar.compiler import COMPILER_STACK, stack_size
-        from verl_server.grammar.mask_executor import MaskExecutor
-        from verl_server.grammar.walk import random_outputs
 
         assert self._compiler is not None
         compiler = self._compiler
 
         def work() -> Matcher:
+            if entry.original is not None:
+                return entry.original.copy()
+            start = time.monotonic()
             matcher = compiler.compile(grammar)
-            executor = MaskExecutor()  # its own, so that the masks of steps do not wait for it
-            try:
-                for _ in random_outputs(matcher, executor, compiler.num_words, time.monotonic, _WARM_SECONDS):
-                    pass
-            except GrammarFailedError:
-                return compiler.compile(grammar)  # the requests will find out
+            if time.monotonic() - start > _MOST_SECONDS or entry.size > _MOST_SIZE:
+                entry.original = matcher
+                return matcher.copy()
             return matcher
 
         if self._threads is None:
@@ -132,11 +161,10 @@ class Grammars:
         return future
 
     def _evict(self) -> None:
-        for grammar in list(self._compiled):
-            if self._size <= _MOST_BYTES:
-                return
-            if self._compiled[grammar].start.done():
-                self._size -= self._compiled.pop(grammar).size
+        """Drop grammars with their idle matchers, the least recently used first. The newest one stays."""
+        while self._size > _MOST_BYTES and len(self._compiled) > 1:
+            _, entry = self._compiled.popitem(last=False)
+            self._size -= (1 + len(entry.idle)) * entry.size
 
 
 def _grammar_of(req: Req) -> RequestGrammar:

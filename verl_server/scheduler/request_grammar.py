@@ -32,8 +32,11 @@ class LateMask:
 class RequestGrammar:
     """The grammar of one request, and the matcher of its output."""
 
-    def __init__(self, start: Future[Matcher], stop_ids: list[int], ignore_eos: bool) -> None:
+    def __init__(self, source: str, start: Future[Matcher], stop_ids: list[int], ignore_eos: bool) -> None:
+        self.source = source
+        """The translated grammar."""
         self.start = start
+        """The matcher, which belongs to this request alone."""
         self.stop_ids = stop_ids
         """Tokens that end the request. They are allowed where EOS is allowed."""
         self.ignore_eos = ignore_eos
@@ -42,7 +45,6 @@ class RequestGrammar:
         """A failure of the library."""
         self.late: LateMask | None = None
         """The mask that is still being computed, or that no step has used yet."""
-        self._matcher: Matcher | None = None
 
     def compile_failure(self) -> FinishReason | None:
         """Return the reason if the compilation, which has ended, failed."""
@@ -50,10 +52,18 @@ class RequestGrammar:
         return None if error is None else failed(error)
 
     def open(self) -> Matcher:
-        """Return the matcher. The first call copies the compiled one."""
-        if self._matcher is None:
-            self._matcher = self.start.result(timeout=0).copy()
-        return self._matcher
+        """Return the matcher, whose compilation has ended."""
+        return self.start.result(timeout=0)
+
+    def take_back(self) -> Matcher | None:
+        """Return the matcher at its start, after the request ended. None if it cannot be used again."""
+        if not self.start.done() or self.start.exception() is not None or self.late is not None:
+            return None
+        if self.failure() is not None:
+            return None
+        matcher = self.open()
+        matcher.reset()
+        return matcher
 
     def failure(self) -> FinishReason | None:
         """Return the reason if the last mask, or the last token, could not be processed."""

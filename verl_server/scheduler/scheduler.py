@@ -268,6 +268,7 @@ class Scheduler:
 
     def _remove(self, req: Req, *, cache: bool = True) -> None:
         del self.requests[req.rid]
+        self.grammars.release(req)
         if self.grammars.waiting.pop(req.rid, None) is None:
             self.planner.remove(req, cache=cache)
 
@@ -403,6 +404,7 @@ class Scheduler:
                 finished.append((req, True))
         for req, _ in finished:
             del self.requests[req.rid]
+            self.grammars.release(req)
         self.planner.remove_finished(finished)
         self.stats.count_step(num_tokens)
 
