@@ -55,7 +55,11 @@ class Matcher:
     def check(self) -> None:
         """Raise GrammarFailedError if a mask could not be computed, or if the grammar does not allow a token."""
         if self.inner.is_error():
-            raise GrammarFailedError(_short(self.inner.get_error()))
+            raise GrammarFailedError(self.error())
+
+    def error(self) -> str:
+        """Return the message of the failure. Used if `inner.is_error()`."""
+        return _short(self.inner.get_error())
 
     @property
     def is_complete(self) -> bool:

@@ -32,7 +32,7 @@ _ROWS_PER_THREAD = 16
 _POLL_SECONDS = 2e-4
 """Threads that compute no mask in this time are held up."""
 _LEAST_READY = 0.75
-"""Fraction of the masks for which a step waits in any case."""
+"""Fraction of the masks for which a step waits even if the threads are held up."""
 
 
 class MaskRun:
@@ -70,14 +70,14 @@ class MaskRun:
         self._done[row] = 1
 
     def wait(self, is_computed: Callable[[], bool] | None) -> None:
-        """Wait until all rows are done, or until the logits are computed and most rows are done.
+        """Wait until all rows are done, or until the logits are computed and only slow rows are left.
 
         With `is_computed` None, wait for all rows.
         """
         before = -1
         while not self.all_done:
             done, left = self._num_done(), length_hint(self._rows)
-            may_leave = left == 0 or done >= _LEAST_READY * len(self._done)
+            may_leave = left == 0 or (done == before and done >= _LEAST_READY * len(self._done))
             if is_computed is not None and may_leave and is_computed():
                 return
             if left and done == before:

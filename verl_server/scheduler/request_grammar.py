@@ -45,6 +45,7 @@ class RequestGrammar:
         """A failure of the library."""
         self.late: LateMask | None = None
         """The mask that is still being computed, or that no step has used yet."""
+        self._matcher: Matcher | None = None
 
     def compile_failure(self) -> FinishReason | None:
         """Return the reason if the compilation, which has ended, failed."""
@@ -53,7 +54,9 @@ class RequestGrammar:
 
     def open(self) -> Matcher:
         """Return the matcher, whose compilation has ended."""
-        return self.start.result(timeout=0)
+        if self._matcher is None:
+            self._matcher = self.start.result(timeout=0)
+        return self._matcher
 
     def take_back(self) -> Matcher | None:
         """Return the matcher at its start, after the request ended. None if it cannot be used again."""
@@ -69,11 +72,8 @@ class RequestGrammar:
         """Return the reason if the last mask, or the last token, could not be processed."""
         if self.error is not None:
             return failed(self.error)
-        try:
-            self.open().check()
-        except GrammarFailedError as error:
-            return failed(error)
-        return None
+        matcher = self.open()
+        return failed(GrammarFailedError(matcher.error())) if matcher.inner.is_error() else None
 
     def end(self, token: int) -> FinishReason | None:
         """Return the reason if the request ends after `token`, which was consumed; None if it continues."""
