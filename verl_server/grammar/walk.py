@@ -1,8 +1,4 @@
-"""`random_outputs`: follows a grammar with random tokens, which builds the automata that outputs need.
-
-A trial does this to find grammars that grow too much. The scheduler does it to start requests with automata that exist:
-otherwise each request would build its own.
-"""
+"""`random_outputs`: follows a grammar with random tokens. A trial does this to find grammars that grow too much."""
 
 from __future__ import annotations
 
