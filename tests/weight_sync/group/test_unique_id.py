@@ -20,6 +20,7 @@ from verl_server.weight_sync.group import process_group, unique_id
 from verl_server.weight_sync.group.group_connection import in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.group.unique_id import connect_by_unique_id, read_unique_id
+from verl_server.weight_sync.group.windows import windows_of
 
 MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
 ID = bytes(range(128))
@@ -117,7 +118,7 @@ def test_layouts_without_nccl_are_refused(changes: dict[str, Any], device: str, 
 def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
     names = ["a", "b", "c", "d"]
     shapes, dtypes = [[3], [2], [3], [1]], ["float32", "bfloat16", "float32", "float32"]  # 12, 4, 12 and 4 bytes
-    (window,) = process_group._windows(names, dtypes, shapes, "packed", 1 << 20, 12)
+    (window,) = windows_of(names, dtypes, shapes, "packed", 1 << 20, 12)
     assert window.parts() == [(0, 16), (256, 16)], "b makes the first broadcast larger than 12 bytes"
     buffer = torch.zeros(window.nbytes, dtype=torch.uint8)
     buffer[0:12] = torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8)
@@ -125,7 +126,7 @@ def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
     tensors = dict(window.tensors(buffer))
     assert tensors["a"].tolist() == [1.0, 2.0, 3.0] and tensors["d"].tolist() == [7.0]
     assert tensors["b"].dtype == torch.bfloat16 and list(tensors["c"].shape) == [3]
-    small = process_group._windows(names, dtypes, shapes, "packed", 64, 12)
+    small = windows_of(names, dtypes, shapes, "packed", 64, 12)
     assert [w.names for w in small] == [["a", "b"], ["c", "d"]], "windows end between two broadcasts"
 
 
