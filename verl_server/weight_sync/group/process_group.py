@@ -3,7 +3,8 @@
 The stager of each rank holds one `WeightGroup` for each name. The layout is that of SGLang and of vLLM, so their
 trainers can be used as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
 server rank i of an engine is `rank_offset + i`. They differ in how the ranks meet (`rendezvous`: `group_connection`,
-`unique_id`) and in what one broadcast holds (`load_format`). `broadcast` has the trainer's side.
+`unique_id`), in what one broadcast holds (`load_format`), and in who describes the tensors: the request, or the
+trainer's own broadcasts (`state_dicts`). `broadcast` has the trainer's side.
 
 Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
 when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
@@ -21,6 +22,7 @@ heal, for both sides count their broadcasts. How that is kept differs:
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import time
@@ -36,6 +38,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.group.gloo_member import GlooMember
 from verl_server.weight_sync.group.group_connection import Lifeline, Meeting, connect_nccl, in_thread
+from verl_server.weight_sync.group.state_dicts import (
+    MOST_HEADER_BYTES,
+    MOST_STATE_DICTS,
+    NUMBER_BYTES,
+    read_header,
+    read_number,
+)
 from verl_server.weight_sync.group.unique_id import connect_by_unique_id
 from verl_server.weight_sync.group.windows import Window, windows_of
 
@@ -122,6 +131,42 @@ class WeightGroup:
         BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
         counts on its broadcasts being received.
         """
+        with self._update() as buffers:
+            windows = windows_of(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
+            size = max(window.nbytes for window in windows)
+            for _ in windows[:2]:
+                buffers.append(self._member.allocate(size))
+            yield from self._pipeline(windows, buffers)
+
+    def receive_state_dicts(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the (name, tensor) list of each state dict of an update that announces itself (`state_dicts`).
+
+        Each list has memory of its own. Leaving the iterator early breaks the group, and so do the errors:
+        BadRequestError for an announcement that is refused, WeightUpdateError if not everything arrived.
+        """
+        with self._update() as buffers:
+            number = self._bytes(NUMBER_BYTES, "the number of state dicts", buffers)
+            for _ in range(read_number(number, "state dicts", MOST_STATE_DICTS)):
+                number = self._bytes(NUMBER_BYTES, "the size of a header", buffers)
+                nbytes = read_number(number, "bytes of a header", MOST_HEADER_BYTES)
+                window = read_header(self._bytes(nbytes, "the header of a state dict", buffers))
+                if window.names:
+                    yield window.tensors(self._whole(window.nbytes, window.parts(), _named(window), buffers))
+
+    def close(self) -> None:
+        """Leave the group. Bounded; the other members need not leave at the same time."""
+        self.broken = self.broken or "it was destroyed"
+        self._lifeline.close()
+        self._abort()
+
+    # -- receiving ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[list[Tensor]]:
+        """Bound one update. Yield the list of the buffers that must be freed after it.
+
+        Anything but the update's end breaks the group. Raise WeightUpdateError if the group is broken already.
+        """
         if self.broken:
             raise WeightUpdateError(
                 f"The group '{self.name}' is broken ({self.broken}). Call destroy_weights_update_group, then "
@@ -130,11 +175,7 @@ class WeightGroup:
         finished = False
         buffers: list[Tensor] = []
         try:
-            windows = windows_of(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
-            size = max(window.nbytes for window in windows)
-            for _ in windows[:2]:
-                buffers.append(self._member.allocate(size))
-            yield from self._pipeline(windows, buffers)
+            yield buffers
             finished = True
         except (BadRequestError, WeightUpdateError) as error:
             self._break(str(error))
@@ -148,28 +189,32 @@ class WeightGroup:
             for buffer in buffers:  # after the break: nothing is on its way into them any more
                 self._member.free(buffer)
 
-    def close(self) -> None:
-        """Leave the group. Bounded; the other members need not leave at the same time."""
-        self.broken = self.broken or "it was destroyed"
-        self._lifeline.close()
-        self._abort()
+    def _bytes(self, nbytes: int, what: str, buffers: list[Tensor]) -> bytes:
+        """Receive one broadcast of `nbytes` bytes and return them."""
+        data: bytes = self._whole(nbytes, [(0, nbytes)], what, buffers).cpu().numpy().tobytes()
+        return data
 
-    # -- receiving ---------------------------------------------------------------------------------------------
+    def _whole(self, nbytes: int, parts: list[tuple[int, int]], what: str, buffers: list[Tensor]) -> Tensor:
+        """Receive one broadcast into each (start, bytes) of a new buffer. The caller owns the buffer."""
+        buffer = self._member.allocate(nbytes)
+        buffers.append(buffer)
+        self._await(in_thread(self._member.receiving(buffer, parts)), what)
+        self._member.free(buffers.pop())
+        return buffer
 
     def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
         """One of the two buffers is filled while the caller copies from the other."""
         arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
         for index, window in enumerate(windows):
-            self._await(arrival, window)
+            self._await(arrival, _named(window))
             if index + 1 < len(windows):
                 parts = windows[index + 1].parts()
                 arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
             yield window.tensors(buffers[index % 2])
 
-    def _await(self, arrival: Future[None], window: Window) -> None:
-        """Return when the window is there; raise if the trainer is gone, failed, or is too slow."""
+    def _await(self, arrival: Future[None], what: str) -> None:
+        """Return when `what` is there; raise if the trainer is gone, failed, or is too slow."""
         done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
-        what = f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
         if self.broken:  # looked at first: NCCL's kernel ends without an error when it is aborted
             raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         if arrival in done:
@@ -248,6 +293,11 @@ class NcclMember:
 
     def abort(self) -> None:
         self._group.abort()
+
+
+def _named(window: Window) -> str:
+    """Name the tensors of a window in an error."""
+    return f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
 
 
 def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
