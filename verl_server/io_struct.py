@@ -364,7 +364,8 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     """Name of the process group."""
     load_format: str | None = None
     """Null: one broadcast for each tensor. "flattened_bucket": one broadcast of all tensors, concatenated as bytes.
-    "packed": broadcasts of several tensors, concatenated as bytes, as vLLM's trainers send them."""
+    "packed": broadcasts of several tensors, concatenated as bytes, as vLLM's trainers send them. "state_dicts": the
+    trainer broadcasts names, dtypes and shapes itself, as prime-rl's trainers do, and the three lists are empty."""
     packed_buffer_size_bytes: int = 1 << 30
     """With "packed": a broadcast ends with the tensor that makes it larger than this."""
     flush_cache: bool = True

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests import fork_server
 from tests.weight_sync.group.test_process_group import Trainer
 from tests.weight_sync.group_trainer import SHAPES
+from tests.weight_sync.prime_rl_trainer import broadcasts, layers
 from verl_server import HttpServerEngineAdapter, WeightUpdateError
 from verl_server.errors import VerlServerError
 from verl_server.weight_sync.group.broadcast import broadcast_weights, init_weights_update_group
@@ -152,6 +153,34 @@ def test_a_process_group_of_our_own_trainer(server: HttpServerEngineAdapter, wei
             broadcast_weights(group, [("unknown", torch.ones(2))])
     assert digest(server) == other
     server.destroy_weights_update_group()
+
+
+def test_the_broadcasts_of_prime_rls_trainers(
+    server: HttpServerEngineAdapter, weights: dict[str, torch.Tensor]
+) -> None:
+    """A server process receives updates that announce themselves, and keeps its weights if the trainer ends."""
+    wanted, before = serve(server, weights, 1.5), serve(server, weights)
+
+    def update() -> tuple[bool, str]:
+        return server.update_weights_from_distributed(
+            [], [], [], "prime_rl", load_format="state_dicts", mode="in_place", partial=False
+        )
+
+    with init_weights_update_group(
+        [server], "127.0.0.1", tp_size=ranks(server), backend="gloo", device="cpu", group_name="prime_rl", timeout=BOUND
+    ) as group:
+        for factor, expected in ((1.5, wanted), (1.0, before)):
+            answer = in_thread(update)
+            group.broadcast(broadcasts(layers({name: tensor * factor for name, tensor in weights.items()})))
+            assert answer.result(BOUND)[0] and digest(server) == expected
+        answer = in_thread(update)
+        group.broadcast(list(broadcasts(layers(weights)))[:5])
+        group.close()
+        with pytest.raises(VerlServerError, match="the group 'prime_rl'"):
+            answer.result(BOUND)
+    assert digest(server) == before
+    assert len(server.generate(input_ids=[5, 6], sampling_params=GREEDY)["output_ids"]) == 4
+    server.destroy_weights_update_group("prime_rl")
 
 
 def test_a_trainer_that_dies_while_the_server_receives(

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from verl_server.errors import VerlServerError, WeightUpdateError
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 
 Window = list[tuple[str, Tensor]]
@@ -21,7 +22,7 @@ Window = list[tuple[str, Tensor]]
 class Prepared(Protocol):
     @property
     def names(self) -> list[str]:
-        """Names of the parameters that `commit` writes. Complete after `ready`."""
+        """Names of the parameters that `commit` writes. Complete after `commit`."""
 
     def ready(self) -> None:
         """Check for the last time before the first write, with generation stopped. Raise if the write would fail."""
@@ -106,6 +107,102 @@ class Streamed:
         pass
 
     def discard(self) -> None:
+        self._release()
+
+
+class Announced:
+    """An update whose tensors are known only as they arrive.
+
+    What fits in `most_bytes` is received before the first write, during staging or in `ready`. If this is all, the
+    update is checked as a whole. Otherwise `commit` writes what arrived, and receives, checks and writes the rest,
+    window by window. An update that is refused is received to its end, because the trainer's broadcasts would hang
+    otherwise.
+    """
+
+    def __init__(
+        self,
+        windows: Iterable[Window],
+        plan: Callable[[Window, bool], UpdatePlan],
+        write: Callable[[Window], tuple[list[str], list[str]]],
+        check_complete: Callable[[list[str]], None],
+        release: Callable[[], None],
+        *,
+        most_bytes: int,
+    ) -> None:
+        """`plan(tensors, is_part)` checks tensors and returns their plan.
+
+        `write` copies a window, waits for the device, and returns the names of the parameters that it wrote and of the
+        tensors with NaN or infinity. `check_complete` raises if the parameters of these names are not all that the
+        update must write. `release` runs when nothing more is received.
+        """
+        self.names: list[str] = []
+        self._windows, self._most_bytes = iter(windows), most_bytes
+        self._make_plan, self._write, self._check_complete, self._release = plan, write, check_complete, release
+        self._held: list[Window] = []
+        self._plan: UpdatePlan | None = None
+        self._is_ready = False
+        self._nonfinite: list[str] = []
+
+    def ready(self) -> None:
+        if self._is_ready:
+            return
+        held = 0
+        for window in self._windows:
+            self._held.append(window)
+            held += sum(tensor.nbytes for _, tensor in window)
+            if held > self._most_bytes:
+                self._check_held()
+                break
+        else:
+            self._plan = self._make_plan([entry for window in self._held for entry in window], False)
+            self.names = self._plan.names
+            self._held = []
+        self._is_ready = True
+
+    def _check_held(self) -> None:
+        """Refuse an update whose beginning is wrong before anything is written."""
+        try:
+            self._make_plan([entry for window in self._held for entry in window], True).close()
+        except VerlServerError:
+            self._receive_rest()
+            raise
+
+    def commit(self) -> None:
+        if self._plan is not None:
+            self._plan.commit()
+            return
+        try:
+            while self._held:
+                self._write_window(self._held.pop(0))
+            for window in self._windows:
+                self._write_window(window)
+            self._check_complete(self.names)
+        except VerlServerError:
+            self._receive_rest()
+            raise
+
+    def _write_window(self, window: Window) -> None:
+        names, nonfinite = self._write(window)
+        if twice := set(names) & set(self.names):
+            raise WeightUpdateError(f"The update has '{min(twice)}' twice.")
+        self.names += names
+        self._nonfinite += nonfinite
+
+    def _receive_rest(self) -> None:
+        self._held = []
+        for _ in self._windows:
+            pass
+
+    def nonfinite(self) -> list[str]:
+        return self._plan.nonfinite() if self._plan is not None else self._nonfinite
+
+    def confirm(self, checksums: Mapping[str, str]) -> None:
+        pass
+
+    def discard(self) -> None:
+        self._held = []
+        if self._plan is not None:
+            self._plan.close()
         self._release()
 
 

@@ -20,10 +20,14 @@ from verl_server.io_struct import InitWeightsUpdateGroupReq, UpdateWeightsFromDi
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.group.process_group import WeightGroup
+from verl_server.weight_sync.receiver.names import listed
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.worker.model_runner import ModelRunner
-from verl_server.worker.prepared import Done, Prepared, Received, Streamed, Window
+from verl_server.worker.prepared import Announced, Done, Prepared, Received, Streamed, Window
+
+STATE_DICTS = "state_dicts"
+"""`load_format` of an update whose tensors the trainer describes in its broadcasts."""
 
 
 class WeightGroups:
@@ -76,6 +80,8 @@ class WeightGroups:
                 f"There is no process group '{req.group_name}'. Call init_weights_update_group first."
             )
         limit = self._args.weight_receive_bytes
+        if req.load_format == STATE_DICTS:
+            return self._announced(req, group, limit)
         held = min(total_bytes(req), limit)
         self._budget.acquire(held)
         try:
@@ -88,15 +94,59 @@ class WeightGroups:
                 lambda: self._plan([entry for window in windows for entry in window], req),
                 lambda: self._release(group, windows, held),
             )
-            # Two NCCL communicators have no common order. A receive could deadlock with the sums of a tensor-parallel
-            # model, so it waits until generation is stopped.
-            if not (self._size > 1 and self._runner.device.type == "cuda"):
-                received.ready()
-                self._runner.synchronize()
+            self._receive_now(received)
             return received
         except BaseException:
             self._budget.release(held)
             raise
+
+    def _receive_now(self, update: Received | Announced) -> None:
+        """Receive during staging, unless this could deadlock.
+
+        Two NCCL communicators have no common order. A receive could deadlock with the sums of a tensor-parallel model,
+        so it waits until generation is stopped.
+        """
+        if not (self._size > 1 and self._runner.device.type == "cuda"):
+            update.ready()
+            self._runner.synchronize()
+
+    def _announced(self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, limit: int) -> Announced:
+        self._budget.acquire(limit)
+        windows = Arriving(group.receive_state_dicts())
+
+        def write(window: Window) -> tuple[list[str], list[str]]:
+            part = self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True)
+            return part.names, self._write_part(part)
+
+        def check_complete(names: list[str]) -> None:
+            missing = self._runner.weight_map.missing(names)
+            if missing and not req.partial:
+                raise WeightUpdateError(f"The update does not cover every parameter; missing: {listed(missing)}.")
+
+        try:
+            update = Announced(
+                windows,
+                lambda tensors, is_part: self._receiver.plan(
+                    tensors, strict_dtype=req.strict_dtype, partial=req.partial or is_part
+                ),
+                write,
+                check_complete,
+                lambda: self._release(group, windows, limit),
+                most_bytes=limit,
+            )
+            self._receive_now(update)
+            return update
+        except BaseException:
+            self._release(group, windows, limit)
+            raise
+
+    def _write_part(self, part: UpdatePlan) -> list[str]:
+        """Copy one window of an update. Return the names of tensors with NaN or infinity."""
+        part.commit()
+        self._runner.synchronize()  # the next window may reuse the memory of this one
+        nonfinite = part.nonfinite()
+        part.close()
+        return nonfinite
 
     def _streamed(
         self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, windows: Arriving, held: int
@@ -112,12 +162,7 @@ class WeightGroups:
             raise
 
         def write(window: Window) -> list[str]:
-            part = self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True)
-            part.commit()
-            self._runner.synchronize()  # the next window may reuse the memory of this one
-            nonfinite = part.nonfinite()
-            part.close()
-            return nonfinite
+            return self._write_part(self._receiver.plan(window, strict_dtype=req.strict_dtype, partial=True))
 
         return Streamed(plan.names, windows, write, lambda: self._release(group, windows, held))
 
@@ -179,11 +224,19 @@ class ReceiveBudget:
 def check_lists(req: UpdateWeightsFromDistributedReq) -> None:
     """Raise BadRequestError if names, dtypes and shapes do not describe tensors."""
     counts = [len(req.names), len(req.dtypes), len(req.shapes)]
+    if req.load_format == STATE_DICTS:
+        if any(counts):
+            raise BadRequestError(
+                f"load_format='{STATE_DICTS}': names, dtypes and shapes must be empty, because the trainer broadcasts "
+                "them with the tensors."
+            )
+        return
     if len(set(counts)) != 1 or not req.names:
         raise BadRequestError(f"names, dtypes and shapes must have the same length, at least 1, not {counts}.")
     if req.load_format not in (None, "auto", "flattened_bucket", "packed"):
         raise BadRequestError(
-            f"load_format={req.load_format!r} is not supported; use null, 'flattened_bucket' or 'packed'."
+            f"load_format={req.load_format!r} is not supported; use null, 'flattened_bucket', 'packed' or "
+            f"'{STATE_DICTS}'."
         )
     if req.packed_buffer_size_bytes < 1:
         raise BadRequestError(f"packed_buffer_size_bytes must be at least 1, not {req.packed_buffer_size_bytes}.")

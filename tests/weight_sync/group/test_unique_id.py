@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
+from tests.weight_sync.prime_rl_trainer import broadcasts
 from tests.weight_sync.sglang_payloads import stub_modules
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.io_struct import InitWeightsUpdateGroupReq
@@ -20,6 +21,7 @@ from verl_server.weight_sync.group import process_group, unique_id
 from verl_server.weight_sync.group.group_connection import in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.group.unique_id import connect_by_unique_id, read_unique_id
+from verl_server.weight_sync.group.windows import windows_of
 
 MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
 ID = bytes(range(128))
@@ -117,7 +119,7 @@ def test_layouts_without_nccl_are_refused(changes: dict[str, Any], device: str, 
 def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
     names = ["a", "b", "c", "d"]
     shapes, dtypes = [[3], [2], [3], [1]], ["float32", "bfloat16", "float32", "float32"]  # 12, 4, 12 and 4 bytes
-    (window,) = process_group._windows(names, dtypes, shapes, "packed", 1 << 20, 12)
+    (window,) = windows_of(names, dtypes, shapes, "packed", 1 << 20, 12)
     assert window.parts() == [(0, 16), (256, 16)], "b makes the first broadcast larger than 12 bytes"
     buffer = torch.zeros(window.nbytes, dtype=torch.uint8)
     buffer[0:12] = torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8)
@@ -125,7 +127,7 @@ def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
     tensors = dict(window.tensors(buffer))
     assert tensors["a"].tolist() == [1.0, 2.0, 3.0] and tensors["d"].tolist() == [7.0]
     assert tensors["b"].dtype == torch.bfloat16 and list(tensors["c"].shape) == [3]
-    small = process_group._windows(names, dtypes, shapes, "packed", 64, 12)
+    small = windows_of(names, dtypes, shapes, "packed", 64, 12)
     assert [w.names for w in small] == [["a", "b"], ["c", "d"]], "windows end between two broadcasts"
 
 
@@ -162,20 +164,31 @@ class PyNccl:
         assert result == 0, f"NCCL returned {result}"
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
-@pytest.mark.parametrize("load_format", [None, "packed"])
-def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
+def join_on_two_gpus() -> tuple[PyNccl, WeightGroup]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    weights = {
+    starting = in_thread(lambda: PyNccl(port))
+    joining = in_thread(lambda: WeightGroup.join(request(port), 0, torch.device("cuda:0"), 60.0))
+    return starting.result(60), joining.result(60)
+
+
+def weights_on_the_second_gpu() -> dict[str, torch.Tensor]:
+    return {
         "a": torch.randn(300, 7, device="cuda:1"),
         "b": torch.randn(33, device="cuda:1", dtype=torch.bfloat16),
         "c": torch.randn(5, 5, device="cuda:1"),
     }
-    starting = in_thread(lambda: PyNccl(port))
-    joining = in_thread(lambda: WeightGroup.join(request(port), 0, torch.device("cuda:0"), 60.0))
-    trainer, group = starting.result(60), joining.result(60)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+
+
+@pytest.mark.cuda
+@two_gpus
+@pytest.mark.parametrize("load_format", [None, "packed"])
+def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
+    weights = weights_on_the_second_gpu()
+    trainer, group = join_on_two_gpus()
     names, shapes = list(weights), [list(tensor.shape) for tensor in weights.values()]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
     arriving = in_thread(
@@ -192,3 +205,18 @@ def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
     received = dict(arriving.result(60))
     group.close()
     assert all(torch.equal(received[name].cpu(), weights[name].cpu()) for name in names)
+
+
+@pytest.mark.cuda
+@two_gpus
+def test_state_dicts_of_a_prime_rl_trainer_arrive() -> None:
+    weights = weights_on_the_second_gpu()
+    trainer, group = join_on_two_gpus()
+    for _ in range(2):
+        arriving = in_thread(lambda: [entry for window in group.receive_state_dicts() for entry in window])
+        for part in broadcasts([weights, {"d": torch.ones(4, device="cuda:1")}]):
+            trainer.broadcast(part.to("cuda:1"))
+        received = dict(arriving.result(60))
+        assert list(received) == ["a", "c", "b", "d"], "the tensors of one dtype are sent together"
+        assert all(torch.equal(received[name].cpu(), weights[name].cpu()) for name in weights)
+    group.close()

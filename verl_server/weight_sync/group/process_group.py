@@ -3,7 +3,8 @@
 The stager of each rank holds one `WeightGroup` for each name. The layout is that of SGLang and of vLLM, so their
 trainers can be used as they are: rank 0 is the trainer, which hosts the store and is the source of every broadcast;
 server rank i of an engine is `rank_offset + i`. They differ in how the ranks meet (`rendezvous`: `group_connection`,
-`unique_id`) and in what one broadcast holds (`load_format`). `broadcast` has the trainer's side.
+`unique_id`), in what one broadcast holds (`load_format`), and in who describes the tensors: the request, or the
+trainer's own broadcasts (`state_dicts`). `broadcast` has the trainer's side.
 
 Two things must hold. *Bounded*: joining, and the arrival of a window, end within `timeout` seconds, and at once
 when the process that hosts the store dies. *Only the group dies*: no fault in it may hang or end the server.
@@ -21,9 +22,9 @@ heal, for both sides count their broadcasts. How that is kept differs:
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -37,12 +38,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync.group.gloo_member import GlooMember
 from verl_server.weight_sync.group.group_connection import Lifeline, Meeting, connect_nccl, in_thread
+from verl_server.weight_sync.group.state_dicts import (
+    MOST_HEADER_BYTES,
+    MOST_STATE_DICTS,
+    NUMBER_BYTES,
+    read_header,
+    read_number,
+)
 from verl_server.weight_sync.group.unique_id import connect_by_unique_id
+from verl_server.weight_sync.group.windows import Window, windows_of
 
 logger = logging.getLogger(__name__)
-
-_ALIGNMENT = 256
-"""Bytes between the starts of tensors in a window: any dtype may begin there."""
 
 
 class Member(Protocol):
@@ -125,6 +131,42 @@ class WeightGroup:
         BadRequestError, or WeightUpdateError if not everything arrived; both break the group, for the trainer
         counts on its broadcasts being received.
         """
+        with self._update() as buffers:
+            windows = windows_of(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
+            size = max(window.nbytes for window in windows)
+            for _ in windows[:2]:
+                buffers.append(self._member.allocate(size))
+            yield from self._pipeline(windows, buffers)
+
+    def receive_state_dicts(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the (name, tensor) list of each state dict of an update that announces itself (`state_dicts`).
+
+        Each list has memory of its own. Leaving the iterator early breaks the group, and so do the errors:
+        BadRequestError for an announcement that is refused, WeightUpdateError if not everything arrived.
+        """
+        with self._update() as buffers:
+            number = self._bytes(NUMBER_BYTES, "the number of state dicts", buffers)
+            for _ in range(read_number(number, "state dicts", MOST_STATE_DICTS)):
+                number = self._bytes(NUMBER_BYTES, "the size of a header", buffers)
+                nbytes = read_number(number, "bytes of a header", MOST_HEADER_BYTES)
+                window = read_header(self._bytes(nbytes, "the header of a state dict", buffers))
+                if window.names:
+                    yield window.tensors(self._whole(window.nbytes, window.parts(), _named(window), buffers))
+
+    def close(self) -> None:
+        """Leave the group. Bounded; the other members need not leave at the same time."""
+        self.broken = self.broken or "it was destroyed"
+        self._lifeline.close()
+        self._abort()
+
+    # -- receiving ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[list[Tensor]]:
+        """Bound one update. Yield the list of the buffers that must be freed after it.
+
+        Anything but the update's end breaks the group. Raise WeightUpdateError if the group is broken already.
+        """
         if self.broken:
             raise WeightUpdateError(
                 f"The group '{self.name}' is broken ({self.broken}). Call destroy_weights_update_group, then "
@@ -133,11 +175,7 @@ class WeightGroup:
         finished = False
         buffers: list[Tensor] = []
         try:
-            windows = _windows(names, dtypes, shapes, load_format, window_bytes, bucket_bytes)
-            size = max(window.nbytes for window in windows)
-            for _ in windows[:2]:
-                buffers.append(self._member.allocate(size))
-            yield from self._pipeline(windows, buffers)
+            yield buffers
             finished = True
         except (BadRequestError, WeightUpdateError) as error:
             self._break(str(error))
@@ -151,28 +189,32 @@ class WeightGroup:
             for buffer in buffers:  # after the break: nothing is on its way into them any more
                 self._member.free(buffer)
 
-    def close(self) -> None:
-        """Leave the group. Bounded; the other members need not leave at the same time."""
-        self.broken = self.broken or "it was destroyed"
-        self._lifeline.close()
-        self._abort()
+    def _bytes(self, nbytes: int, what: str, buffers: list[Tensor]) -> bytes:
+        """Receive one broadcast of `nbytes` bytes and return them."""
+        data: bytes = self._whole(nbytes, [(0, nbytes)], what, buffers).cpu().numpy().tobytes()
+        return data
 
-    # -- receiving ---------------------------------------------------------------------------------------------
+    def _whole(self, nbytes: int, parts: list[tuple[int, int]], what: str, buffers: list[Tensor]) -> Tensor:
+        """Receive one broadcast into each (start, bytes) of a new buffer. The caller owns the buffer."""
+        buffer = self._member.allocate(nbytes)
+        buffers.append(buffer)
+        self._await(in_thread(self._member.receiving(buffer, parts)), what)
+        self._member.free(buffers.pop())
+        return buffer
 
     def _pipeline(self, windows: list[Window], buffers: list[Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
         """One of the two buffers is filled while the caller copies from the other."""
         arrival = in_thread(self._member.receiving(buffers[0], windows[0].parts()))
         for index, window in enumerate(windows):
-            self._await(arrival, window)
+            self._await(arrival, _named(window))
             if index + 1 < len(windows):
                 parts = windows[index + 1].parts()
                 arrival = in_thread(self._member.receiving(buffers[(index + 1) % 2], parts))
             yield window.tensors(buffers[index % 2])
 
-    def _await(self, arrival: Future[None], window: Window) -> None:
-        """Return when the window is there; raise if the trainer is gone, failed, or is too slow."""
+    def _await(self, arrival: Future[None], what: str) -> None:
+        """Return when `what` is there; raise if the trainer is gone, failed, or is too slow."""
         done, _ = wait([arrival, self._lifeline.lost], self._timeout, FIRST_COMPLETED)
-        what = f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
         if self.broken:  # looked at first: NCCL's kernel ends without an error when it is aborted
             raise WeightUpdateError(f"The group '{self.name}' was destroyed before {what} arrived.")
         if arrival in done:
@@ -253,90 +295,9 @@ class NcclMember:
         self._group.abort()
 
 
-class Window:
-    """Consecutive tensors of one update, and where each lies in a buffer."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.nbytes = 0
-        self._items: list[tuple[torch.dtype, list[int], int, int]] = []
-        self._parts: list[tuple[int, int]] = []
-
-    def add(self, bucket: Bucket) -> None:
-        """Append the tensors of one broadcast, without gaps between them."""
-        start = end = _aligned(self.nbytes)
-        for name, dtype, shape in bucket:
-            nbytes = math.prod(shape) * dtype.itemsize
-            self.names.append(name)
-            self._items.append((dtype, shape, end, nbytes))
-            end += nbytes
-        self._parts.append((start, end - start))
-        self.nbytes = end
-
-    def parts(self) -> list[tuple[int, int]]:
-        """(start, bytes) in the buffer of each broadcast, in order."""
-        return self._parts
-
-    def tensors(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """Views into `buffer`; copies where a bucket of mixed dtypes puts a tensor at an odd byte."""
-        result = []
-        for name, (dtype, shape, start, nbytes) in zip(self.names, self._items, strict=True):
-            data = buffer[start : start + nbytes]
-            result.append((name, (data.clone() if start % dtype.itemsize else data).view(dtype).view(shape)))
-        return result
-
-
-Bucket = list[tuple[str, torch.dtype, list[int]]]
-"""(name, dtype, shape) of the tensors of one broadcast."""
-
-
-def _windows(
-    names: list[str],
-    dtypes: list[str],
-    shapes: list[list[int]],
-    load_format: str | None,
-    window_bytes: int,
-    bucket_bytes: int,
-) -> list[Window]:
-    """Cut an update into windows, between two broadcasts. BadRequestError if its lists do not describe tensors."""
-    everything, windows = Window(), [Window()]
-    for bucket in _buckets(names, dtypes, shapes, load_format, bucket_bytes):
-        everything.add(bucket)
-        if windows[-1].names and _aligned(windows[-1].nbytes) + _nbytes(bucket) > window_bytes // 2:
-            windows.append(Window())
-        windows[-1].add(bucket)
-    return [everything] if everything.nbytes <= window_bytes else windows
-
-
-def _buckets(
-    names: list[str], dtypes: list[str], shapes: list[list[int]], load_format: str | None, bucket_bytes: int
-) -> list[Bucket]:
-    """Return the tensors of each broadcast of an update."""
-    if load_format not in (None, "auto", "flattened_bucket", "packed"):
-        raise BadRequestError(
-            f"load_format={load_format!r} is not supported; unset it or use 'flattened_bucket' or 'packed'."
-        )
-    if not len(names) == len(dtypes) == len(shapes) or not names:
-        raise BadRequestError(
-            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: there must be as many of each."
-        )
-    buckets: list[Bucket] = [[]]
-    filled = 0
-    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
-        dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype) or any(size < 0 for size in shape) or math.prod(shape) >= 2**48:
-            raise BadRequestError(f"'{name[:100]}': dtype '{dtype_name[:50]}' and shape {shape[:16]} are no tensor's.")
-        is_full = load_format != "flattened_bucket" and (load_format != "packed" or filled > bucket_bytes)
-        if buckets[-1] and is_full:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append((name, dtype, shape))
-        filled += math.prod(shape) * dtype.itemsize
-    return buckets
-
-
-def _nbytes(bucket: Bucket) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in bucket)
+def _named(window: Window) -> str:
+    """Name the tensors of a window in an error."""
+    return f"'{window.names[0]}'" + (f" and {len(window.names) - 1} more" if len(window.names) > 1 else "")
 
 
 def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
@@ -353,10 +314,6 @@ def _check_layout(req: Meeting, rank: int, device: torch.device) -> None:
         )
     if not 0 < req.master_port < 65536:
         raise BadRequestError(f"master_port={req.master_port} is no port.")
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _first_line(error: BaseException) -> str:

@@ -84,6 +84,7 @@ def test_an_unknown_mode_is_named(module_stack: Stack) -> None:
 # -- weights --------------------------------------------------------------------------------------------------
 
 INIT = {"master_address": "10.0.0.7", "master_port": "51216", "rank_offset": 1, "world_size": 2}
+BROADCASTER = {"host": "10.0.0.7", "port": 29501, "rank_offset": 2, "inference_world_size": 4, "timeout": 1200}
 TENSORS = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
 
 
@@ -148,7 +149,9 @@ def test_a_first_trainer_finds_no_group_to_leave(stack: Stack, memory: Memory) -
         ("/update_weights", {"update_info": {"names": ["w"]}}, "dtype_names"),
         ("/update_weights", {"update_info": TENSORS | {"ipc_handles": [{}]}}, "ipc_handles_pickled"),
         ("/start_draft_weight_update", {}, "draft"),
-        ("/init_broadcaster", {"host": "a"}, "weight_dir"),
+        ("/init_broadcaster", {"host": "a"}, "port"),
+        ("/init_broadcaster", BROADCASTER | {"quantize_in_weight_transfer": True}, "quantize_in_weight_transfer"),
+        ("/init_broadcaster", BROADCASTER | {"session_id": "default"}, "NIXL"),
         ("/sleep?level=3", None, "level"),
         ("/sleep?tags=scheduling", None, "scheduling"),
         ("/wake_up?tags=everything", None, "everything"),
@@ -179,6 +182,43 @@ def test_prime_rls_updates_from_disk(stack: Stack, memory: Memory) -> None:
     assert [req.model_path for req in memory.calls] == ["/weights/step_3", stack.args.model_path]
     assert {req.mode for req in memory.calls} == {"in_place"}, "running requests keep their KV cache"
     assert stack.get("/weight_info").json() == {"weight_version": "default"}
+
+
+@pytest.mark.parametrize("update", [{"weight_dir": "/run/broadcasts/step_3"}, {"weight_dir": None}])
+def test_prime_rls_updates_from_broadcasts(stack: Stack, memory: Memory, update: Any) -> None:
+    body = BROADCASTER | {"quantize_in_weight_transfer": False}
+    assert stack.post("/init_broadcaster", body).json() == {"status": "ok"}
+    assert stack.post("/update_weights", update).json() == {"status": "ok"}
+    leave, join, received = memory.calls
+    assert isinstance(leave, io.DestroyWeightsUpdateGroupReq), "an earlier trainer's group makes room"
+    assert isinstance(join, io.InitWeightsUpdateGroupReq) and join.group_name == leave.group_name
+    assert (join.master_address, join.master_port, join.rank_offset, join.world_size) == ("10.0.0.7", 29501, 3, 5)
+    assert join.rendezvous == "unique_id" and join.backend == "nccl"
+    assert isinstance(received, io.UpdateWeightsFromDistributedReq) and received.group_name == join.group_name
+    assert received.load_format == "state_dicts" and not received.names and not received.partial
+    assert received.mode == "in_place", "running requests keep their KV cache"
+    response = stack.post("/update_weights", {"update_info": TENSORS})
+    assert response.status_code == 400 and "either" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/shutdown_weight_transfer_engine", None), ("/init_weight_transfer_engine", {"init_info": INIT})],
+)
+def test_without_a_broadcaster_folders_are_loaded_again(stack: Stack, memory: Memory, path: str, body: Any) -> None:
+    stack.post("/init_broadcaster", BROADCASTER)
+    assert stack.post(path, body).status_code == 200
+    memory.calls.clear()
+    assert stack.post("/update_weights", {"weight_dir": "/weights"}).status_code == 200
+    assert memory.names == ["UpdateWeightsFromDisk"]
+
+
+def test_a_broadcaster_that_could_not_be_joined_is_forgotten(stack: Stack, memory: Memory) -> None:
+    stack.post("/init_broadcaster", BROADCASTER)
+    memory.refuses = (io.InitWeightsUpdateGroupReq,)
+    assert stack.post("/init_broadcaster", BROADCASTER).status_code == 400
+    assert stack.post("/update_weights", {"weight_dir": "/weights"}).status_code == 200
+    assert memory.names[-1] == "UpdateWeightsFromDisk"
 
 
 # -- cache and memory -----------------------------------------------------------------------------------------
@@ -286,6 +326,12 @@ def test_methods_of_the_closed_table(stack: Stack, memory: Memory, body: Any, ca
     response = stack.post("/collective_rpc", body)
     assert response.status_code == 200, response.text
     assert response.json() == {"results": [None]} and memory.names == calls
+
+
+def test_the_path_of_a_worker_method_is_not_read_with_a_broadcaster(stack: Stack, memory: Memory) -> None:
+    stack.post("/init_broadcaster", BROADCASTER)
+    stack.post("/collective_rpc", {"method": "update_weights_from_path", "args": ["/w"]})
+    assert memory.names == [*JOINED, "UpdateWeightsFromDistributed"]
 
 
 @pytest.mark.parametrize("name", ["report_device_id", "skyrl_get_gpu_uuid"])

@@ -37,13 +37,14 @@ _LOGGING_REFUSED = {
 }
 _REFUSALS = {
     "/update_weights_from_ipc": (
-        "checkpoint-engine's sockets carry pickles, which this server does not load. Send the handles with "
-        "/update_weights_from_tensor or /update_weights, or use /update_weights_from_distributed or "
-        "/update_weights_from_disk."
+        "the ZeroMQ sockets of checkpoint-engine are not read. A trainer on the server's GPUs can send its handles "
+        "with /update_weights_from_tensor or /update_weights. Others can use /update_weights_from_distributed, or save "
+        "a checkpoint and call /update_weights_from_disk."
     ),
     "/pull_weights": (
-        "this server does not copy files to a folder that a caller names. Call /update_weights_from_disk with the "
-        "folder of the version as model_path."
+        "this server writes no files to a folder that a caller names, and reads no deltas. Publish whole checkpoints "
+        "(slime: --update-weight-mode full without --update-weight-local-checkpoint-dir), and call "
+        "/update_weights_from_disk with the folder of the version as model_path."
     ),
     "/slow_down": "this server is not slowed down on purpose. Limit max_running_requests at its start.",
 }

@@ -6,6 +6,7 @@ of `io_struct`. Bodies are decoded leniently, and unknown keys are ignored and c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from verl_server.io_struct import (
 from verl_server.server.dialects.operation import POST, Handler, Operation
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
-from verl_server.server.dialects.vllm.weight_transfer import CarryOut, WeightTransfer
+from verl_server.server.dialects.vllm.weight_transfer import CarryOut, InitBroadcasterReq, WeightTransfer
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -36,10 +37,11 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 """vLLM's name of a pause mode -> ours."""
-_INIT_BROADCASTER = (
-    "The broadcasts of prime-rl's trainers are not read, because each layer begins with a pickle of its own. Use "
-    "weight_broadcast.type='filesystem' (POST /update_weights with weight_dir), or vLLM's /init_weight_transfer_engine."
-)
+_BROADCASTER_REFUSED = {
+    "quantize_in_weight_transfer": "tensors in the layout of vLLM's kernels fit no other engine. Set "
+    "weight_broadcast.quantize_in_weight_transfer=false",
+    "session_id": "transfers through NIXL are not implemented. Set weight_broadcast.type='nccl' or 'filesystem'",
+}
 _QUERY_MODE = "Treatment of running requests: abort, wait (they finish) or keep (they continue later)."
 
 
@@ -66,7 +68,7 @@ class VllmUpdateWeightsReq(msgspec.Struct, kw_only=True):
     """`names`, `dtype_names` and `shapes` of the tensors that the trainer broadcasts; or, with `ipc_handles_pickled`
     (and `tensor_sizes` for one buffer), of tensors in its memory."""
     weight_dir: str | None = None
-    """Folder of safetensors files on the server's host."""
+    """Folder of safetensors files on the server's host. Not read after `/init_broadcaster`."""
 
 
 class FinishWeightUpdateReq(msgspec.Struct, kw_only=True):
@@ -105,7 +107,13 @@ class VllmControlApi:
             _control("/update_weights", self.update_weights, VllmUpdateWeightsReq, without_effect=skip),
             _control("/finish_weight_update", self.finish_weight_update, FinishWeightUpdateReq),
             _control("/reload_weights", self.reload_weights),
-            _control("/init_broadcaster", self.init_broadcaster),
+            _control(
+                "/init_broadcaster",
+                self.init_broadcaster,
+                InitBroadcasterReq,
+                refused=_BROADCASTER_REFUSED,
+                without_effect={"timeout": "each wait has the bound `control_timeout` of the server"},
+            ),
             Operation("/weight_info", answers_errors(self.weight_info)),
             Operation(
                 "/get_world_size",
@@ -183,15 +191,16 @@ class VllmControlApi:
         raise BadRequestError("There is no draft model. Use /start_weight_update.")
 
     async def update_weights(self, request: Request) -> Response:
-        """Return {"message"} for `update_info`, {"status": "ok"} for `weight_dir`."""
+        """Return {"message"} for `update_info`, {"status": "ok"} for `weight_dir`. After `/init_broadcaster`, the
+        weights are received from the trainer, and `weight_dir` is not read."""
         body = await self._parse(request, VllmUpdateWeightsReq)
-        if (body.update_info is None) == (body.weight_dir is None):
+        of_prime_rl = body.weight_dir is not None or self._transfer.has_broadcaster
+        if (body.update_info is not None) == of_prime_rl:
             raise BadRequestError("The body needs either `update_info` (vLLM) or `weight_dir` (prime-rl).")
         if body.update_info is not None:
             await self._transfer.update(self._carry_out(request), body.update_info)
             return json_response({"message": "Weights updated"})
-        assert body.weight_dir is not None
-        await self._carry_out(request)(UpdateWeightsFromDiskReq(model_path=body.weight_dir, mode="in_place"))
+        await self._transfer.update_from_path(self._carry_out(request), body.weight_dir)
         return json_response({"status": "ok"})
 
     async def finish_weight_update(self, request: Request) -> Response:
@@ -206,8 +215,11 @@ class VllmControlApi:
         return json_response({"status": "ok"})
 
     async def init_broadcaster(self, request: Request) -> Response:
-        """Return 400: the broadcasts of prime-rl's trainers are not read."""
-        raise BadRequestError(_INIT_BROADCASTER)
+        """Return {"status": "ok"}, when the trainer and all inference ranks have met. Every later `/update_weights`
+        receives one broadcast of all weights from the trainer, until `/shutdown_weight_transfer_engine`."""
+        body = await self._parse(request, InitBroadcasterReq, _BROADCASTER_REFUSED)
+        await self._transfer.init_broadcaster(self._carry_out(request), body)
+        return json_response({"status": "ok"})
 
     async def weight_info(self, request: Request) -> Response:
         """Return {"weight_version"}."""
@@ -285,10 +297,13 @@ class VllmControlApi:
 
         return carry_out
 
-    async def _parse(self, request: Request, kind: type[S]) -> S:
+    async def _parse(self, request: Request, kind: type[S], refused: Mapping[str, str] = {}) -> S:
         body = await read_json(request, self._args.max_request_bytes)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
+        for name, remedy in refused.items():
+            if body.get(name) not in (None, False):
+                raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
         known = kind.__struct_fields__
         given = {key: body[key] for key in known if body.get(key) is not None}
         self._manager.metrics.fields_ignored(request.url.path, sum(key not in known for key in body))

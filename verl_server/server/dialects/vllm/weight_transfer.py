@@ -2,7 +2,8 @@
 
 `control_routes` calls them for HTTP routes and for `/collective_rpc`. A trainer on other GPUs describes its NCCL group
 in `init_info`, and broadcasts after each update was announced. A trainer on the server's GPUs sends an `init_info`
-without an address, and IPC handles in each update.
+without an address, and IPC handles in each update. prime-rl's trainers use two calls: `/init_broadcaster`, and one
+`/update_weights` for each update, whose tensors they describe in their broadcasts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from verl_server.io_struct import (
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
     InitWeightsUpdateGroupReq,
+    UpdateWeightsFromDiskReq,
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
 )
@@ -30,7 +32,7 @@ CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
 S = TypeVar("S", bound=msgspec.Struct)
 
 GROUP_NAME = "vllm_weight_transfer"
-"""Name of the process group of vLLM's trainers, of which a server has one."""
+"""Name of the process group of the trainer of vLLM or prime-rl, of which a server has one."""
 _BUFFER_BYTES = 1 << 30
 """vLLM's default for the size of a packed broadcast."""
 
@@ -60,11 +62,27 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
     tensor_sizes: list[int] | None = None
 
 
+class InitBroadcasterReq(msgspec.Struct, kw_only=True):
+    """Body of `POST /init_broadcaster`."""
+
+    host: str
+    """Host of the trainer's store."""
+    port: int
+    """Port of the trainer's store."""
+    rank_offset: int
+    """Number of inference ranks of the servers before this one. The trainer is rank 0 of the group, so this server's
+    ranks begin at `rank_offset` + 1."""
+    inference_world_size: int
+    """Number of inference ranks of all servers together."""
+
+
 class WeightTransfer:
-    """What the trainer's `init_info` said, which later calls depend on."""
+    """What the trainer's first call said, which later calls depend on."""
 
     def __init__(self) -> None:
         self._init = InitInfo()
+        self.has_broadcaster = False
+        """True if the group is that of prime-rl's trainer, which describes the tensors in its broadcasts."""
 
     async def init(self, carry_out: CarryOut, raw: Any) -> None:
         """Join the trainer's NCCL group, in place of an earlier one. Without an address, only note the settings."""
@@ -88,12 +106,28 @@ class WeightTransfer:
                     rendezvous="unique_id",
                 )
             )
+            self.has_broadcaster = False
         self._init = info
+
+    async def init_broadcaster(self, carry_out: CarryOut, req: InitBroadcasterReq) -> None:
+        """Join the NCCL group of prime-rl's trainer, in place of an earlier group."""
+        await self.shutdown(carry_out)
+        await carry_out(
+            InitWeightsUpdateGroupReq(
+                master_address=req.host,
+                master_port=req.port,
+                rank_offset=req.rank_offset + 1,
+                world_size=req.inference_world_size + 1,
+                group_name=GROUP_NAME,
+                rendezvous="unique_id",
+            )
+        )
+        self.has_broadcaster = True
 
     async def shutdown(self, carry_out: CarryOut) -> None:
         """Leave the trainer's group, if there is one."""
         await self._leave(carry_out)
-        self._init = InitInfo()
+        self._init, self.has_broadcaster = InitInfo(), False
 
     @staticmethod
     async def _leave(carry_out: CarryOut) -> None:
@@ -110,6 +144,28 @@ class WeightTransfer:
     async def finish(self, carry_out: CarryOut, weight_version: str | None) -> None:
         """Close the transaction: what was written becomes one new version."""
         await carry_out(EndWeightUpdateReq(weight_version=weight_version))
+
+    async def update_from_path(self, carry_out: CarryOut, path: str | None) -> None:
+        """Carry out prime-rl's update: receive what the trainer broadcasts, or load the folder `path` without a group.
+
+        With a group, the folder holds only the files by which the trainer and its orchestrator wait for each other.
+        """
+        if self.has_broadcaster:
+            await carry_out(
+                UpdateWeightsFromDistributedReq(
+                    names=[],
+                    dtypes=[],
+                    shapes=[],
+                    group_name=GROUP_NAME,
+                    load_format="state_dicts",
+                    mode="in_place",
+                    partial=False,
+                )
+            )
+            return
+        if not path:
+            raise BadRequestError("The path of the weights is missing. Without /init_broadcaster, a folder is loaded.")
+        await carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
 
     async def update(self, carry_out: CarryOut, raw: Any) -> None:
         """Write tensors into the weights. Outside a transaction, the update is a version of its own."""

@@ -68,16 +68,12 @@ class Methods:
     async def reload_weights(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Load the weights of the server's start, or of a folder on the server's host."""
         given = _arguments(args, kwargs, weights_path=self._args.model_path)
-        await self._load(given["weights_path"])
+        await self._carry_out(UpdateWeightsFromDiskReq(model_path=_path(given["weights_path"]), mode="in_place"))
 
     async def update_weights_from_path(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Load a folder of safetensors files on the server's host."""
-        await self._load(_arguments(args, kwargs, weight_path=None)["weight_path"])
-
-    async def _load(self, path: Any) -> None:
-        if not isinstance(path, str) or not path:
-            raise BadRequestError(f"The path of the weights must be text, not {path!r:.100}.")
-        await self._carry_out(UpdateWeightsFromDiskReq(model_path=path, mode="in_place"))
+        """See prime-rl's `/update_weights`."""
+        path = _arguments(args, kwargs, weight_path=None)["weight_path"]
+        await self._transfer.update_from_path(self._carry_out, None if path is None else _path(path))
 
     async def init_weight_update_group(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Join the NCCL group of a trainer that calls vLLM's example extension for RL."""
@@ -114,6 +110,12 @@ class Methods:
         """See `/wake_up`."""
         tags = _arguments(args, kwargs, tags=None)["tags"]
         await self._sleep.wake_up(self._carry_out, None if tags is None else [str(tag) for tag in tags])
+
+
+def _path(given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise BadRequestError(f"The path of the weights must be text, not {given!r:.100}.")
+    return given
 
 
 def _arguments(args: list[Any], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
