@@ -26,7 +26,7 @@ Words = npt.NDArray[np.int32]
 _THREADS = min(8, os.cpu_count() or 1)
 """Bound on the slow masks that are computed at the same time."""
 _FIRST_THREADS = min(2, _THREADS)
-"""Threads that begin with a run. More of them wait for the interpreter's lock: 256 rows took 4 threads longer than 2."""
+"""Threads that begin with a run. Four took longer for 256 rows, because they wait for the interpreter's lock."""
 _ROWS_PER_THREAD = 16
 """Rows for which it is worth it to wake a thread."""
 _POLL_SECONDS = 2e-4
