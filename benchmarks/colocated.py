@@ -98,7 +98,8 @@ class Cycle:
             self._move_model(self._device)
 
     def resident_bytes(self) -> int:
-        """On the CPU private resident bytes of the server; on CUDA used bytes of the device, without torch's cache."""
+        """Return the private resident bytes of the server on the CPU, or the used bytes of the device, without torch's
+        cache, on CUDA."""
         if self._device.type == "cuda":
             return device_used_bytes(self._device)
         assert isinstance(self._engine.engine, HttpServerEngineAdapter) and self._engine.engine.pid is not None

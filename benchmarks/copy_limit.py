@@ -28,7 +28,7 @@ class Limit(TypedDict):
     all_ms: float
     """Milliseconds of all copies at once. No push can be faster."""
     links: dict[str, float]
-    """For each pair of different GPUs, the name "owner->reader" -> GB/s of its copy without the other copies."""
+    """Pair "owner->reader" of different GPUs -> GB/s of its copy without the other copies."""
 
 
 def measure(device: str, traffic: Traffic, source: torch.dtype, target: torch.dtype) -> Limit:

@@ -1,4 +1,4 @@
-"""All benchmarks of the engine's speed in one command: each one bounded, resumable, and compared with limits.
+"""Run all benchmarks of the engine's speed in one command. Each one is bounded, resumable, and compared with limits.
 
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl
     python -m benchmarks.engine_gates --device cuda --out runs/gates.jsonl --seconds 560

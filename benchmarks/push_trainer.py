@@ -102,7 +102,7 @@ class Result:
     after: dict[str, int] = field(default_factory=dict)
     """The same at the end."""
     extra_device_bytes: list[int] = field(default_factory=list)
-    """For each GPU, the bytes in use after all pushes less those before the first push."""
+    """Bytes in use on each GPU after all pushes, less the bytes before the first push."""
 
     @property
     def milliseconds(self) -> list[float]:
@@ -259,7 +259,7 @@ class _Rank:
             raise AssertionError(f"After push {push}, {len(wrong)} parameters differ from the trainer's: {wrong[:4]}")
 
     def _reports(self, engine: VerlEngine) -> list[Any]:
-        """For each engine, the checksum reports of its ranks."""
+        """Return the checksum reports of the ranks of each engine."""
         own = engine.weights_checker()["ranks"]
         if self._job.ranks == 1:
             return [own]
@@ -271,7 +271,7 @@ class _Rank:
         return expected_checksums(self._served, full, self._job.server_dtype)
 
     def _on_rank_0(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], T]) -> T | None:
-        """On rank 0, the result of `use` on the full parameters, which are gathered one by one. Else None."""
+        """Return the result of `use` on the full parameters, which are gathered one by one; None except on rank 0."""
         if self._rank == 0:
             return use(self._full_tensors())
         for _ in self._full_tensors():
@@ -284,7 +284,7 @@ class _Rank:
             yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
     def _join(self, engine: VerlEngine) -> BroadcastGroup | None:
-        """On rank 0, the process group that a trainer on another host would use. None on other ranks."""
+        """Return the process group that a trainer on another host would use; None on ranks other than 0."""
         group = None
         if self._rank == 0:
             assert engine.engine is not None

@@ -30,7 +30,7 @@ class ServedTensor:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     pieces: list[list[Index]]
-    """For each server rank, the parts of the full tensor that it holds."""
+    """Parts of the full tensor that each server rank holds."""
 
     def slices(self, full: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         """The pieces of `full` that the server ranks hold, converted to `dtype`, rank after rank."""
@@ -41,7 +41,7 @@ class ServedTensor:
 def expected_checksums(
     served: list[ServedTensor], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> list[dict[str, str]]:
-    """For each server rank, name -> checksum that `/weights_checker` must report after a push of the full tensors.
+    """Return name -> checksum for each server rank: the report of `/weights_checker` after a push of the full tensors.
 
     The tensors may come in any order.
     """

@@ -146,7 +146,7 @@ def measure_case(
 
 
 def timed(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """For each run, (milliseconds until it returned, milliseconds until the device was done) of each repeat.
+    """Return (milliseconds until it returned, milliseconds until the device was done) of each repeat, for each run.
 
     The runs take turns, so that all have the same noise.
     """

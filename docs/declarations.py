@@ -31,7 +31,7 @@ class ClassName:
     """A class of the package."""
 
     module: str
-    """Where it is defined."""
+    """Dotted name of the module that defines the class."""
     name: str
 
 
@@ -91,7 +91,7 @@ class Module:
 
 
 class Package:
-    """All modules below `root`, parsed when they are needed."""
+    """The modules below `root`, parsed when they are needed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -101,7 +101,7 @@ class Package:
         return Module(self._root, name)
 
     def resolve(self, module: str, name: str) -> tuple[Module, ast.stmt] | None:
-        """Where `name`, as `module` uses it, is defined in this package; None if it is not."""
+        """Return the module and the statement that define `name`, as `module` uses it; None if no module here does."""
         here = self.module(module)
         if name in here.definitions:
             return here, here.definitions[name]

@@ -104,7 +104,7 @@ class Page:
 
 
 class Site:
-    """All pages, and where each class is described."""
+    """The pages of the reference, and the page that describes each class."""
 
     def __init__(self, package: Package) -> None:
         self.package = package

@@ -336,8 +336,8 @@ class InitWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
     backend: str = "nccl"
     """torch.distributed backend of the group."""
     rendezvous: Literal["prefix_store", "unique_id"] = "prefix_store"
-    """How the ranks meet at the trainer's store. "prefix_store": as torch's process groups of SGLang's trainers.
-    "unique_id": as vLLM's trainers, which publish NCCL's unique id there."""
+    """The protocol by which the ranks meet at the trainer's store. "prefix_store" is the one of torch's process groups,
+    which SGLang's trainers use. With "unique_id" the trainer publishes NCCL's unique id, as vLLM's trainers do."""
 
 
 class DestroyWeightsUpdateGroupReq(msgspec.Struct, tag=True, kw_only=True):
@@ -490,7 +490,7 @@ class StartProfileReq(msgspec.Struct, tag=True, kw_only=True):
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     """Number of steps after which the recording ends."""
     activities: list[Literal["CPU", "GPU"]] | None = None
-    """What is recorded. Default: both, or the CPU only if the server runs on the CPU."""
+    """The devices whose operators are recorded. Default: both, or the CPU only if the server runs on the CPU."""
     with_stack: bool = False
     """Record the Python stack of each operator."""
     record_shapes: bool = False

@@ -125,7 +125,7 @@ def test_an_engine_leaves_a_transaction_whose_lease_ended(engine: HttpServerEngi
 
 
 def test_a_connection_that_is_closed_withdraws_what_it_asked_for(engine: HttpServerEngineAdapter) -> None:
-    """This holds for any client. Otherwise a transaction, for example, would hold generation until its lease ends."""
+    """The client is a bare socket. A transaction, for example, must not hold generation until its lease ends."""
     host, port = str(engine.url).removeprefix("http://").split(":")
     body = orjson.dumps({"transaction_id": "nobody's"})
     key = f"Authorization: Bearer {engine.admin_api_key}"

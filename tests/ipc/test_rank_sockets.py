@@ -21,7 +21,7 @@ WAIT = 30.0
 
 
 class Star:
-    """All ranks of a host, each in a thread of this process."""
+    """The ranks of a host, each in a thread of this process."""
 
     def __init__(self, size: int, timeout: float | None = 20.0) -> None:
         pairs = [socket.socketpair() for _ in range(size - 1)]

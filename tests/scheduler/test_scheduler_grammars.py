@@ -186,7 +186,7 @@ def test_the_grammars_that_were_not_used_for_longest_are_dropped(monkeypatch: py
 
 
 def test_a_request_waits_outside_the_queue_while_its_grammar_is_compiled() -> None:
-    """It delays nobody, keeps its place, and may be aborted."""
+    """The request delays no other request, keeps its place, and may be aborted."""
     h = GrammarHarness()
     gate = h.hold_compilation()
     h.constrain("s1", "regex", "ab")

@@ -59,7 +59,7 @@ class FakeScheduler:
     tokenizers: list[io.GrammarTokenizer] = field(default_factory=list)
     """The first message of a server that compiles grammars."""
     received: list[Any] = field(default_factory=list)
-    """All other messages."""
+    """Messages of the server besides the first one."""
     running: dict[str, Running] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

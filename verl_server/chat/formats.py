@@ -25,7 +25,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls."""
+    """The format in which a model writes tool calls."""
 
     open: str
     """Tag that begins one call or several."""

@@ -33,7 +33,7 @@ class Tool(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Which tools the policy may or must call."""
+    """The tools that the policy may or must call."""
 
     mode: Literal["auto", "none", "required"]
     name: str | None = None

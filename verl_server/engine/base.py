@@ -147,7 +147,7 @@ class EngineBase(EngineWeights):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | AsyncIterator[GenerateResult]:
-        """Same as `generate`, for any event loop. With `stream` the awaited call returns an async iterator."""
+        """Do the same as `generate`, on any event loop. With `stream` the awaited call returns an async iterator."""
         body = generate_body(prompt, sampling_params, input_ids, options)
         if stream:
             return self._async_stream(body | {"stream": True}, timeout)

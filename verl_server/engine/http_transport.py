@@ -182,7 +182,7 @@ class HttpTransport:
 
     @contextlib.asynccontextmanager
     async def _translated_async(self, timeout: float | None) -> AsyncIterator[None]:
-        """Same as `_translated`, without blocking the event loop."""
+        """Do the same as `_translated` without blocking the event loop."""
         self._check_open()
         try:
             yield

@@ -72,7 +72,7 @@ class AttentionGroup:
     entries: int
     queries: int
     tokens: slice | Tensor
-    """Where the group's tokens are in the step: a slice of entries * queries tokens, or as many int64 indices."""
+    """Positions of the group's tokens in the step: a slice of entries * queries tokens, or as many int64 indices."""
     outputs: Tensor | None = None
     """Positions in the flattened [entries * queries] that are real tokens; None if all are."""
     gathers: list[Gather] | None = None
@@ -123,7 +123,7 @@ class AttentionPlan:
     cos: Tensor
     """[tokens, 1, head_dim] fp32: the rows of `RotaryEmbedding`'s table at the positions of the new tokens."""
     sin: Tensor
-    """Same shape and rows as `cos`."""
+    """Rows of the table of sines, with the shape and positions of `cos`."""
 
     def attend(self, qkv: Tensor, heads: Heads, kv_layer: Tensor) -> Tensor:
         states = norm_and_rotate(qkv, heads, self.cos, self.sin)

@@ -38,7 +38,7 @@ class PaceComparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than lock step the run was at its own pace."""
+        """Speedup of the run at its own pace over the run in lock step."""
         return self.lockstep_seconds / self.own_pace_seconds
 
     @property

@@ -18,7 +18,8 @@ from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.environment import Action, EnvError, Observation
 
 ActionFormat = Literal["text", "json"]
-"""How the policy writes an action: `text` is the value of one key, `json` is the whole action as a JSON object."""
+"""The form in which the policy writes an action: `text` is the value of one key, `json` is the whole action as a JSON
+object."""
 
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 

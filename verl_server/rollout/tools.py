@@ -65,12 +65,12 @@ def tool(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Tool:
-    """What a client reads about a tool."""
+    """The description of a tool that clients read."""
 
     name: str
     """Name of the tool."""
     description: str
-    """What the tool does, "" if its author did not say."""
+    """Purpose of the tool, "" if its author wrote none."""
     input_schema: dict[str, Any]
     """JSON schema of the arguments, an object."""
     arguments: type[msgspec.Struct] | None = None
@@ -79,7 +79,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool returned."""
+    """The outcome of one call of a tool."""
 
     value: Any
     """The returned value; for `act`, a dict with `observation`, `reward` and `done`."""

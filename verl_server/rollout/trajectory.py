@@ -17,7 +17,7 @@ import msgspec
 
 
 class StopReason(StrEnum):
-    """Why an episode ended."""
+    """Reasons for the end of an episode."""
 
     DONE = "done"
     """The environment ended the episode."""
@@ -80,7 +80,7 @@ class Event(msgspec.Struct, array_like=True):
     """A wait of the episode. Times are seconds since the rollout began."""
 
     kind: str
-    """What the episode waited for: queue (a place), env or generate."""
+    """Kind of the wait: queue (for a place), env or generate."""
     start: float
     """Start of the wait."""
     end: float
@@ -105,9 +105,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """Sum of the turns' rewards, None if the episode has no reward."""
     stop_reason: StopReason | None = None
-    """Why the episode ended, None while it runs."""
+    """Reason for the end of the episode, None while the episode runs."""
     error: str | None = None
-    """Why the episode failed, None if it did not."""
+    """Cause of the episode's failure, None if the episode did not fail."""
     resumes: int = 0
     """Number of generations that the server aborted and the episode resumed."""
     events: list[Event] = []

@@ -135,7 +135,7 @@ class PromptCandidates:
     """Log-probabilities of the prompt tokens `targets` from the model's raw logits, launched chunk after chunk."""
 
     def __init__(self, targets: list[int], top_num: int, requested: list[int] | None) -> None:
-        """At each position, report the `top_num` most likely tokens and the token ids `requested`."""
+        """Report the `top_num` most likely tokens and the token ids `requested` at each position."""
         self._targets, self._top_num, self._requested = targets, top_num, requested
         self._launched = 0
         self._values: list[Tensor] = []

@@ -15,7 +15,7 @@ from verl_server.io_struct import PromptLogprobs, TokenLogprobs
 from verl_server.sampling_params import TOP_K_ALL, LogprobsMode, SamplingParams
 
 NOTHING_ALLOWED = math.inf
-"""In place of a log-probability: every token of the row has the logit -inf, so none can be sampled."""
+"""Stands in for a log-probability if every token of the row has the logit -inf, so that none can be sampled."""
 
 
 @dataclass(slots=True, eq=False)

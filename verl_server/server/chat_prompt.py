@@ -23,7 +23,7 @@ _PROMPT_END = 64
 
 
 class ChatOutput(msgspec.Struct, frozen=True):
-    """How the output of one chat request is parsed."""
+    """The settings for parsing the output of one chat request."""
 
     format: OutputFormat
     tools: bool = False

@@ -65,7 +65,7 @@ CHECK_GRAMMAR = Job("check_grammar", _check_grammar, CheckedGrammar)
 class _Result:
     checked: CheckedGrammar | None
     error: str
-    """Why the grammar is refused, if `checked` is None."""
+    """Reason for refusing the grammar, if `checked` is None."""
     expires: float | None
     """Time after which the grammar is checked again; None for never."""
     length: int

@@ -102,7 +102,7 @@ class TokenizerManager:
         self._refusal: VerlServerError | None = ServerUnavailableError(
             "The server is starting: the model is not loaded."
         )
-        """Why all requests are refused now; None if they are accepted."""
+        """Error that answers all requests now; None if requests are accepted."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._thread = LoopThread("tokenizer-manager")

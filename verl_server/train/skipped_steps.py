@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class NothingToTrainError(VerlServerError):
-    """Too many steps in a row had nothing to train on; the message names the cause."""
+    """Raised after too many steps in a row with nothing to train on. The message names the cause."""
 
 
 class SkippedSteps:

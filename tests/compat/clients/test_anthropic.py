@@ -12,7 +12,7 @@ pytestmark = pytest.mark.client("anthropic", "anthropic")
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"model": "m", "messages": HELLO, "max_tokens": 24, "extra_body": {"temperature": 0}}
-"""This version of the client has no parameter for the temperature."""
+"""Parameters of a greedy request. This version of the client has no parameter for the temperature."""
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather of a city.",

@@ -45,7 +45,7 @@ TIME = {
 
 
 class Answer(BaseModel):
-    """What a structured output is parsed into."""
+    """The type into which a structured output is parsed."""
 
     correct: bool
     grade: int

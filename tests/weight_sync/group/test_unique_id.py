@@ -32,7 +32,7 @@ class ncclUniqueId(ctypes.Structure):
 
 
 def pickled(value: bytes = ID, name: str = "ncclUniqueId") -> bytes:
-    """What the trainer's rank 0 puts into the store."""
+    """Return the value that the trainer's rank 0 puts into the store."""
     kind: Any = type(name, (ncclUniqueId,), {})
     with stub_modules(**{f"{MODULE}:{name}": kind}):
         return pickle.dumps(kind.from_buffer_copy(value))

@@ -17,7 +17,7 @@ from typing import Any
 from verl_server.compat.sglang.names import MODULES
 
 _PACKAGES = {".".join(path.split(".")[:depth]) for path in MODULES for depth in range(1, path.count(".") + 2)}
-"""All modules, and the packages above them."""
+"""Paths of all stand-in modules and of the packages above them."""
 
 
 def install() -> None:

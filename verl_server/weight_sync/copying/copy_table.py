@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """All blocks of one kind."""
+    """The blocks of one kind, which one launch copies."""
 
     kind: Kind
     tile_words: int

@@ -40,7 +40,7 @@ class Region:
         """`growing`: the mapping, if others can shrink the file behind it."""
         self.allocation = allocation
         self.data = data
-        """All of it, as bytes."""
+        """The whole memory as bytes."""
         self._growing = growing
 
     def check(self) -> None:

@@ -33,7 +33,7 @@ segment, whose pages can be exchanged under the same address, and which another 
 
 @dataclass(slots=True)
 class Region:
-    """Where one storage can be read by others."""
+    """The place where other processes can read one storage."""
 
     storage: StorageWeakRef
     """Keeps the StorageImpl's address from being used again, not its memory."""

@@ -1,4 +1,4 @@
-"""Where pushed tensors lie, and how a push notices that one of them moved.
+"""The places of pushed tensors in memory, and the check by which a push notices that a tensor moved.
 
 Called by `sender` at every push, so every pass over the tensors runs at C speed. A `MemoryLayout` is a full record. A
 `LayoutGuard` is cheaper: it compares tensors that are known to be the same objects, so it only has to ask for what can
@@ -37,7 +37,7 @@ class NamedTensors(list[Pushed]):
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Where tensors lie, which parts of full tensors they are, and how they are read.
+    """The addresses, shapes, strides and dtypes of tensors, and the parts of full tensors that they are.
 
     Two layouts are equal if none of this has changed. The caller must know that the storages are still alive: an
     address may be used again.

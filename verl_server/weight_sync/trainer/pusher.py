@@ -28,7 +28,7 @@ from verl_server.weight_sync.trainer.trainer_modules import ModuleParameters
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 Origin = nn.Module | Named | Callable[[], Named]
-"""Where pushed tensors come from: a module's parameters, these very tensors, or a function called at each push."""
+"""Source of the pushed tensors: a module's parameters, these very tensors, or a function called at each push."""
 
 Send = Callable[["Push"], Any]
 """Sends one request; runs on the first rank only."""
@@ -106,7 +106,7 @@ class WeightPusher:
         self._told = ""
         """Id of the description of this rank that the first rank has."""
         self._peers: dict[int, WeightsDescription] = {}
-        """On the first rank: the last description of each rank that pushes."""
+        """Last description of each rank that pushes; used on the first rank only."""
         self._lock = threading.Lock()
 
     @property

@@ -65,7 +65,7 @@ class _Known:
         self.description, self.names_id = description, names_id
         self.layout = layout
         self.regions = regions
-        """By storage. Their weak references pin the StorageImpls that layouts compare."""
+        """Storage -> region. The weak references of the regions pin the StorageImpls that layouts compare."""
         self.devices = list(dict.fromkeys(region.device for region in regions.values()))
         self.can_be_kept = all(region.can_be_kept for region in regions.values())
         self.is_copied = any(region.staging is not None for region in regions.values())

@@ -1,4 +1,4 @@
-"""What a server may have open of a trainer's memory, and what the next push says about it.
+"""The memory of a trainer that a server may have open, and the terms about this memory in the next push.
 
 Each rank of an engine holds one `ServerRegistrations`. All ranks feed it the same ids and outcomes, so all ranks
 decide alike: whether a push travels by id, whether the server keeps the memory open afterwards, and which
@@ -26,7 +26,7 @@ _SETS = 16
 
 @dataclass(frozen=True)
 class PushTerms:
-    """What a push request says about registrations."""
+    """The fields of a push request about registrations."""
 
     id: str
     by_id: bool
@@ -84,7 +84,7 @@ class ServerRegistrations:
         return terms
 
     def replace(self, names_id: str) -> None:
-        """This set will not come again: the next request has the server forget it."""
+        """Drop a set of names that will not be pushed again. The next request makes the server forget the set."""
         self._sets.pop(names_id, None)
 
     def succeeded(self, names_id: str, terms: PushTerms) -> None:

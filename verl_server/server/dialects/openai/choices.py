@@ -27,7 +27,7 @@ _NO_FINISH = b',"finish_reason":null,"matched_stop":null'
 
 @dataclass
 class Progress:
-    """What was streamed of one sample."""
+    """The part of one sample that was streamed."""
 
     head: bytes
     """Beginning of each frame, up to the index of the choice."""

@@ -28,9 +28,9 @@ class CollectiveRpcReq(msgspec.Struct, kw_only=True):
     method: str
     """Name of the method."""
     args: list[Any] = []
-    """Its arguments, in order."""
+    """Positional arguments of the method."""
     kwargs: dict[str, Any] = {}
-    """Its arguments by name."""
+    """Keyword arguments of the method."""
     timeout: float | None = None
     """No effect: each method has the bound of its control request."""
 
