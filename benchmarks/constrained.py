@@ -24,36 +24,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
-
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import SHAPES
 from verl_server import Engine
-from verl_server.models.tiny import SPECIAL_TOKENS, make_model_folder
+from verl_server.models.tiny import CHAT_TEMPLATE, NUM_BYTE_TOKENS, byte_level_tokenizer, make_model_folder
 
+_SPACE = "Ġ"
+"""The character that stands for a space in the byte-level alphabet."""
 _SYLLABLES = [c + v for c in "bcdfghklmnprstvwz" for v in ("a", "e", "i", "o", "u", "an", "er", "in", "or", "st")]
-_MARKS = ['":', '",', '":"', '","', '{"', '"}', '"},{"', "[", "]", '":[', '"],"', ":", ",", "\\n", "\\u00", " {", " }"]
+_MARKS = ['":', '",', '":"', '","', '{"', '"}', '"},{"', '":[', '"],"', "\\n", "\\u00", "Ġ{", "Ġ}"]
 
 
-def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer whose vocabulary has `vocab_size` entries, the same ones at each call."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+def json_tokens(count: int) -> list[str]:
+    """Return the same `count` tokens at each call: punctuation of JSON, numbers, and words of one to four syllables.
+
+    The vocabularies of released models have such tokens. `large_tokenizer` has only what its merges make of text, and
+    the prompts here are token ids.
+    """
     rng = random.Random(0)
     extra = [*_MARKS, *(str(number) for number in range(10, 1000))]
-    while len(vocab) < vocab_size:
+    tokens: dict[str, None] = {}
+    while len(tokens) < count:
         word = extra.pop(0) if extra else "".join(rng.choices(_SYLLABLES, k=rng.choice([1, 2, 2, 3, 3, 4])))
         if not extra and rng.random() < 0.6:
-            word = rng.choice(["\u0120", "\u0120", word.capitalize()]) + word  # U+0120 stands for a space
-        vocab.setdefault(word, len(vocab))
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
-    fast: PreTrainedTokenizerFast = build(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-    return fast
+            word = rng.choice([_SPACE, _SPACE, word.capitalize()]) + word
+        tokens[word] = None
+    return list(tokens)
 
 
 ANY_OBJECT = '{"type": "object"}'
@@ -148,7 +144,8 @@ def main(argv: list[str] | None = None) -> None:
     report_run("benchmarks.constrained", args, argv)
     with tempfile.TemporaryDirectory() as temporary:
         shape = SHAPES[args.shape]
-        tokenizer = tokenizer_of(shape["vocab_size"])
+        tokens = json_tokens(shape["vocab_size"] - NUM_BYTE_TOKENS)
+        tokenizer = byte_level_tokenizer(tokens, chat_template=CHAT_TEMPLATE)
         folder = make_model_folder(temporary, "qwen3", weights=False, tokenizer=tokenizer, **shape)
         benchmark(args, folder)
 

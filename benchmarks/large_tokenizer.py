@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import itertools
 import string
-from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from verl_server.models.tiny import SPECIAL_TOKENS
+from verl_server.models.tiny import NUM_BYTE_TOKENS, byte_level_tokenizer
 
 _SPACE = "Ġ"
 """The character that stands for a space in the byte-level alphabet."""
@@ -31,10 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def large_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with `vocab_size` tokens, the special tokens of `byte_tokenizer` among them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*SPECIAL_TOKENS, *alphabet]
-    merges: list[tuple[str, str]] = []
+    """Return a tokenizer with `vocab_size` tokens, which begin with those of `byte_tokenizer`."""
     letters = string.ascii_lowercase
     pairs = [(_SPACE, a) for a in letters] + list(itertools.product(letters, letters))
     starts = [a + b for a, b in pairs]
@@ -43,20 +37,5 @@ def large_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         for words in (starts, [s + a for s in starts for a in letters])
         for spaced in (True, False)
     )
-    for left, right in itertools.islice(itertools.chain(pairs, longer), max(0, vocab_size - len(tokens))):
-        merges.append((left, right))
-        tokens.append(left + right)
-    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens[:vocab_size])}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
-    fast: PreTrainedTokenizerFast = build(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    merges = list(itertools.islice(itertools.chain(pairs, longer), vocab_size - NUM_BYTE_TOKENS))
+    return byte_level_tokenizer([a + b for a, b in merges], merges, chat_template=CHAT_TEMPLATE, split_words=True)

@@ -7,6 +7,7 @@ it through the same code.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ Arch = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 4. Bytes have the ids 5 to 260, in the order of the byte-level alphabet."""
+NUM_BYTE_TOKENS = len(SPECIAL_TOKENS) + 256
+"""Size of `byte_tokenizer`'s vocabulary."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n# Tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
@@ -41,12 +44,18 @@ TINY_SHAPE: dict[str, Any] = {
 """A model small enough for tests, with two layers and grouped-query attention."""
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte plus `SPECIAL_TOKENS`. Any ids decode to text, with replacement characters."""
+def byte_level_tokenizer(
+    tokens: Iterable[str], merges: Sequence[tuple[str, str]] = (), *, chat_template: str, split_words: bool = False
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer whose vocabulary is `SPECIAL_TOKENS`, the bytes, and `tokens`.
+
+    The merges join tokens of the vocabulary. With `split_words` no merge crosses the end of a word, as in the
+    tokenizers of released models.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet, *tokens])}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     tokenizer.decoder = decoders.ByteLevel()
     build: Any = PreTrainedTokenizerFast  # because transformers is only partly typed
     fast: PreTrainedTokenizerFast = build(
@@ -56,8 +65,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each UTF-8 byte, and `SPECIAL_TOKENS`.
+
+    Any ids decode to text, with replacement characters.
+    """
+    return byte_level_tokenizer([], chat_template=CHAT_TEMPLATE)
 
 
 def make_model_folder(
