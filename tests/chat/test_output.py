@@ -181,11 +181,26 @@ MALFORMED = {
         "[get(a=" + "-" * 9000 + "1)]",
         "[get(a=" + "9" * 5000 + ")]",
         "[get(a='" + "x" * 20000 + "')]",
+        "[" * 100_000,
+        "[get(a=" + "-" * 100_000 + "1)]",
+        "[get(a=1" + "+1" * 8000 + ")]",
+        "[get(a=1" + "<1" * 8000 + ")]",
+        "[get(a=1" + "if 1 else 1 " * 1300 + ")]",
+        "[get(a=" + "lambda:" * 2300 + "1)]",
+        "[get(a=f'" + "{1}" * 5000 + "')]",
+        "[get(a=0x" + "f" * 16000 + ")]",
+        "[get(a=1e999)]",
+        "[get(a={[1]: 2})]",
+        "[get" + ".get" * 4000 + "(a=1)]",
+        "[get" + "()" * 8000 + "(a=1)]",
     ],
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name in MALFORMED for text in MALFORMED[name]])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [pytest.param(name, text, id=f"{name}-{text[:40]}") for name in MALFORMED for text in MALFORMED[name]],
+)
 def test_a_malformed_call_is_content(name: str, text: str) -> None:
     assert parse(name, text) == ParsedMessage(None, text, [])
     around = f"Look: {text} ok" if name not in ("llama3_json", "pythonic") else text
