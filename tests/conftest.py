@@ -20,8 +20,12 @@ from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.tiny import make_model_folder
 
 
-def pytest_sessionstart() -> None:
-    if os.environ.get("VERL_SERVER_TEST_PROCESSES") != "real" and not torch.cuda.is_available():
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if os.environ.get("VERL_SERVER_TEST_PROCESSES") == "real" or torch.cuda.is_available():
+        return
+    if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist, which inherits the address
+        fork_server.use_forks()
+    else:
         fork_server.install()
 
 

@@ -1,9 +1,9 @@
 """Start child processes by fork instead of as fresh interpreters, for tests only: an import of torch takes seconds.
 
-`install` starts one fork server for each test run. The fork server imports what servers, schedulers and ranks import,
-runs no operator (so that no thread pool exists), and forks itself for every `ForkedProcess`, a `subprocess.Popen` whose
-child runs the same module with the same arguments, environment and descriptors. Children fork their own children in the
-same way.
+`install` starts one fork server for each test run; workers of pytest-xdist share it. The fork server imports what
+servers, schedulers and ranks import, runs no operator (so that no thread pool exists), and forks itself for every
+`ForkedProcess`, a `subprocess.Popen` whose child runs the same module with the same arguments, environment and
+descriptors. Children fork their own children in the same way.
 
 A child of the fork server differs from a real one in two points: libraries have read their environment variables
 already, and the parent of the child is the fork server (`os.getppid` is replaced, so that it returns what it would

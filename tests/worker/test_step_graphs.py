@@ -93,12 +93,12 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
         for seed in (1, 2):
             first = driver.add(random_prompt(13, seed=seed))
             driver.finish([first], 1)
-            others = [driver.add(first.spec.prompt_ids + random_prompt(n, seed=n), shared=first) for n in (1, 2, 5)]
+            others = [driver.add(first.spec.prompt_ids + random_prompt(n, seed=n), shared=first) for n in (1, 5)]
             sequences += [first, *others]
         sequences.append(driver.add(random_prompt(6, seed=3)))
         driver.finish(sequences, 3)
         sequences.append(driver.add(random_prompt(12, seed=4)))
-        driver.finish(sequences, 5, chunk=4)
+        driver.finish(sequences, 4, chunk=4)
         return sequences
 
     expected = run_groups(Driver(make_runner(tiny_llama, page_size=4)))
@@ -119,10 +119,10 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
         assert a.spec.output_ids == b.spec.output_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     starts = [tuple(work.shared.starts) for work in planned if work.shared is not None]
-    assert (12,) * 8 + (0,) in starts, "both groups in one step"
+    assert (12,) * 6 + (0,) in starts, "both groups in one step"
     if graphs:
         assert isinstance(runner._graphs, OnceOnly)
-        assert {("decode", 16, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
+        assert {("decode", 8, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
 
 
 def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
