@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.waiting import eventually
 from verl_server import Engine, HttpServerEngineAdapter, ServerLaunchError, VerlServerError, WeightUpdateError
 from verl_server.weight_sync.handles import LocalSerializedTensor
 from verl_server.weight_sync.trainer.sender import describe_tensors
@@ -185,8 +186,7 @@ def test_duplicate_rid_in_flight(server: HttpServerEngineAdapter) -> None:
     thread = threading.Thread(target=lambda: answers.append(post(server, "/generate", GOOD | {"rid": "twice"})))
     try:
         thread.start()
-        while server.get_internal_state()["num_waiting_reqs"] == 0:
-            time.sleep(0.01)
+        assert eventually(lambda: server.get_internal_state()["num_waiting_reqs"])
         second = post(server, "/generate", GOOD | {"rid": "twice"})
         assert second.status_code == 400 and "Duplicate request ID detected: twice" in second.text
     finally:

@@ -17,6 +17,7 @@ import openai
 import pytest
 import torch
 
+from tests.waiting import eventually
 from verl_server import (
     BadRequestError,
     ControlTimeoutError,
@@ -29,6 +30,7 @@ from verl_server import (
     ServerUnavailableError,
     WeightUpdateError,
 )
+from verl_server.ipc.readiness import wait_readable
 from verl_server.results import GenerateResult, InternalState, MetaInfo, ModelInfo, SchedulerInfo, ServerInfo
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -116,8 +118,7 @@ def test_abort_and_pause(face: EngineBase) -> None:
     try:
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(face.generate, None, GREEDY | {"max_new_tokens": 400}, [5], rid="long")
-            while face.get_server_info()["internal_states"][0]["num_waiting_reqs"] == 0:
-                time.sleep(0.01)
+            assert eventually(lambda: face.get_server_info()["internal_states"][0]["num_waiting_reqs"])
             face.abort_request("long")
             assert job.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
     finally:
@@ -274,8 +275,7 @@ def test_killed_scheduler_fails_calls_in_flight(tiny_llama: Path) -> None:
         engine.pause_generation("in_place")
         with ThreadPoolExecutor(2) as pool:
             jobs = [pool.submit(engine.generate, "hi") for _ in range(2)]
-            while engine.tokenizer_manager.num_requests < 2:
-                time.sleep(0.01)
+            assert eventually(lambda: engine.tokenizer_manager.num_requests == 2)
             began = time.monotonic()
             os.kill(engine._processes.children[0].pid, signal.SIGKILL)
             for job in jobs:
@@ -290,22 +290,20 @@ def test_killed_scheduler_fails_calls_in_flight(tiny_llama: Path) -> None:
 def test_killed_server_fails_calls_in_flight(tiny_llama: Path, victim: str) -> None:
     with HttpServerEngineAdapter(model_path=str(tiny_llama), **SMALL) as adapter:
         scheduler = adapter.scheduler_info["pid"]
+        scheduler_end = os.pidfd_open(scheduler)
         adapter.pause_generation("in_place")
         with ThreadPoolExecutor(3) as pool:
             jobs = [pool.submit(adapter.generate, "hi") for _ in range(2)]
             jobs.append(pool.submit(lambda: asyncio.run(adapter.async_generate("hi"))))
-            while adapter.get_server_info()["internal_states"][0]["num_waiting_reqs"] < 3:
-                time.sleep(0.01)
+            assert eventually(lambda: adapter.get_server_info()["internal_states"][0]["num_waiting_reqs"] == 3)
             began = time.monotonic()
             os.kill(adapter.pid if victim == "server" else scheduler, signal.SIGKILL)  # type: ignore[arg-type]
             for job in jobs:
                 with pytest.raises(ServerDiedError, match=r"SIGKILL|ended with"):
                     job.result(10)
         assert time.monotonic() - began < 10
-        deadline = time.monotonic() + 10
-        while _exists(scheduler) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not _exists(scheduler), "the scheduler outlived its server"
+        assert wait_readable(scheduler_end, 10), "the scheduler outlived its server"
+        os.close(scheduler_end)
         with pytest.raises(ServerDiedError):
             adapter.generate("hi")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,17 +72,3 @@ def hold(point: str, tp_rank: int) -> None:
 
 def _path(folder: Path, point: str, tp_rank: int) -> Path:
     return folder / f"{point}-{tp_rank}"
-
-
-def eventually(holds: object, seconds: float = 10.0) -> bool:
-    """Return True if `holds()` becomes true in time.
-
-    For events in other processes that send no message.
-    """
-    assert callable(holds)
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

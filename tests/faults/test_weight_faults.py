@@ -20,9 +20,10 @@ import pytest
 
 from tests.depth import at_depth
 from tests.faults.judge import GREEDY, PROMPT, Judge, Weights, weights_of
-from tests.faults.pauses import eventually, trap
+from tests.faults.pauses import trap
 from tests.faults.server import launched
 from tests.faults.trainer import BOUND, Answer, Ranks, ranks
+from tests.waiting import eventually
 from tests.weight_sync import described
 from verl_server import (
     HttpServerEngineAdapter,

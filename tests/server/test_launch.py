@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.depth import at_depth
+from tests.waiting import eventually
 from verl_server import Engine, HttpServerEngineAdapter, ServerArgs, ServerDiedError, ServerLaunchError, launch_server
 from verl_server.ipc.sockets import bind_socket, free_port
 from verl_server.server.launch import launch_server_from_verl_engine
@@ -69,8 +70,7 @@ def test_signal_ends_everything_with_status_0(tiny_llama: Path, number: signal.S
         httpx.post(f"{url}/pause_generation", json={"mode": "in_place"})
         thread = threading.Thread(target=lambda: answers.append(http_generate(url, **long)))
         thread.start()
-        while httpx.get(f"{url}/server_info").json()["internal_states"][0]["num_waiting_reqs"] == 0:
-            time.sleep(0.01)
+        assert eventually(lambda: httpx.get(f"{url}/server_info").json()["internal_states"][0]["num_waiting_reqs"])
         began = time.monotonic()
         process.send_signal(number)
         assert process.wait(timeout=20) == 0
