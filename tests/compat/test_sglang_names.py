@@ -151,3 +151,8 @@ def test_buckets_count_bytes() -> None:
     assert [(m.name, m.start_idx, m.end_idx) for m in bucket.get_metadata()] == [("a", 0, 24), ("b", 24, 26)]
     with pytest.raises(ValueError, match="at least one"):
         FlattenedTensorBucket([])
+
+
+def test_a_payload_that_is_unpickled_here_names_the_route() -> None:
+    with pytest.raises(RuntimeError, match="Send it to the server's route /update_weights_from_tensor"):
+        MODULES["sglang.srt.utils.patch_torch"]["_rebuild_cuda_tensor_modified"]()

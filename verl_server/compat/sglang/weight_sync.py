@@ -113,7 +113,10 @@ class _Pickler(ForkingPickler):
 
 def _rebuild_cuda_tensor_modified(*arguments: Any) -> None:
     """Stand for the function that SGLang's pickles name for a CUDA tensor whose GPU is named by its UUID."""
-    raise NotImplementedError("Payloads are parsed by the server, not unpickled.")
+    raise RuntimeError(
+        "A payload of handles was unpickled in this process, which cannot open them. Send it to the server's route "
+        "/update_weights_from_tensor instead."
+    )
 
 
 _rebuild_cuda_tensor_modified.__module__ = "sglang.srt.utils.patch_torch"
