@@ -9,7 +9,6 @@ create sessions with `openenv/session/create` and name them in `params.session_i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from typing import Any, Literal
@@ -18,9 +17,10 @@ import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from verl_server.rollout.env_pool import EnvPool
+from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
 from verl_server.rollout.tools import Toolbox, ToolError
@@ -116,21 +116,14 @@ class McpRoutes:
 
     async def websocket(self, socket: WebSocket) -> None:
         """Answer the requests of a connection, which has an environment of its own."""
-        await socket.accept()
-        try:
-            hosted = self._pool.open()
-        except EnvMessageError as error:
-            await socket.send_text(_failed(None, JsonRpcError(SERVER_ERROR, str(error))).decode())
-            await socket.close()
-            return
-        try:
+
+        async def serve(hosted: HostedEnv) -> None:
             await self._answer_all(socket, McpSession(hosted))
-        except WebSocketDisconnect:
-            pass
-        finally:
-            await self._pool.close(hosted)
-            with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client closed first
-                await socket.close()
+
+        async def refuse(error: EnvMessageError) -> None:
+            await socket.send_text(_failed(None, JsonRpcError(SERVER_ERROR, str(error))).decode())
+
+        await serve_socket(socket, self._pool, serve, refuse)
 
     async def _answer_all(self, socket: WebSocket, session: McpSession) -> None:
         while True:

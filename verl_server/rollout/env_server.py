@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.child_process import ChildProcess
@@ -29,6 +29,7 @@ from verl_server.rollout.action_schema import ActionSchema
 from verl_server.rollout.env_factory import EnvFactory
 from verl_server.rollout.env_mcp import McpRoutes, McpSession
 from verl_server.rollout.env_pool import EnvPool
+from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
 from verl_server.rollout.tools import Toolbox
@@ -55,21 +56,13 @@ class _EnvApp:
         self.idle_timeout = idle_timeout
 
     async def websocket(self, socket: WebSocket) -> None:
-        await socket.accept()
-        try:
-            hosted = self.pool.open()
-        except EnvMessageError as error:
-            await _send_error(socket, error.code, str(error))
-            await socket.close()
-            return
-        try:
+        async def serve(hosted: HostedEnv) -> None:
             await self._serve(socket, hosted)
-        except WebSocketDisconnect:
-            pass
-        finally:
-            await self.pool.close(hosted)
-            with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client closed first
-                await socket.close()
+
+        async def refuse(error: EnvMessageError) -> None:
+            await _send_error(socket, error.code, str(error))
+
+        await serve_socket(socket, self.pool, serve, refuse)
 
     async def _serve(self, socket: WebSocket, hosted: HostedEnv) -> None:
         """Answer messages until the client leaves or has sent none for `idle_timeout` seconds.
