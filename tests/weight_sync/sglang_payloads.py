@@ -8,30 +8,24 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+
+from verl_server.compat.sglang import weight_sync
 
 OLD = "sglang.srt.model_executor.model_runner"
 BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
-@dataclass
-class LocalSerializedTensor:
-    values: list[bytes]
+class LocalSerializedTensor(weight_sync.LocalSerializedTensor):
+    """A class of its own, because `stub_modules` changes its module."""
 
 
-@dataclass
-class FlattenedTensorMetadata:
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-    numel: int
+class FlattenedTensorMetadata(weight_sync.FlattenedTensorMetadata):
+    """A class of its own, because `stub_modules` changes its module."""
 
 
 def _rebuild_cuda_tensor_modified(*args: Any) -> None:

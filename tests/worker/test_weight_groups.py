@@ -43,18 +43,12 @@ class Group:
         """The number of tensors in each received window."""
 
     def receive(
-        self,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        load_format: str | None,
-        window_bytes: int,
-        bucket_bytes: int,
+        self, names: list[str], _: list[str], shapes: list[list[int]], load_format: str | None, window: int, *__: int
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         if self.broken:
             raise WeightUpdateError(f"broken ({self.broken})")
         total = sum(torch.Size(shape).numel() * 4 for shape in shapes)
-        step = len(names) if total <= window_bytes else 1
+        step = len(names) if total <= window else 1
         for sent, start in enumerate(range(0, len(names), step)):
             lost = sent == self._trainer.dies_after or self._rank in self._trainer.absent_for
             if self.broken or lost:

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import socket
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -61,6 +62,13 @@ class Server:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def start_server(**settings: Any) -> Server:

@@ -12,23 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from chat_tools import WEATHER
 from conftest import SETTINGS, Server
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"enum": ["Paris", "Rome"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.mark.client("sglang.benchmark.serving", "sglang")

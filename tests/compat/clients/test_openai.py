@@ -8,28 +8,13 @@ from typing import Any
 
 import openai
 import pytest
+from chat_tools import WEATHER
 from conftest import Server
 from pydantic import BaseModel
 
 pytestmark = pytest.mark.client("openai", "openai")
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"enum": ["Paris", "Rome"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
 TIME = {
     "type": "function",
     "function": {

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from conftest import Server
+from conftest import Server, free_port
 from safetensors.torch import load_file
 
 import verl_server.compat.sglang
@@ -35,11 +34,8 @@ def adapter(tiny_model: Path) -> Iterator[Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    settings = {"model_path": str(tiny_model), "port": port, "tp_size": 1, "kv_cache_gib": 0.05, "log_level": "error"}
-    adapter = module.HttpServerEngineAdapter(**settings)
+    settings = {"model_path": str(tiny_model), "tp_size": 1, "kv_cache_gib": 0.05, "log_level": "error"}
+    adapter = module.HttpServerEngineAdapter(port=free_port(), **settings)
     yield adapter
     adapter.shutdown()
     assert not adapter.process.is_alive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Server
+from conftest import Server, free_port
 from safetensors.torch import load_file
 
 import verl_server.compat.sglang
@@ -37,9 +36,6 @@ def engine(tiny_model: Path) -> Iterator[Any]:
 
     if not torch.cuda.is_available():
         accelerator.resolve_visible_device_id = lambda device: device  # slime knows no accelerator on the CPU
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     args = SimpleNamespace(
         hf_checkpoint=str(tiny_model),
         seed=1,
@@ -62,7 +58,7 @@ def engine(tiny_model: Path) -> Iterator[Any]:
         fp16=False,
     )
     engine = SGLangEngine(args, rank=0, base_gpu_id=0)
-    engine.init("127.0.0.1:1", port, None, host="127.0.0.1")
+    engine.init("127.0.0.1:1", free_port(), None, host="127.0.0.1")
     yield engine
     engine.shutdown()
 

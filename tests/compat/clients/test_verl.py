@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Server
+from conftest import Server, free_port
 from safetensors.torch import load_file
 
 import verl_server.compat.sglang
@@ -31,13 +30,6 @@ def adapters() -> Any:
     from verl.workers.rollout.sglang_rollout import http_server_engine
 
     return http_server_engine
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

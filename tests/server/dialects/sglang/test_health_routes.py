@@ -37,17 +37,21 @@ def counting(payloads: Callable[[], dict[str, Any]]) -> Callable[[Any], io.Contr
     return lambda req: io.ControlReply(id=req.id, success=True, payload=payloads())
 
 
-def full(stack: Stack) -> None:
-    """Let the scheduler refuse further requests as a full queue does."""
+def refuse_requests(stack: Stack, message: str) -> None:
+    """Let the scheduler refuse further requests with `message`."""
     handle = stack.scheduler._handle
 
-    def refuse(message: Any) -> None:
-        handle(message)
-        if isinstance(message, io.TokenizedGenerateReq):
-            reason = io.FinishReason(type="abort", message="The request queue is full.", status_code=503)
-            stack.scheduler.emit(stack.scheduler.running.pop(message.rid), [], reason)
+    def refuse(received: Any) -> None:
+        handle(received)
+        if isinstance(received, io.TokenizedGenerateReq):
+            reason = io.FinishReason(type="abort", message=message, status_code=503)
+            stack.scheduler.emit(stack.scheduler.running.pop(received.rid), [], reason)
 
     stack.scheduler._handle = refuse  # type: ignore[method-assign]
+
+
+def full(stack: Stack) -> None:
+    refuse_requests(stack, "The request queue is full.")
 
 
 def test_an_idle_server_generates_a_token(stack: Stack) -> None:
@@ -111,15 +115,7 @@ def test_a_scheduler_that_answers_nothing_is_a_fault(stack: Stack) -> None:
 
 
 def test_torn_weights_are_a_fault(stack: Stack) -> None:
-    handle = stack.scheduler._handle
-
-    def refuse(message: Any) -> None:
-        handle(message)
-        if isinstance(message, io.TokenizedGenerateReq):
-            reason = io.FinishReason(type="abort", message="The weights are torn.", status_code=503)
-            stack.scheduler.emit(stack.scheduler.running.pop(message.rid), [], reason)
-
-    stack.scheduler._handle = refuse  # type: ignore[method-assign]
+    refuse_requests(stack, "The weights are torn.")
     response = stack.get("/health_generate")
     assert response.status_code == 503 and "torn" in response.json()["message"]
 
