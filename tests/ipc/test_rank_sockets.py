@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.depth import at_depth
 from verl_server.ipc import rank_sockets
 from verl_server.ipc.rank_sockets import GlooChannel, RankSockets
 
@@ -185,7 +186,7 @@ def connect(rank: int, size: int, place: str, one_host: bool, folder: str) -> No
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("one_host", [True, False])
+@pytest.mark.parametrize("one_host", at_depth([True, False]))
 def test_ranks_of_one_host_connect_and_leave_nothing_behind(tmp_path: Path, one_host: bool) -> None:
     folder = tempfile.mkdtemp()  # short enough for a socket's path
     context = multiprocessing.get_context("forkserver")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from tests.depth import at_depth
 from verl_server.kernels.activation import silu_mul
 from verl_server.kernels.norms import add_rms_norm, rms_norm
 from verl_server.kernels.rotary import norm_rotate_store
@@ -81,7 +82,7 @@ def test_activation(device: str, dtype: torch.dtype, tokens: int, size: int) -> 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "head_first"),
-    [(16, 8, 128, 16, False), (4, 1, 64, 4, True), (12, 12, 32, 1, False), (6, 3, 80, 16, True)],
+    at_depth([(4, 1, 64, 4, True), (12, 12, 32, 1, False), (6, 3, 80, 16, True), (16, 8, 128, 16, False)], quick=3),
 )
 def test_norm_rotate_store(
     device: str,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import at_depth
 from tests.parity.harness import Driver, Reference, make_runner, random_prompt
 from verl_server.models.tiny import make_model_folder
 from verl_server.worker.step_memory import StepMemory
@@ -66,7 +67,7 @@ def test_mixed_batch(model: Model, driver: Driver) -> None:
         model.reference.check(sequence)
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 33])
+@pytest.mark.parametrize("chunk", at_depth([5, 16, 33], quick=2))
 def test_chunked_prefill(model: Model, driver: Driver, chunk: int) -> None:
     sequences = [driver.add(random_prompt(length, seed=length)) for length in (80, 31, 120)]
     driver.finish(sequences, 8, chunk=chunk)

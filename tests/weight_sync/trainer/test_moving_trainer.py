@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.depth import at_depth
 from verl_server import Engine
 from verl_server.weight_sync.checksum import tensor_checksum
 
@@ -165,7 +166,7 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", at_depth(range(3)))
 def test_served_weights_are_what_the_trainer_meant(engine: Engine, tiny_llama: Path, seed: int) -> None:
     trainer, by_id = MovingTrainer(tiny_llama, seed), 0
     engine.register_weights(trainer.model)
