@@ -85,11 +85,14 @@ class GlooMember:
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        """The buffer's memory goes when its last tensor does."""
+        """Close the file of a buffer. The memory is freed with the last tensor in it."""
         os.close(self._files.pop(buffer.data_ptr()))
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
-        """What waits for one broadcast into each (start, bytes) of the buffer. It raises RuntimeError."""
+        """Return a function that waits for one broadcast into each (start, bytes) of the buffer.
+
+        The function raises RuntimeError if the group fails.
+        """
 
         def run() -> None:
             self._send(fd=self._files[buffer.data_ptr()], nbytes=buffer.numel(), parts=parts)

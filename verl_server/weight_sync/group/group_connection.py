@@ -75,7 +75,10 @@ def nccl_group(store: Store, rank: int, world_size: int, device: torch.device) -
 
 
 def _prefixed(store: Store, group_name: str, device_type: str) -> Store:
-    """What `PrefixStore(group_name, store)` and torch's `_new_process_group_helper` make, as SGLang's trainers do."""
+    """Return `store` with the prefixes of SGLang's trainers.
+
+    They pass `PrefixStore(group_name, store)` to torch's `_new_process_group_helper`, which adds two more.
+    """
     return PrefixStore(f"{device_type}/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
 
 

@@ -55,19 +55,20 @@ class Member(Protocol):
     """This rank's end of a group, as `WeightGroup` uses it."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A buffer of bytes to receive into."""
+        """Return a buffer of `nbytes` bytes to receive into."""
 
     def free(self, buffer: Tensor) -> None:
-        """Nothing will be received into it any more; it lives on as long as somebody holds it."""
+        """Receive nothing into the buffer any more. Its memory is freed with the last tensor in it."""
 
     def receiving(self, buffer: Tensor, parts: list[tuple[int, int]]) -> Callable[[], None]:
-        """What waits, in any thread, for one broadcast into each (start, bytes) of the buffer.
+        """Return a function that waits, in any thread, for one broadcast into each (start, bytes) of the buffer.
 
-        It comes after the work that the caller's current stream has now, and raises RuntimeError.
+        The broadcasts begin after the work that the caller's current stream has now. The function raises RuntimeError
+        if the group fails.
         """
 
     def abort(self) -> None:
-        """End what is in flight, and the membership."""
+        """End the broadcasts in flight and the membership."""
 
 
 class WeightGroup:

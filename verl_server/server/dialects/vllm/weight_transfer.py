@@ -77,7 +77,7 @@ class InitBroadcasterReq(msgspec.Struct, kw_only=True):
 
 
 class WeightTransfer:
-    """What the trainer's first call said, which later calls depend on."""
+    """Keeps the arguments of the trainer's first call, because later calls depend on them."""
 
     def __init__(self) -> None:
         self._init = InitInfo()
