@@ -479,7 +479,7 @@ class HeldRun(MaskRun):
             else:
                 self.compute_row(row)
 
-    def wait(self, is_computed: Callable[[], bool] | None) -> None:
+    def wait(self, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
         for row in range(0 if is_computed else len(self.matchers)):
             self.wait_row(row)
 

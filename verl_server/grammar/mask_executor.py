@@ -47,6 +47,7 @@ class MaskRun:
         self._rows = iter(range(len(matchers)))  # shared by the threads: a step of this iterator is atomic
         self._done = bytearray(len(matchers))
         self._progress: SimpleQueue[None] = SimpleQueue()
+        self._num_joined = 0
 
     def is_done(self, row: int) -> bool:
         """Return True if the mask of the row is written, or could not be computed."""
@@ -55,6 +56,11 @@ class MaskRun:
     @property
     def all_done(self) -> bool:
         return self._num_done() == len(self._done)
+
+    def join(self) -> None:
+        """Let one more thread take part."""
+        self._num_joined += 1
+        self._tasks.put(self)
 
     def compute(self) -> None:
         """Compute rows until none is left. Called in each thread that takes part."""
@@ -69,19 +75,20 @@ class MaskRun:
             self.errors[row] = error
         self._done[row] = 1
 
-    def wait(self, is_computed: Callable[[], bool] | None) -> None:
+    def wait(self, is_computed: Callable[[], bool] | None, least: int = 0) -> None:
         """Wait until all rows are done, or until the logits are computed and only slow rows are left.
 
-        With `is_computed` None, wait for all rows.
+        At least `least` rows are done then. With `is_computed` None, wait for all rows.
         """
         before = -1
         while not self.all_done:
             done, left = self._num_done(), length_hint(self._rows)
-            may_leave = left == 0 or (done == before and done >= _LEAST_READY * len(self._done))
-            if is_computed is not None and may_leave and is_computed():
-                return
-            if left and done == before:
-                self._tasks.put(self)
+            if done == before:  # every thread is held up
+                may_leave = done >= least and (left == 0 or done >= _LEAST_READY * len(self._done))
+                if is_computed is not None and may_leave and is_computed():
+                    return
+                if left and self._num_joined < _THREADS:
+                    self.join()
             before = done
             self._wait_a_moment()
 
@@ -125,7 +132,7 @@ class MaskExecutor:
             self._threads.append(thread)
         run = MaskRun(matchers, words, self._tasks)
         for _ in range(min(_FIRST_THREADS, -(-len(matchers) // _ROWS_PER_THREAD))):
-            self._tasks.put(run)
+            run.join()
         return run
 
     def consume(self, pairs: Sequence[tuple[Matcher, int]]) -> None:

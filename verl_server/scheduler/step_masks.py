@@ -75,6 +75,7 @@ class StepMasks:
         rows.sort(key=lambda entry: entry[2].late is not None)
         grammars = [grammar for _, _, grammar in rows]
         num_fresh = sum(grammar.late is None for grammar in grammars)
+        num_live = sum(req.row >= 0 for req in sampled)
         buffer = self._take_buffer()
         words = buffer.words[: len(rows)]
         bits: Words = words.numpy()
@@ -82,10 +83,10 @@ class StepMasks:
         if num_fresh:
             matchers = [grammar.open() for grammar in grammars[:num_fresh]]
             buffer.run = self.executor.start(matchers, bits[:num_fresh])
-            buffer.run.wait(is_computed)
+            # A step without any token would be a waste.
+            buffer.run.wait(is_computed, least=0 if num_fresh < num_live else 1)
             buffer.late = _mark(buffer.run, grammars[:num_fresh], bits, ready)
-        # A step without any token would be a waste.
-        waits = is_computed is None or (not num_fresh and len(rows) == sum(req.row >= 0 for req in sampled))
+        waits = is_computed is None or (not num_fresh and len(rows) == num_live)
         for place in range(num_fresh, len(rows)):
             ready[place] = _take_late(grammars[place], bits[place], wait=waits)
         for place, (_, req, grammar) in enumerate(rows):
@@ -148,7 +149,7 @@ def _mark(run: MaskRun, grammars: list[RequestGrammar], bits: Words, ready: npt.
         else:
             grammar.late = LateMask(run, row, bits[row])
             late.append(grammar.late)
-    for row, error in run.errors.items():
+    for row, error in list(run.errors.items()):  # threads may still add to it
         grammars[row].error = error
     return late
 
