@@ -78,21 +78,19 @@ def test_it_waits_for_the_least_number_of_rows() -> None:
 
 def test_most_rows_are_waited_for_even_if_all_threads_are_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_executor, "_THREADS", 2)
-    made, given, words = matchers({0, 1, 2, 3}, 16)
-    asked = threading.Event()
+    made, given, words = matchers({0, 1, 2}, 16)
 
     def end_two() -> None:
-        asked.wait(_TIMEOUT)
-        made[0].may_end.set()
-        made[1].may_end.set()
+        for matcher in made[:2]:
+            matcher.began.wait(_TIMEOUT)
+        for matcher in made[:2]:
+            matcher.may_end.set()
 
     threading.Thread(target=end_two).start()
     run = MaskExecutor().start(given, words)
-    asked.set()
     run.wait(lambda: True)
-    assert len(done(run, 16)) >= 12
-    for matcher in made:
-        matcher.may_end.set()
+    assert len(done(run, 16)) >= 12 and not run.is_done(2)
+    made[2].may_end.set()
     run.wait(None)
 
 
