@@ -425,6 +425,8 @@ def test_joining_a_trainer_that_is_not_there_is_bounded() -> None:
         WeightGroup.join(req(master_port=port), 0, CPU, 0.3)
     with pytest.raises(WeightUpdateError, match="Could not join"):
         WeightGroup.join(req(master_address="no.such.host.invalid"), 0, CPU, 0.3)
+    with pytest.raises(WeightUpdateError, match="Could not join .*label too long"):
+        WeightGroup.join(req(master_address="a" * 64), 0, CPU, 0.3)
 
 
 def test_joining_without_the_others_is_bounded(trainer: Trainer) -> None:

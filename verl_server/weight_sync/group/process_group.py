@@ -104,7 +104,7 @@ class WeightGroup:
             if req.rendezvous == "unique_id":
                 in_thread(nccl.meet).result(max(0.0, deadline - time.monotonic()))
             return cls(req.group_name, nccl, lifeline, timeout)
-        except (OSError, RuntimeError, TimeoutError) as error:
+        except (OSError, RuntimeError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
             lifeline.close()
             if member is not None:
                 in_thread(member.abort)  # NCCL's may wait for a kernel that never ends
