@@ -29,6 +29,14 @@ from verl_server.weight_sync.trainer.sender import describe_tensors
 BOUND = 10.0
 GOOD = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}}
 NORM = "model.norm.weight"
+LONG = [2**62] * 17
+"""A shape of more dimensions than any tensor has. With 60,000 dimensions, the number of elements took minutes."""
+LONG_HANDLE = {
+    "allocation": {"id": "a", "kind": "shm", "nbytes": 4},
+    "dtype": "float32",
+    "shape": LONG,
+    "stride": LONG,
+}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +163,9 @@ _BODIES: list[tuple[str, Any, int, str]] = [
     ("/update_weights_from_tensor", {"description": {"id": "d", "allocations": [], "tensors": []}}, 400, "no tensors"),
     ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}, 400, "init_weights"),
     ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["f"], "shapes": [[1]]}, 400, "'f'"),
+    ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["float32"], "shapes": [LONG]}, 400, "<= 16"),
+    ("/update_weights_from_tensor", {"named_tensors": [[NORM, {"values": [LONG_HANDLE]}]]}, 400, "<= 16"),
+    ("/update_weights", {"update_info": {"names": ["w"], "dtype_names": ["f"], "shapes": [LONG]}}, 400, "<= 16"),
     ("/destroy_weights_update_group", {}, 400, "does not exist"),
     ("/end_weight_update", {}, 400, "no weight-update session is open"),
     ("/end_weight_update", {"transaction_id": "t"}, 409, "'t' is not open"),

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from verl_server.sampling_params import SamplingParams
-from verl_server.weight_sync.handles import LocalSerializedTensor, PickledHandles, WeightsDescription
+from verl_server.weight_sync.handles import LocalSerializedTensor, PickledHandles, Shape, WeightsDescription
 
 VersionLabel = Annotated[str, msgspec.Meta(max_length=256)]
 """Label of a weight version. If a label has digits only, the default label of the next version is the next integer."""
@@ -358,7 +358,7 @@ class UpdateWeightsFromDistributedReq(msgspec.Struct, tag=True, kw_only=True):
     """Hugging Face names of the tensors."""
     dtypes: list[str]
     """Names of the tensors' torch dtypes, with or without the prefix "torch."."""
-    shapes: list[list[int]]
+    shapes: list[Shape]
     """Shapes of the tensors."""
     group_name: str = "weight_update_group"
     """Name of the process group."""

@@ -12,6 +12,12 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Range of every number on the wire; `open_memory` and `sources` check what the numbers mean."""
+_MOST_DIMENSIONS = msgspec.Meta(max_length=16)
+"""Without this bound, the number of elements of a long shape would have so many digits that it takes minutes."""
+Counts = Annotated[list[Count], _MOST_DIMENSIONS]
+"""One number for each dimension of a tensor."""
+Shape = Annotated[list[int], _MOST_DIMENSIONS]
+"""Shape of a tensor as other frameworks send it. Its numbers are checked where they are used."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,10 +65,10 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     allocation: Count
     """Index into the description's `allocations`."""
-    shape: list[Count]
-    offset: list[Count]
+    shape: Counts
+    offset: Counts
     """Start of the box in the full tensor. A whole tensor has only zeros here, and its full `shape`."""
-    stride: list[Count]
+    stride: Counts
     """Strides in elements."""
     storage_offset: Count = 0
     """Elements from the start of the allocation's storage to the first element."""
@@ -79,7 +85,7 @@ class DescribedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the parameter, as in the Hugging Face checkpoint."""
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"; one for all shards."""
-    shape: list[Count]
+    shape: Counts
     """Shape of the full tensor."""
     shards: list[Shard]
     """All shards of the tensor, of all owners."""
@@ -92,7 +98,7 @@ class PickledHandles(msgspec.Struct, kw_only=True):
     """Hugging Face names of the tensors."""
     dtypes: list[str]
     """Names of the tensors' torch dtypes."""
-    shapes: list[list[int]]
+    shapes: list[Shape]
     """Shapes of the tensors."""
     handles: str
     """Base64 pickle: for each tensor, or for the buffer, a dict from the UUID of a GPU to what torch's `reduce_tensor`
@@ -122,8 +128,8 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that holds the tensor."""
     dtype: str
     """torch's name without the prefix, e.g. "bfloat16"."""
-    shape: list[Count]
-    stride: list[Count]
+    shape: Counts
+    stride: Counts
     """Strides in elements."""
     storage_offset: Count = 0
     """Elements from the start of the allocation's storage to the first element."""

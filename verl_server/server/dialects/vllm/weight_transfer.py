@@ -25,7 +25,7 @@ from verl_server.io_struct import (
     UpdateWeightsFromDistributedReq,
     UpdateWeightsFromTensorReq,
 )
-from verl_server.weight_sync.handles import PickledHandles
+from verl_server.weight_sync.handles import PickledHandles, Shape
 
 CarryOut = Callable[[ControlReq], Awaitable[ControlReply]]
 """Sends a control request to the scheduler. Returns a successful reply, or raises its error."""
@@ -54,7 +54,7 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
 
     names: list[str]
     dtype_names: list[str]
-    shapes: list[list[int]]
+    shapes: list[Shape]
     packed: bool | None = None
     packed_buffer_size_bytes: int | None = None
     ipc_handles_pickled: str | None = None
