@@ -221,6 +221,22 @@ def test_a_broadcaster_that_could_not_be_joined_is_forgotten(stack: Stack, memor
     assert memory.names[-1] == "UpdateWeightsFromDisk"
 
 
+def test_ipc_handles_are_read_after_a_broadcaster_was_left(stack: Stack, memory: Memory) -> None:
+    stack.post("/init_broadcaster", BROADCASTER)
+    assert stack.post("/init_weight_transfer_engine", {"init_info": {}}).status_code == 200
+    response = stack.post("/update_weights", {"update_info": TENSORS | {"ipc_handles_pickled": "gASV"}})
+    assert response.status_code == 200, response.text
+    assert memory.names[-2:] == ["DestroyWeightsUpdateGroup", "UpdateWeightsFromTensor"]
+
+
+def test_a_group_that_could_not_be_joined_leaves_none(stack: Stack, memory: Memory) -> None:
+    stack.post("/init_broadcaster", BROADCASTER)
+    memory.refuses = (io.InitWeightsUpdateGroupReq,)
+    assert stack.post("/init_weight_transfer_engine", {"init_info": INIT}).status_code == 400
+    assert stack.post("/update_weights", {"weight_dir": "/weights"}).status_code == 200
+    assert memory.names[-1] == "UpdateWeightsFromDisk", "no broadcast of the group that was left is awaited"
+
+
 # -- cache and memory -----------------------------------------------------------------------------------------
 
 

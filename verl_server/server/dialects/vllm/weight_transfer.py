@@ -85,17 +85,23 @@ class WeightTransfer:
         """True if the group is that of prime-rl's trainer, which describes the tensors in its broadcasts."""
 
     async def init(self, carry_out: CarryOut, raw: Any) -> None:
-        """Join the trainer's NCCL group, in place of an earlier one. Without an address, only note the settings."""
+        """Join the trainer's NCCL group, in place of an earlier one. Without an address, only note the settings.
+
+        A broadcaster is left in both cases.
+        """
         info = _converted("init_info", raw, InitInfo)
         if info.nccl_unique_id_b64 is not None:
             raise BadRequestError(
                 "init_info.nccl_unique_id_b64 is not supported: send master_address and master_port of the trainer's "
                 "store."
             )
-        if info.master_address is not None:
+        if info.master_address is None:
+            if self.has_broadcaster:
+                await self.shutdown(carry_out)
+        else:
             if info.master_port is None or info.world_size is None:
                 raise BadRequestError("init_info with master_address needs master_port and world_size too.")
-            await self._leave(carry_out)
+            await self.shutdown(carry_out)
             await carry_out(
                 InitWeightsUpdateGroupReq(
                     master_address=info.master_address,
@@ -106,7 +112,6 @@ class WeightTransfer:
                     rendezvous="unique_id",
                 )
             )
-            self.has_broadcaster = False
         self._init = info
 
     async def init_broadcaster(self, carry_out: CarryOut, req: InitBroadcasterReq) -> None:
@@ -126,16 +131,12 @@ class WeightTransfer:
 
     async def shutdown(self, carry_out: CarryOut) -> None:
         """Leave the trainer's group, if there is one."""
-        await self._leave(carry_out)
-        self._init, self.has_broadcaster = InitInfo(), False
-
-    @staticmethod
-    async def _leave(carry_out: CarryOut) -> None:
         try:
             await carry_out(DestroyWeightsUpdateGroupReq(group_name=GROUP_NAME))
         except VerlServerError as error:
             if error.status_code != 400:  # 400: there is no group
                 raise
+        self._init, self.has_broadcaster = InitInfo(), False
 
     async def start(self, carry_out: CarryOut) -> None:
         """Open a transaction. Running requests finish first, unless generation is paused."""
