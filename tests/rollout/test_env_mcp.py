@@ -263,6 +263,35 @@ def test_a_call_that_hangs_fails_in_time_and_holds_up_nobody() -> None:
     _run(main())
 
 
+def test_a_call_that_waits_while_its_session_is_closed_fails() -> None:
+    class Slow(Plain):
+        played = 0
+
+        @tool
+        async def play(self) -> int:
+            type(self).played += 1
+            playing.set()
+            await release.wait()
+            return self.played
+
+    playing, release = asyncio.Event(), asyncio.Event()
+
+    async def main() -> None:
+        async with _asking(Slow) as ask:
+            session = (await ask("openenv/session/create"))["result"]["session_id"]
+            first = asyncio.create_task(ask("tools/call", session_id=session, name="play"))
+            await playing.wait()
+            second = asyncio.create_task(ask("tools/call", session_id=session, name="play"))
+            await asyncio.sleep(0)
+            assert (await ask("openenv/session/close", session_id=session))["result"]["closed"]
+            release.set()
+            assert (await first)["result"]["data"] == 1
+            assert "closed while this call waited" in (await second)["error"]["message"]
+        assert Slow.played == 1
+
+    _run(main())
+
+
 def test_an_idle_session_is_closed() -> None:
     async def main() -> None:
         async with _asking(Notebook, idle_timeout=0.01, max_concurrent_envs=1) as ask:

@@ -69,6 +69,7 @@ class McpSession:
         self.hosted = hosted
         self.lock = asyncio.Lock()
         self.expiry: asyncio.TimerHandle | None = None
+        self.is_closed = False
 
 
 class McpRoutes:
@@ -217,6 +218,8 @@ class McpRoutes:
             finally:
                 await self._pool.close(hosted)
         async with session.lock:
+            if session.is_closed:
+                raise JsonRpcError(INVALID_PARAMS, "The session was closed while this call waited for an earlier one.")
             try:
                 return await self._call(session.hosted, params)
             finally:
@@ -281,6 +284,7 @@ class McpRoutes:
     async def _close(self, session: McpSession) -> None:
         if self._sessions.pop(session.id, None) is None:
             return  # another request closes it
+        session.is_closed = True
         if session.expiry is not None:
             session.expiry.cancel()
         await self._pool.close(session.hosted)
