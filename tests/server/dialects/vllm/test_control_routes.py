@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -310,6 +311,19 @@ def test_a_client_that_is_gone_before_the_release_leaves_generation_running(stac
         stack.manager.run_sync(Sleep(stack.manager).sleep(carry_out, 2, None, "abort"), timeout=10)
     assert memory.names == ["PauseGeneration", "ContinueGeneration"]
     assert not stack.manager.controls.is_paused
+
+
+def test_two_calls_of_sleep_at_the_same_time_release_memory_once(stack: Stack, memory: Memory) -> None:
+    sleep = Sleep(stack.manager)
+
+    async def carry_out(req: Any) -> io.ControlReply:
+        return await stack.manager.control(req)
+
+    async def both() -> None:
+        await asyncio.gather(*(sleep.sleep(carry_out, 2, None, "abort") for _ in range(2)))
+
+    stack.manager.run_sync(both(), timeout=10)
+    assert memory.names == ["PauseGeneration", "ReleaseMemoryOccupation", "PauseGeneration"]
 
 
 # -- methods of workers ---------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     ContinueGenerationReq,
@@ -28,11 +30,17 @@ class Sleep:
         self._manager = manager
         self._paused = False
         """True if `/sleep` paused generation, which `/wake_up` continues then."""
+        self._lock = asyncio.Lock()
+        """Held by the call that changes the state. What it read must not change before it acts."""
 
     async def sleep(self, carry_out: CarryOut, level: int, tags: list[str] | None, mode: PauseMode) -> None:
         """Pause generation. Release the KV cache at level 1 and 2, and the weights: level 1 keeps their contents on the
         host. Memory that is released already stays released. If the release fails, generation continues."""
         wanted = _chosen(tags, {*_MEMORY}) if level else set()
+        async with self._lock:
+            await self._release(carry_out, wanted, level, mode)
+
+    async def _release(self, carry_out: CarryOut, wanted: set[str], level: int, mode: PauseMode) -> None:
         released = await self._released(carry_out)
         paused_here = not self._manager.controls.is_paused
         names = [name for tag in sorted(wanted) for name in _MEMORY[tag] if name not in released]
@@ -50,6 +58,10 @@ class Sleep:
         """Restore memory, and continue generation if `/sleep` paused it and all memory is there. Return True then, and
         if the server was awake."""
         wanted = _chosen(tags, {*_MEMORY, _SCHEDULING})
+        async with self._lock:
+            return await self._restore(carry_out, wanted)
+
+    async def _restore(self, carry_out: CarryOut, wanted: set[str]) -> bool:
         released = await self._released(carry_out)
         names = [name for tag in sorted(wanted - {_SCHEDULING}) for name in _MEMORY[tag] if name in released]
         if names:
