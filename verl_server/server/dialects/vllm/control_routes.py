@@ -281,7 +281,7 @@ class VllmControlApi:
                 f"The method {body.method!r:.100} cannot be called. This server has {', '.join(sorted(METHODS))}."
             )
         methods = Methods(self._manager, self._args, self._transfer, self._sleep, self._carry_out(request))
-        result = await METHODS[body.method](methods, *body.bound())
+        result = await METHODS[body.method](methods, body.args, body.kwargs)
         return json_response({"results": [result] * self._args.tp_size})
 
     # -- shared ---------------------------------------------------------------------------------------------

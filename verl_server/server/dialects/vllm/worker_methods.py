@@ -34,9 +34,6 @@ class CollectiveRpcReq(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     """No effect: each method has the bound of its control request."""
 
-    def bound(self) -> tuple[list[Any], dict[str, Any]]:
-        return self.args, self.kwargs
-
 
 class Methods:
     """The methods, for one call. Each returns what every rank returns."""
