@@ -116,7 +116,9 @@ def _with_flags(message: str, names: Sequence[str]) -> str:
     return message
 
 
-_SERVE_HELP = "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are SGLang's and OpenAI's."
+_SERVE_HELP = (
+    "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are those of SGLang, OpenAI, Anthropic and vLLM."
+)
 _ALIASES = {"--stream-output": "--incremental-streaming-output"}
 """Older names of SGLang's flags."""
 _KEY_FLAGS = {"VERL_SERVER_API_KEY": "--api-key", "VERL_SERVER_ADMIN_API_KEY": "--admin-api-key"}

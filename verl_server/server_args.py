@@ -97,7 +97,7 @@ class ServerArgs:
     max_running_requests: int = 256
     """Most requests in one batch."""
     max_queued_requests: int | None = None
-    """Most requests in the queue. If the queue is full, `/generate` answers 503. Default: no limit."""
+    """Most requests in the queue. If the queue is full, a new request is answered 503. Default: no limit."""
     chunked_prefill_size: int | None = None
     """Most prompt tokens in one step. A longer prompt is processed in chunks. Default: 8192 on CUDA, 2048 on the
     CPU."""

@@ -75,7 +75,7 @@ def _walk(matcher: Matcher, num_words: int) -> None:
     try:
         for count, (step, seconds) in enumerate(masks):
             tokens = step
-            slow += seconds > _MOST_STEP_SECONDS and count > 0  # the first mask is made before requests wait for it
+            slow += seconds > _MOST_STEP_SECONDS and count > 0  # the first mask builds most automata
             if slow > 1:
                 raise BadRequestError(_SLOW)
     except GrammarFailedError as error:
