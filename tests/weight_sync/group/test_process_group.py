@@ -425,7 +425,7 @@ def test_joining_a_trainer_that_is_not_there_is_bounded() -> None:
         WeightGroup.join(req(master_port=port), 0, CPU, 0.3)
     with pytest.raises(WeightUpdateError, match="Could not join"):
         WeightGroup.join(req(master_address="no.such.host.invalid"), 0, CPU, 0.3)
-    with pytest.raises(WeightUpdateError, match="Could not join .*label too long"):
+    with pytest.raises(WeightUpdateError, match=r"Could not join .*label too long"):
         WeightGroup.join(req(master_address="a" * 64), 0, CPU, 0.3)
 
 
