@@ -84,7 +84,7 @@ class StepMasks:
             matchers = [grammar.open() for grammar in grammars[:num_fresh]]
             buffer.run = self.executor.start(matchers, bits[:num_fresh])
             # A step without any token would be a waste.
-            buffer.run.wait(is_computed, least=0 if num_fresh < num_live else 1)
+            buffer.run.wait(is_computed, least=0 if len(rows) < num_live else 1)
             buffer.late = _mark(buffer.run, grammars[:num_fresh], bits, ready)
         waits = is_computed is None or (not num_fresh and len(rows) == num_live)
         for place in range(num_fresh, len(rows)):
