@@ -41,7 +41,7 @@ _MOST_BYTES = 2**30
 _MATCHER_BYTES = 2**18
 """Bytes that a matcher counts in addition to its measured size, which is rough."""
 _MOST_SECONDS = 0.02
-"""A grammar that takes longer to compile is compiled once."""
+"""A grammar that takes more processor time to compile is compiled once."""
 _MOST_SIZE = 2**22
 """A grammar that takes more bytes is compiled once."""
 _LONGEST = 4096
@@ -146,9 +146,9 @@ class Grammars:
         def work() -> Matcher:
             if entry.original is not None:
                 return entry.original.copy()
-            start = time.monotonic()
+            start = time.thread_time()
             matcher = compiler.compile(grammar)
-            if time.monotonic() - start > _MOST_SECONDS or entry.size > _MOST_SIZE:
+            if time.thread_time() - start > _MOST_SECONDS or entry.size > _MOST_SIZE:
                 entry.original = matcher
                 return matcher.copy()
             return matcher
