@@ -5,7 +5,7 @@ They have the methods that verl's `CheckpointEngineManager` calls on the workers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout import BaseRollout
 
-import verl_server.integrations.verl.checkpoint_engine  # registers the engine
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.integrations.verl.checkpoint_engine import RolloutServer, announce_server
+from verl_server.integrations.verl.weight_push import ShardedWeights
 from verl_server.models.tiny import random_model
 
 
@@ -65,14 +65,21 @@ class TrainerRank(Worker):
                 local.copy_(full[name][start : start + len(local)])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def prepare_push(self, yields: str = "shards", failing_rank: int = -1, fails_at: int = 0, without: str = "") -> None:
-        """Say how the next pushes behave: "shards" or "full" tensors, and which rank raises before which tensor."""
+    def prepare_push(
+        self, yields: str = "shards", failing_rank: int = -1, fails_at: int = 0, without: str = ""
+    ) -> None:
+        """Choose what the next pushes bring ("shards", "moved" shards or "full" tensors), and which rank fails when."""
         self._yields, self._without = yields, without
         self._fails_at = fails_at if dist.get_rank() == failing_rank else None
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if self._yields == "full":
+            return self._pairs()
+        return ShardedWeights(self._pairs(), self._pairs, stay_in_place=self._yields == "shards")
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, parameter) in enumerate(self._model.state_dict().items()):
-            if index == self._fails_at:
+            if index == self._fails_at:  # the other ranks wait for this one in `full_tensor`, if they call it
                 raise ValueError("the trainer ran out of luck")
             if self._without and self._without in name:
                 continue
@@ -89,7 +96,7 @@ class TrainerRank(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def servers_id(self) -> int:
         """Identify the connections to the servers. They are kept from one push to the next."""
-        return id(self.checkpoint_engine._servers)
+        return id(self.checkpoint_engine._connection)
 
 
 class NoAdapter(BaseRollout):

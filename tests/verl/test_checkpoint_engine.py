@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import ray
 import torch
+from separate_ranks import Replica, RolloutRank, TrainerRank, full_weights
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from separate_ranks import Replica, RolloutRank, TrainerRank, full_weights
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.integrations.verl.checkpoint_engine import (
@@ -31,7 +31,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("tiny"), "qwen3", vocab_size=2048)  # two buckets
+    return make_model_folder(tmp_path_factory.mktemp("tiny"), "qwen3", vocab_size=5000)  # three buckets
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,9 @@ class Job:
         self.config = CheckpointEngineConfig(
             backend="verl_server",
             update_weights_bucket_megabytes=BUCKET_MEGABYTES,
-            engine_kwargs={"verl_server": {"transport": transport, "timeout": 60.0}},
+            engine_kwargs={"verl_server": {"transport": transport}},
         )
+        self.is_group = transport == "group"
         self.folder, self.servers = folder, servers
         self.trainer = start_workers(TrainerRank, 2, folder=folder, config=self.config)
         rollout = RolloutConfig(name="verl_server", mode="async", checkpoint_engine=self.config)
@@ -84,10 +85,12 @@ class Job:
 
     def push_that_fails(self, global_steps: int) -> list[Exception]:
         """Push without the manager, and return the error of every trainer rank."""
-        self.manager.build_process_group(self.rollout)
+        workers = [worker for replica in self.manager.replicas for worker in replica.workers]
+        init = RayClassWithInitArgs(ray.remote(RolloutRank))
+        self.manager.build_process_group(RayWorkerGroup(worker_handles=workers, ray_cls_with_init=init))
         errors = []
         for result in self.trainer.update_weights(global_steps=global_steps, mode="verl_server"):
-            with pytest.raises(Exception) as caught:  # noqa: PT011  # Ray adds its own type to the error's
+            with pytest.raises(Exception) as caught:  # Ray adds its own type to the error's
                 ray.get(result, timeout=60)
             errors.append(caught.value)
         return errors
@@ -95,10 +98,11 @@ class Job:
     def check_served(self, seed: int, version: str) -> None:
         """Check that every server serves the weights of `seed` as `version`, in every parameter."""
         expected = full_weights(self.folder, seed)
-        for server in self.servers:
+        for replica in self.manager.replicas:
+            server = replica.server
             assert server.get_server_info()["weight_version"] == version
             for name, tensor in expected.items():
-                served = torch.tensor(server.get_weights_by_name(name, truncate_size=4096))
+                served = torch.tensor(server.get_weights_by_name(name, truncate_size=8192))
                 torch.testing.assert_close(served, tensor.detach(), msg=lambda text, name=name: f"{name}: {text}")
             assert server.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["meta_info"]["weight_versions"]
 
@@ -116,7 +120,7 @@ def job(
     job.kill()
 
 
-@pytest.mark.parametrize("yields", ["shards", "full"])
+@pytest.mark.parametrize("yields", ["shards", "moved", "full"])
 def test_every_push_reaches_every_server_exactly(job: Job, yields: str) -> None:
     job.trainer.prepare_push(yields)
     for step in range(1, 4):
@@ -132,20 +136,15 @@ def test_connections_serve_many_pushes(job: Job) -> None:
     assert job.trainer.servers_id() == before
 
 
-def test_an_error_on_one_rank_is_raised_on_all_and_the_next_push_heals(job: Job) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_and_the_old_weights_stay(job: Job) -> None:
+    if job.is_group:
+        pytest.skip("the other rank waits in a collective then, which a later test covers")
     job.trainer.prepare_push()
     job.push(seed=1, global_steps=1)
-    job.trainer.fill(2)
-    # The last tensor: buckets were sent before it. Rank 1 fails where no rank waits for another in a collective.
-    names = len(full_weights(job.folder, 1))
-    job.trainer.prepare_push("shards", failing_rank=1, fails_at=0)
+    job.trainer.prepare_push("shards", failing_rank=1)
     errors = job.push_that_fails(2)
     assert all("ran out of luck" in str(error) for error in errors), errors
     job.check_served(seed=1, version="1")
-    del names
-    job.trainer.prepare_push()
-    job.push(seed=3, global_steps=3)
-    job.check_served(seed=3, version="3")
 
 
 def test_missing_parameters_are_refused_on_all_ranks_and_never_served(job: Job) -> None:
@@ -164,7 +163,7 @@ def test_missing_parameters_are_refused_on_all_ranks_and_never_served(job: Job) 
 
 
 def test_missing_shards_leave_the_old_weights(job: Job) -> None:
-    if job.config.engine_kwargs["verl_server"]["transport"] == "group":
+    if job.is_group:
         pytest.skip("shards are gathered for the group")
     job.trainer.prepare_push()
     job.push(seed=1, global_steps=1)
@@ -176,7 +175,7 @@ def test_missing_shards_leave_the_old_weights(job: Job) -> None:
     job.check_served(seed=1, version="1")
 
 
-def test_a_dead_server_is_an_error_on_all_ranks(local_ray: None, folder: Path) -> None:
+def test_dead_servers_and_failed_trainers_end_a_push_and_nothing_hangs(local_ray: None, folder: Path) -> None:
     engines = [
         HttpServerEngineAdapter(model_path=str(folder), device="cpu", port=0, max_total_tokens=512) for _ in range(2)
     ]
@@ -185,9 +184,19 @@ def test_a_dead_server_is_an_error_on_all_ranks(local_ray: None, folder: Path) -
         job.push(seed=1, global_steps=1)
         assert engines[1].pid is not None
         os.kill(engines[1].pid, 9)
-        job.trainer.fill(2)
         errors = job.push_that_fails(2)
         assert all(engines[1].url in str(error) for error in errors), errors
+
+        job.manager.remove_replicas(job.manager.replicas[1:])
+        job.push(seed=3, global_steps=3)
+        job.check_served(seed=3, version="3")
+
+        # Rank 0 waits for rank 1 in a collective of the trainer, in its second bucket: the first one is written.
+        job.trainer.prepare_push("full", failing_rank=1, fails_at=20)
+        errors = job.push_that_fails(4)
+        assert all("ran out of luck" in str(error) for error in errors), errors
+        with pytest.raises(ServerUnavailableError, match="torn"):
+            engines[0].generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
     finally:
         job.kill()
         for engine in engines:

@@ -9,19 +9,22 @@ they belong to: the weights travel from the trainer's ranks straight to the serv
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from verl_server.errors import BadRequestError
-from verl_server.integrations.verl.separate_servers import SeparateServers, ServerTarget
+from verl_server.integrations.verl.separate_servers import Named, SeparateServers, ServerTarget
+from verl_server.integrations.verl.trainer_ranks import TrainerRanks
+from verl_server.integrations.verl.weight_push import WeightPush
 
 Transport = Literal["auto", "group"]
-_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,12 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         is_master: bool = False,
         transport: Transport = "auto",
         group_backend: Literal["nccl", "gloo"] | None = None,
-        timeout: float = _TIMEOUT,
     ) -> None:
         """Store the settings.
 
         `bucket_size` (bytes) and `is_master` (unused) come from verl. The others are set
         with `rollout.checkpoint_engine.engine_kwargs.verl_server`. `transport`: "auto" chooses by host, "group" uses
-        the process group for every server. `group_backend`: default "nccl" on GPUs, else "gloo". `timeout`: seconds
-        that a trainer rank waits for the other ranks.
+        the process group for every server. `group_backend`: default "nccl" on GPUs, else "gloo".
         """
         if transport not in ("auto", "group"):
             raise BadRequestError(
@@ -89,16 +90,15 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             )
         self.server: RolloutServer | None = None
         """The server of this rollout worker's replica. None on trainer ranks."""
-        self._bucket_bytes, self._transport, self._timeout = bucket_size, transport, timeout
+        self._bucket_bytes, self._transport = bucket_size, transport
         self._backend = group_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        self._targets: tuple[ServerTarget, ...] = ()
-        self._servers: SeparateServers | None = None
+        self._connection: _Connection | None = None
 
     def prepare(self) -> _Trainer | _Rollout:
         node = ray.get_runtime_context().get_node_id()
         if self.server is not None:
             return _Rollout(node, self.server)
-        connected = self._targets if self._servers is not None else None
+        connected = self._connection.targets if self._connection is not None else None
         return _Trainer(node, ray.util.get_node_ip_address().strip("[]"), self._transport, connected)
 
     @classmethod
@@ -142,35 +142,36 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         if not reconnect:
             return
         self._disconnect()
-        self._servers = SeparateServers(
-            targets,
-            address=address,
-            backend=self._backend,
-            bucket_bytes=self._bucket_bytes,
-            timeout=self._timeout,
-        )
-        self._targets = targets
-
-    async def send_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
-    ) -> dict[str, Any]:
-        """Push the weights of this trainer rank; see `SeparateServers.push`. All trainer ranks call it together.
-
-        The push runs on the worker's event loop, because making a full tensor is collective and belongs to the thread
-        that selected the device. verl calls nothing else of the worker meanwhile.
-        """
-        if self._servers is None:
-            raise BadRequestError("send_weights needs init_process_group before it, and after every push that failed.")
+        ranks = TrainerRanks(dist.get_world_size())
         try:
-            self._servers.push(weights, None if global_steps is None else str(global_steps))
+            servers = SeparateServers(
+                ranks, targets, address=address, group_backend=self._backend, bucket_bytes=self._bucket_bytes
+            )
+        except BaseException:
+            ranks.close()
+            raise
+        self._connection = _Connection(targets, ranks, servers, WeightPush(ranks, servers, self._bucket_bytes))
+
+    async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, Any]:
+        """Make every server serve the weights of all trainer ranks, with the label `global_steps`.
+
+        All trainer ranks call it together. Every rank iterates `weights`, which bring every parameter: full tensors,
+        or `ShardedWeights`. Raises on every rank if a server or a rank failed. A server then serves its old weights or
+        the new weights, or refuses to generate until the next push that succeeds.
+        """
+        if self._connection is None:
+            raise BadRequestError("send_weights needs init_process_group before it, and after every push that failed.")
+        connection, version = self._connection, None if global_steps is None else str(global_steps)
+        if connection.servers.needs_full_tensors:
+            weights = _full_tensors(weights)
+        try:
+            await connection.ranks.run(lambda: connection.push.update(weights, version))
         except BaseException:
             self._disconnect()
             raise
         return {}
 
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
         """Yield nothing: the server itself receives the weights. Errors are raised by `send_weights`."""
         for nothing in ():
             yield nothing
@@ -179,6 +180,23 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         """Do nothing: the connections serve the next push, too."""
 
     def _disconnect(self) -> None:
-        servers, self._servers, self._targets = self._servers, None, ()
-        if servers is not None:
-            servers.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.push.discard()
+            connection.servers.close()
+            connection.ranks.close()
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A trainer rank's connections to the other ranks and, on the first rank, to the servers."""
+
+    targets: tuple[ServerTarget, ...]
+    ranks: TrainerRanks
+    servers: SeparateServers
+    push: WeightPush
+
+
+def _full_tensors(weights: Iterable[Named]) -> Iterator[Named]:
+    for name, tensor in weights:
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,19 +16,39 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from verl_server.engine.base import EngineBase
-from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.integrations.verl.trainer_ranks import RANK_TIMEOUT, TrainerRanks
 
 logger = logging.getLogger(__name__)
 
 Named = tuple[str, torch.Tensor]
+
+
+class Transactions(Protocol):
+    """The calls of a server, or of several, that make many updates one version; see `EngineWeights`."""
+
+    def begin_weight_update(self, *, lease_seconds: float, full: bool) -> Any: ...
+
+    def end_weight_update(self, *, weight_version: str | None = ..., discard: bool = ...) -> Any: ...
+
+
+class UpdatedEngine(Protocol):
+    """What an update needs of the servers: `VerlEngine` for a replica, `SeparateServers` for several on other GPUs."""
+
+    @property
+    def engine(self) -> Transactions | None:
+        """The connection to the servers, on the rank that has it."""
+
+    def update_weights_from_tensor(
+        self, named_tensors: Iterable[Named], *, weight_version: str | None = ..., partial: bool = ...
+    ) -> Any: ...
+
+    def unregister_weights(self) -> None: ...
 
 
 class ShardedWeights:
@@ -58,7 +78,7 @@ class ShardedWeights:
 class WeightPush:
     """Updates the server of this rank's replica. All trainer ranks call `update` together."""
 
-    def __init__(self, ranks: TrainerRanks, engine: VerlEngine, bucket_bytes: int) -> None:
+    def __init__(self, ranks: TrainerRanks, engine: UpdatedEngine, bucket_bytes: int) -> None:
         """`engine` is attached to the replica's server. `bucket_bytes`: most bytes of a bucket on a rank, unless one
         tensor is larger."""
         self._ranks, self._engine, self._bucket_bytes = ranks, engine, bucket_bytes
@@ -114,12 +134,12 @@ class WeightPush:
             )
         return bucket
 
-    def _begin(self, server: EngineBase) -> None:
+    def _begin(self, server: Transactions) -> None:
         # The lease covers the slowest bucket: a rank that takes longer to gather it has failed.
         server.begin_weight_update(full=True, lease_seconds=RANK_TIMEOUT)
         self._has_transaction = True
 
-    def _end(self, server: EngineBase, version: str | None) -> None:
+    def _end(self, server: Transactions, version: str | None) -> None:
         server.end_weight_update(weight_version=version)
         self._has_transaction = False
 
@@ -130,7 +150,7 @@ class WeightPush:
         else:
             self._ranks.agree(what, call)
 
-    def _on_server(self, what: str, call: Callable[[EngineBase], Any]) -> None:
+    def _on_server(self, what: str, call: Callable[[Transactions], Any]) -> None:
         """Run `call` with the server's adapter on the first rank of each replica."""
 
         def act() -> None:
