@@ -45,15 +45,6 @@ def servers(folder: Path) -> Iterator[list[HttpServerEngineAdapter]]:
         engine.shutdown()
 
 
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    here = Path(__file__)
-    env = {"PYTHONPATH": f"{here.parents[2]}:{here.parent}", "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=16, include_dashboard=False, _temp_dir="/tmp/ray_c", runtime_env={"env_vars": env})
-    yield
-    ray.shutdown()
-
-
 def start_workers(cls: type, count: int, **kwargs: Any) -> RayWorkerGroup:
     pool = RayResourcePool([count], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(cls), **kwargs), use_gpu=False, device_name="cpu")
