@@ -35,7 +35,7 @@ _ACTOR_TIMEOUT = 900.0
 """Seconds to wait for an answer of the server actor, whose own waits end before."""
 
 
-class ServerAdapter(BaseRollout):
+class ServerAdapter(BaseRollout):  # type: ignore[misc]
     """A trainer rank's side of one rollout replica. All ranks call the same methods in the same order.
 
     An error of one rank or of one server is raised on every rank.

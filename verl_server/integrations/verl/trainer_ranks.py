@@ -55,7 +55,8 @@ class TrainerRanks:
         self._rank, self._poll, self._grace = rank, poll, grace
         (name, *_) = everyone.gather("connect", lambda: uuid.uuid4().bytes)
         # A connection of its own: a collective that waits holds the lock of the default store's connection.
-        self._store = dist.PrefixStore(f"verl-server-{name.hex()}", dist.distributed_c10d._get_default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = torch.distributed.distributed_c10d.PrefixStore(f"verl-server-{name.hex()}", store.clone())
         self._num_runs = 0
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
@@ -129,20 +130,23 @@ class TrainerRanks:
         loop: asyncio.AbstractEventLoop,
         device: contextlib.AbstractContextManager[Any],
     ) -> None:
-        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-            if not done.done():
-                set_outcome(outcome)
+        def settle() -> None:
+            if done.done():  # the caller was cancelled
+                return
+            if failure is None:
+                done.set_result(result)
+            else:
+                done.set_exception(failure)
 
+        failure: BaseException | None = None
         try:
             with device:
                 result = call()
         except BaseException as error:
+            failure = error
             self._report(error)
-            outcome = (settle, done.set_exception, error)
-        else:
-            outcome = (settle, done.set_result, result)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(*outcome)
+            loop.call_soon_threadsafe(settle)
 
     def _report(self, error: BaseException) -> None:
         text = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
@@ -169,6 +173,6 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 def _device_of_caller() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which another thread works on the caller's CUDA device and stream."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return _on_stream(torch.cuda.current_stream())

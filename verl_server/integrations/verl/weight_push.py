@@ -74,7 +74,7 @@ class WeightPush:
         """
         if isinstance(weights, ShardedWeights) and self._can_read_shards():
             if weights.stay_in_place:
-                pairs = self._ranks.agree("list the weights", lambda: list(weights.shards))
+                pairs = list(weights.shards)
                 self._engine.update_weights_from_tensor(pairs, weight_version=version, partial=False)
                 return
             weights = weights.shards
@@ -107,10 +107,12 @@ class WeightPush:
     def _next_bucket(self, buckets: _Buckets) -> list[Named]:
         """Return the next bucket, which is empty at the end of the weights."""
         bucket = self._ranks.agree("iterate the weights", buckets.next)
-        firsts = [name.decode() for name in self._ranks.gather("bucket", bucket[0][0].encode() if bucket else b"")]
-        if len(set(firsts)) > 1:
+        last_name = bucket[-1][0] if bucket else ""
+        names = [name.decode() for name in self._ranks.gather("bucket", last_name.encode())]
+        if len(set(names)) > 1:
             raise BadRequestError(
-                f"The ranks iterate different weights. The next names, by rank: {firsts} ('': no more weights)."
+                "The ranks iterate different weights. The names at the end of their buckets, by rank "
+                f"('': no more weights): {names}."
             )
         return bucket
 
