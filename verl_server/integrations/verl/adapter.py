@@ -58,6 +58,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self._ranks: TrainerRanks | None = None
         self._engine: VerlEngine | None = None
         self._push: WeightPush | None = None
+        self._num_updates = 0
 
     async def resume(self, tags: list[str]) -> None:
         """Allocate released memory of the server again. `tags`: "weights", "kv_cache"; others were not released."""
@@ -76,7 +77,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         peft_config: dict[str, Any] | None = None,
         base_sync_done: bool = True,
     ) -> None:
-        """Copy `weights` into the server's weights, as version `global_steps` (None: no number of the trainer's).
+        """Copy `weights` into the server's weights, as version `global_steps` (None: a version without a number).
 
         Every rank iterates `weights`, which bring every parameter: (name, tensor) pairs, `DTensor`s, or
         `ShardedWeights`. `base_sync_done` is verl's and concerns adapters, which are refused (`peft_config`).
@@ -133,7 +134,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     def _update(self, weights: Iterable[Named], global_steps: int | None) -> None:
         ranks, _ = self._connected()
         assert self._push is not None
-        self._push.update(weights, None if global_steps is None else str(global_steps))
+        self._num_updates += 1
+        # A server that gets no label counts on, and its outputs would name a step that the trainer never had.
+        version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
+        self._push.update(weights, version)
         ranks.act("set_global_steps", lambda: self._on_actor("set_global_steps", global_steps))
 
     def _connected(self) -> tuple[TrainerRanks, VerlEngine]:

@@ -65,8 +65,8 @@ class WeightPush:
         self._has_transaction = False
         self._has_warned = False
 
-    def update(self, weights: Iterable[Named], version: str | None) -> None:
-        """Serve `weights` under the label `version`, or under the next number if `version` is None.
+    def update(self, weights: Iterable[Named], version: str) -> None:
+        """Serve `weights` under the label `version`.
 
         Every parameter must come. Raises an error on every rank if a server, or the iterator of a rank, failed. Then
         each server serves its old weights, refuses to generate until the next update, or serves the new ones if only
@@ -96,7 +96,7 @@ class WeightPush:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _update_in_buckets(self, weights: Iterable[Named], version: str | None) -> None:
+    def _update_in_buckets(self, weights: Iterable[Named], version: str) -> None:
         buckets = _Buckets(weights, self._bucket_bytes, gather=not self._ranks.is_on_one_host)
         self._on_server("begin_weight_update", self._begin)
         while bucket := self._next_bucket(buckets):
@@ -121,7 +121,7 @@ class WeightPush:
         server.begin_weight_update(full=True, lease_seconds=RANK_TIMEOUT)
         self._has_transaction = True
 
-    def _end(self, server: EngineBase, version: str | None) -> None:
+    def _end(self, server: EngineBase, version: str) -> None:
         server.end_weight_update(weight_version=version)
         self._has_transaction = False
 
