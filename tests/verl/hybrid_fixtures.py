@@ -11,6 +11,7 @@ import torch
 from conftest import PROMPT, run
 from hybrid_worker import HybridWorker
 from omegaconf import OmegaConf, open_dict
+from ray.util import remove_placement_group
 from transformers import AutoModelForCausalLM
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -37,9 +38,9 @@ class Hybrid:
             config.actor_rollout_ref.model.use_remove_padding = False
             config.actor_rollout_ref.model.enable_gradient_checkpointing = False
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        pool = RayResourcePool(process_on_nodes=[2], use_gpu=True, max_colocate_count=3)
+        self._pool = RayResourcePool(process_on_nodes=[2], use_gpu=True, max_colocate_count=3)
         worker = RayClassWithInitArgs(ray.remote(HybridWorker), config=config.actor_rollout_ref, role="actor_rollout")
-        self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=worker, device_name="cpu")
+        self.workers = RayWorkerGroup(resource_pool=self._pool, ray_cls_with_init=worker, device_name="cpu")
         self.workers.init_model()
         self.manager = LLMServerManager.create(config=config, worker_group=self.workers)
         self.servers = self.manager.server_handles
@@ -47,6 +48,8 @@ class Hybrid:
     def end(self) -> None:
         for actor in [*self.servers, *self.workers.workers]:
             ray.kill(actor)
+        for group in self._pool.get_placement_groups():
+            remove_placement_group(group)
 
     def sleep(self) -> None:
         for replica in self.manager.rollout_replicas:

@@ -112,7 +112,7 @@ def test_a_refused_update(hybrid: Hybrid) -> None:
 
 def test_missing_parameters(hybrid: Hybrid) -> None:
     for error in hybrid.push("gathered", 9, failing_rank=None, stop_at=4):
-        assert isinstance(error, WeightUpdateError) and "update the remaining" in str(error)
+        assert isinstance(error, WeightUpdateError) and "21 parameters are missing" in str(error)
     with pytest.raises(ServerUnavailableError):
         hybrid.generate()
     assert hybrid.push("gathered", 9) == [None, None]

@@ -23,6 +23,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl_server.engine.base import EngineBase
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import ControlTimeoutError, ServerDiedError, ServerUnavailableError, VerlServerError
+from verl_server.integrations.verl.server_actor import actor_name
 from verl_server.integrations.verl.trainer_ranks import RANK_TIMEOUT, TrainerRanks
 from verl_server.integrations.verl.weight_push import Named, WeightPush
 
@@ -35,7 +36,7 @@ _ACTOR_TIMEOUT = 900.0
 """Seconds to wait for an answer of the server actor, whose own waits end before."""
 
 
-class ServerAdapter(BaseRollout):  # type: ignore[misc]
+class ServerAdapter(BaseRollout):
     """A trainer rank's side of one rollout replica. All ranks call the same methods in the same order.
 
     An error of one rank or of one server is raised on every rank.
@@ -168,7 +169,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
 
     def _on_actor(self, method: str, *args: Any) -> Any:
         """Call a method of the replica's server actor and return the answer. Called on the first rank only."""
-        name = f"verl_server_server_{self.replica_rank}_0"
+        name = actor_name(self.replica_rank)
         try:
             self._actor = self._actor or ray.get_actor(name)
             return ray.get(getattr(self._actor, method).remote(*args), timeout=_ACTOR_TIMEOUT)

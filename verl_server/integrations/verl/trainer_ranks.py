@@ -58,6 +58,8 @@ class TrainerRanks:
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = torch.distributed.distributed_c10d.PrefixStore(f"verl-server-{name.hex()}", store.clone())
         self._num_runs = 0
+        self._has_failed = False
+        """True if this rank has failed in the current run. It then waits until the other ranks have noticed."""
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
         """Run `act` on the first rank of each replica. Return the JSON-like result of this rank's replica.
@@ -99,7 +101,7 @@ class TrainerRanks:
         If another rank fails and this rank's `call` does not end within the grace period, the call raises
         UnansweredError, all later calls of all ranks fail, and the thread is abandoned.
         """
-        self._num_runs += 1
+        self._num_runs, self._has_failed = self._num_runs + 1, False
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         threading.Thread(
@@ -107,7 +109,7 @@ class TrainerRanks:
         ).start()
         deadline = None
         while not (await asyncio.wait([done], timeout=self._poll))[0]:
-            failure = self._reported_failure()
+            failure = None if self._has_failed else self._reported_failure()
             if failure is not None and deadline is None:
                 deadline = loop.time() + self._grace
             if failure is not None and deadline is not None and loop.time() > deadline:
@@ -149,6 +151,7 @@ class TrainerRanks:
             loop.call_soon_threadsafe(settle)
 
     def _report(self, error: BaseException) -> None:
+        self._has_failed = True
         text = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
             self._store.set(self._key, text)
