@@ -7,22 +7,21 @@ versions of transformers.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 # Set before verl and Ray are imported: Ray's processes inherit the environment, and verl reads it on import.
-_EXTERNAL = ["cpu_platform", "verl_server.integrations.verl"]
-if not (ROOT / "verl_server/integrations/verl/adapter.py").exists():
-    _EXTERNAL.append("idle_adapter")
 os.environ |= {
     "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
     "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": ",".join(_EXTERNAL),
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform,verl_server.integrations.verl",
     "VERL_USE_EXTERNAL_PLUGINS": "none",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -31,12 +30,15 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import ray  # noqa: E402
 import verl  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
 
+from verl_server.integrations.verl.server_actor import ServerActor  # noqa: E402
+from verl_server.integrations.verl.settings import ServingOptions  # noqa: E402
 from verl_server.models.tiny import make_model_folder  # noqa: E402
 
 T = TypeVar("T")
@@ -89,6 +91,39 @@ def local_ray(ray_folder: str) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def make_actor(local_ray: None, tiny_model: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that returns a launched `ServerActor` without a replica. Keywords: its `ServingOptions`."""
+    actors = []
+
+    def make(server: dict[str, Any] | None = None, **options: Any) -> Any:
+        settings = {"model_path": str(tiny_model), "device": "cpu", "dtype": "float32"} | SERVER | (server or {})
+        actor = (
+            ray.remote(ServerActor).options(num_cpus=0, max_concurrency=100).remote(settings, ServingOptions(**options))
+        )
+        actors.append(actor)
+        ray.get(actor.launch.remote(), timeout=120)
+        return actor
+
+    yield make
+    for actor in actors:
+        ray.kill(actor)
+
+
+def processes_of(actor: Any) -> list[psutil.Process]:
+    """Return the processes of an actor's server: the server and its scheduler."""
+    server = psutil.Process(ray.get(actor.__ray_call__.remote(lambda self: self._server.pid), timeout=60))
+    return [server, *server.children(recursive=True)]
+
+
+def assert_ended(processes: list[psutil.Process], timeout: float = 60.0) -> None:
+    """Wait until the processes have ended. An ended process that its parent has not reaped counts, too."""
+    deadline = time.monotonic() + timeout
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"These processes still run: {alive}"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="session")
 def make_config(tiny_model: Path) -> Callable[..., DictConfig]:
     """Return a function that returns the configuration of verl's PPO trainer for the tiny model.
@@ -96,10 +131,11 @@ def make_config(tiny_model: Path) -> Callable[..., DictConfig]:
     Keywords replace entries of `actor_rollout_ref.rollout`; `server` adds to the server's settings.
     """
     folder = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(config_dir=folder, version_base=None):
+        defaults = compose(config_name="ppo_trainer")
 
     def make(server: dict[str, Any] | None = None, **rollout: Any) -> DictConfig:
-        with initialize_config_dir(config_dir=folder, version_base=None):
-            config = compose(config_name="ppo_trainer")
+        config = copy.deepcopy(defaults)
         settings: dict[str, Any] = {
             "name": "verl_server",
             "nnodes": 1,

@@ -132,7 +132,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_old_weights_stay(job: Job
         pytest.skip("the other rank waits in a collective then, which a later test covers")
     job.trainer.prepare_push()
     job.push(seed=1, global_steps=1)
-    job.trainer.prepare_push("shards", failing_rank=1)
+    job.trainer.prepare_push("moved", failing_rank=1)
     errors = job.push_that_fails(2)
     assert all("ran out of luck" in str(error) for error in errors), errors
     job.check_served(seed=1, version="1")

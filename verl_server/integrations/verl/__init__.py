@@ -7,7 +7,6 @@ checkpoint engines, and that of training engines, take classes.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -30,6 +29,9 @@ def _replica_class() -> type[Any]:
 
 RolloutReplicaRegistry.register(ROLLOUT_NAME, _replica_class)
 _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "verl_server.integrations.verl.adapter.ServerAdapter"
-importlib.import_module("verl_server.integrations.verl.checkpoint_engine")
-if os.environ.get("VERL_ENGINE_VENDOR") == ROLLOUT_NAME:
-    importlib.import_module("verl_server.integrations.verl.fsdp_engine")
+
+import verl_server.integrations.verl.checkpoint_engine  # noqa: E402  # registers itself
+
+if os.environ.get("VERL_ENGINE_VENDOR") == "verl_server":
+    # Registers itself as verl's engine of this vendor. The import takes a second, so only jobs that use it pay it.
+    import verl_server.integrations.verl.fsdp_engine  # noqa: F401

@@ -23,6 +23,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl_server.engine.base import EngineBase
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import ControlTimeoutError, ServerDiedError, ServerUnavailableError, VerlServerError
+from verl_server.integrations.verl.server_actor import actor_name
 from verl_server.integrations.verl.trainer_ranks import RANK_TIMEOUT, TrainerRanks
 from verl_server.integrations.verl.weight_push import Named, WeightPush
 
@@ -58,6 +59,7 @@ class ServerAdapter(BaseRollout):
         self._ranks: TrainerRanks | None = None
         self._engine: VerlEngine | None = None
         self._push: WeightPush | None = None
+        self._num_updates = 0
 
     async def resume(self, tags: list[str]) -> None:
         """Allocate released memory of the server again. `tags`: "weights", "kv_cache"; others were not released."""
@@ -76,7 +78,7 @@ class ServerAdapter(BaseRollout):
         peft_config: dict[str, Any] | None = None,
         base_sync_done: bool = True,
     ) -> None:
-        """Copy `weights` into the server's weights, as version `global_steps` (None: no number of the trainer's).
+        """Copy `weights` into the server's weights, as version `global_steps` (None: a version without a number).
 
         Every rank iterates `weights`, which bring every parameter: (name, tensor) pairs, `DTensor`s, or
         `ShardedWeights`. `base_sync_done` is verl's and concerns adapters, which are refused (`peft_config`).
@@ -133,7 +135,10 @@ class ServerAdapter(BaseRollout):
     def _update(self, weights: Iterable[Named], global_steps: int | None) -> None:
         ranks, _ = self._connected()
         assert self._push is not None
-        self._push.update(weights, None if global_steps is None else str(global_steps))
+        self._num_updates += 1
+        # A server that gets no label counts on, and its outputs would name a step that the trainer never had.
+        version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
+        self._push.update(weights, version)
         ranks.act("set_global_steps", lambda: self._on_actor("set_global_steps", global_steps))
 
     def _connected(self) -> tuple[TrainerRanks, VerlEngine]:
@@ -164,7 +169,7 @@ class ServerAdapter(BaseRollout):
 
     def _on_actor(self, method: str, *args: Any) -> Any:
         """Call a method of the replica's server actor and return the answer. Called on the first rank only."""
-        name = f"verl_server_server_{self.replica_rank}_0"
+        name = actor_name(self.replica_rank)
         try:
             self._actor = self._actor or ray.get_actor(name)
             return ray.get(getattr(self._actor, method).remote(*args), timeout=_ACTOR_TIMEOUT)

@@ -93,6 +93,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         self._bucket_bytes, self._transport = bucket_size, transport
         self._backend = group_backend or ("nccl" if torch.cuda.is_available() else "gloo")
         self._connection: _Connection | None = None
+        self._num_updates = 0
 
     def prepare(self) -> _Trainer | _Rollout:
         node = ray.get_runtime_context().get_node_id()
@@ -161,7 +162,10 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         """
         if self._connection is None:
             raise BadRequestError("send_weights needs init_process_group before it, and after every push that failed.")
-        connection, version = self._connection, None if global_steps is None else str(global_steps)
+        connection = self._connection
+        self._num_updates += 1
+        # The label of every version differs, so that tokens of two versions are never taken for one.
+        version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
         if connection.servers.needs_full_tensors:
             weights = _full_tensors(weights)
         try:

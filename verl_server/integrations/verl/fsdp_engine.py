@@ -23,7 +23,7 @@ from verl_server.integrations.verl.weight_push import Named, ShardedWeights
 @EngineRegistry.register(
     model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor="verl_server"
 )
-class FSDPEngineWithShards(FSDPEngineWithLMHead):  # type: ignore[misc]
+class FSDPEngineWithShards(FSDPEngineWithLMHead):
     """verl's FSDP engine. With FSDP2, `get_per_tensor_param` returns `ShardedWeights`."""
 
     def get_per_tensor_param(

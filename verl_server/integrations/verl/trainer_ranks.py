@@ -55,8 +55,11 @@ class TrainerRanks:
         self._rank, self._poll, self._grace = rank, poll, grace
         (name, *_) = everyone.gather("connect", lambda: uuid.uuid4().bytes)
         # A connection of its own: a collective that waits holds the lock of the default store's connection.
-        self._store = dist.PrefixStore(f"verl-server-{name.hex()}", dist.distributed_c10d._get_default_store().clone())
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = torch.distributed.distributed_c10d.PrefixStore(f"verl-server-{name.hex()}", store.clone())
         self._num_runs = 0
+        self._has_failed = False
+        """True if this rank has failed in the current run. It then waits until the other ranks have noticed."""
 
     def act(self, what: str, act: Callable[[], Any]) -> Any:
         """Run `act` on the first rank of each replica. Return the JSON-like result of this rank's replica.
@@ -98,7 +101,7 @@ class TrainerRanks:
         If another rank fails and this rank's `call` does not end within the grace period, the call raises
         UnansweredError, all later calls of all ranks fail, and the thread is abandoned.
         """
-        self._num_runs += 1
+        self._num_runs, self._has_failed = self._num_runs + 1, False
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         threading.Thread(
@@ -106,7 +109,7 @@ class TrainerRanks:
         ).start()
         deadline = None
         while not (await asyncio.wait([done], timeout=self._poll))[0]:
-            failure = self._reported_failure()
+            failure = None if self._has_failed else self._reported_failure()
             if failure is not None and deadline is None:
                 deadline = loop.time() + self._grace
             if failure is not None and deadline is not None and loop.time() > deadline:
@@ -129,22 +132,26 @@ class TrainerRanks:
         loop: asyncio.AbstractEventLoop,
         device: contextlib.AbstractContextManager[Any],
     ) -> None:
-        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-            if not done.done():
-                set_outcome(outcome)
+        def settle() -> None:
+            if done.done():  # the caller was cancelled
+                return
+            if failure is None:
+                done.set_result(result)
+            else:
+                done.set_exception(failure)
 
+        failure: BaseException | None = None
         try:
             with device:
                 result = call()
         except BaseException as error:
+            failure = error
             self._report(error)
-            outcome = (settle, done.set_exception, error)
-        else:
-            outcome = (settle, done.set_result, result)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(*outcome)
+            loop.call_soon_threadsafe(settle)
 
     def _report(self, error: BaseException) -> None:
+        self._has_failed = True
         text = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
             self._store.set(self._key, text)
@@ -169,6 +176,6 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 def _device_of_caller() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which another thread works on the caller's CUDA device and stream."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return _on_stream(torch.cuda.current_stream())

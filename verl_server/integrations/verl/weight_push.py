@@ -85,8 +85,8 @@ class WeightPush:
         self._has_transaction = False
         self._has_warned = False
 
-    def update(self, weights: Iterable[Named], version: str | None) -> None:
-        """Serve `weights` under the label `version`, or under the next number if `version` is None.
+    def update(self, weights: Iterable[Named], version: str) -> None:
+        """Serve `weights` under the label `version`.
 
         Every parameter must come. Raises an error on every rank if a server, or the iterator of a rank, failed. Then
         each server serves its old weights, refuses to generate until the next update, or serves the new ones if only
@@ -94,7 +94,7 @@ class WeightPush:
         """
         if isinstance(weights, ShardedWeights) and self._can_read_shards():
             if weights.stay_in_place:
-                pairs = self._ranks.agree("list the weights", lambda: list(weights.shards))
+                pairs = list(weights.shards)
                 self._engine.update_weights_from_tensor(pairs, weight_version=version, partial=False)
                 return
             weights = weights.shards
@@ -116,7 +116,7 @@ class WeightPush:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _update_in_buckets(self, weights: Iterable[Named], version: str | None) -> None:
+    def _update_in_buckets(self, weights: Iterable[Named], version: str) -> None:
         buckets = _Buckets(weights, self._bucket_bytes, gather=not self._ranks.is_on_one_host)
         self._on_server("begin_weight_update", self._begin)
         while bucket := self._next_bucket(buckets):
@@ -127,10 +127,12 @@ class WeightPush:
     def _next_bucket(self, buckets: _Buckets) -> list[Named]:
         """Return the next bucket, which is empty at the end of the weights."""
         bucket = self._ranks.agree("iterate the weights", buckets.next)
-        firsts = [name.decode() for name in self._ranks.gather("bucket", bucket[0][0].encode() if bucket else b"")]
-        if len(set(firsts)) > 1:
+        last_name = bucket[-1][0] if bucket else ""
+        names = [name.decode() for name in self._ranks.gather("bucket", last_name.encode())]
+        if len(set(names)) > 1:
             raise BadRequestError(
-                f"The ranks iterate different weights. The next names, by rank: {firsts} ('': no more weights)."
+                "The ranks iterate different weights. The names at the end of their buckets, by rank "
+                f"('': no more weights): {names}."
             )
         return bucket
 
@@ -139,7 +141,7 @@ class WeightPush:
         server.begin_weight_update(full=True, lease_seconds=RANK_TIMEOUT)
         self._has_transaction = True
 
-    def _end(self, server: Transactions, version: str | None) -> None:
+    def _end(self, server: Transactions, version: str) -> None:
         server.end_weight_update(weight_version=version)
         self._has_transaction = False
 
