@@ -123,7 +123,11 @@ class VerlRun:
         with (self.work / "train.jsonl").open("w") as file:
             for index in range(self.load.prompts * self.load.steps * 2):
                 text = f"{index} {content}"[: len(content)]
-                row = {"data_source": "generated", "prompt": [{"role": "user", "content": text}], "ability": "none"}
+                row: dict[str, Any] = {
+                    "data_source": "generated",
+                    "prompt": [{"role": "user", "content": text}],
+                    "ability": "none",
+                }
                 row |= {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": index}}
                 file.write(json.dumps(row) + "\n")
 

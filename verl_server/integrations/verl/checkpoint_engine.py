@@ -66,7 +66,7 @@ def announce_server(worker: Any, server: RolloutServer) -> None:
 
 
 @CheckpointEngineRegistry.register("verl_server")
-class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
+class VerlServerCheckpointEngine(CheckpointEngine):
     """Pushes by memory handles where trainer and server share a host, and over a process group elsewhere."""
 
     wire_format = "verl_server"
@@ -126,7 +126,7 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         )
         # All ranks keep their connections or none does: to connect is collective.
         reconnect = any(trainer.connected != targets for trainer in trainers)
-        trainer_kwargs = {
+        trainer_kwargs: dict[str, list[Any]] = {
             "targets": [targets] * actor_wg_world_size,
             "address": [trainers[0].address] * actor_wg_world_size,
             "reconnect": [reconnect] * actor_wg_world_size,
@@ -177,8 +177,9 @@ class VerlServerCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
         """Yield nothing: the server itself receives the weights. Errors are raised by `send_weights`."""
-        for nothing in ():
-            yield nothing
+        weights: tuple[Named, ...] = ()
+        for named in weights:
+            yield named
 
     def finalize(self) -> None:
         """Do nothing: the connections serve the next push, too."""
