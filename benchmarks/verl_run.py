@@ -162,6 +162,8 @@ class VerlRun:
             gpus = self.trainer_gpus + (self.rollout_gpus if self.is_separate else 0)
             settings |= {"ray_kwargs.ray_init.num_cpus": 16, "+ray_kwargs.ray_init.num_gpus": gpus}
             settings["+ray_kwargs.ray_init.object_store_memory"] = 200 << 20
+            # Each process of verl takes seconds to start.
+            settings |= {"reward.num_workers": 1, "actor_rollout_ref.rollout.agent.num_workers": 1}
         return [f"{name}={value}" for name, value in settings.items()]
 
     def _model_settings(self) -> dict[str, Any]:
@@ -191,7 +193,6 @@ class VerlRun:
             f"{rollout}.max_model_len": load.prompt_tokens + load.response_tokens,
             f"{rollout}.ignore_eos": True,  # equal lengths in every run
             f"{rollout}.calculate_log_probs": True,
-            f"{rollout}.agent.num_workers": 1,
         }
         if self.device == "cpu":
             settings[f"{rollout}.dtype"] = "float32"
