@@ -83,6 +83,8 @@ class VerlRun:
         paths, modules = [str(ROOT)], []
         own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0"}
         own["VERL_FILE_LOGGER_PATH"] = str(self.work / "metrics.jsonl")
+        if self.is_separate:
+            own["VERL_LOGGING_LEVEL"] = "WARN"  # verl 0.9.1 logs hybrid_engine=False with an argument that it lacks
         if self.device == "cpu":
             paths.append(str(ROOT / "tests/verl"))
             modules.append("cpu_platform")

@@ -13,7 +13,7 @@ from conftest import SERVER
 from benchmarks.verl_run import Variant, VerlRun, Workload, work_folder
 
 STEPS = 3
-LOAD = Workload(prompts=4, samples=2, prompt_tokens=64, response_tokens=16, steps=STEPS, micro_batch=8)
+LOAD = Workload(prompts=4, samples=2, prompt_tokens=64, response_tokens=16, steps=STEPS, micro_batch=4)
 _SECONDS = 900.0
 pytestmark = pytest.mark.timeout(_SECONDS + 60)
 
