@@ -11,7 +11,13 @@ import pytest
 import ray
 from hybrid_fixtures import Hybrid
 
-from verl_server.errors import BadRequestError, ServerUnavailableError, UnansweredError, WeightUpdateError
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    ServerUnavailableError,
+    UnansweredError,
+    WeightUpdateError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +131,19 @@ def test_iterators_of_different_lengths(hybrid: Hybrid) -> None:
     assert hybrid.push("gathered", 9) == [None, None]
 
 
+def test_a_server_that_died(hybrid: Hybrid) -> None:
+    """Both ranks raise it, also the rank whose own server lives."""
+    if hybrid.offloads:
+        pytest.skip("the replica is needed for the next test")
+    ray.kill(hybrid.servers[1])  # its server ends with it
+    for error in hybrid.push("shards", 10):
+        assert isinstance(error, ServerDiedError | UnansweredError), error
+
+
 def test_a_rank_that_fails_before_a_collective(hybrid: Hybrid) -> None:
     """The other rank waits in the collective of the trainer, and raises nevertheless. All later calls fail at once."""
+    if not hybrid.offloads:
+        pytest.skip("a server of these replicas has ended")
     hybrid.workers.set_grace(1.0)
     failed, waited = hybrid.push("gathered", 10, failing_rank=0, stop_at=4)
     assert isinstance(failed, RuntimeError) and "the iterator of this rank failed" in str(failed)

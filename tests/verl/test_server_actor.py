@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from conftest import PROMPT, assert_ended, processes_of
 from ray.exceptions import RayActorError
+from verl.utils.profiler.config import ProfilerConfig, TorchProfilerToolConfig
+from verl.utils.profiler.profile import build_rollout_dist_profiler
 
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
@@ -80,14 +83,28 @@ def test_a_colocated_server(make_actor: Callable[..., Any]) -> None:
     assert_ended(processes)
 
 
-def test_memory_is_kept_without_free_cache_engine(make_actor: Callable[..., Any]) -> None:
-    """A scheduler that was killed ends the server, too, and the error has the end of the server's log."""
-    actor = make_actor(mode="hybrid", free_cache_engine=False)
+def torch_profiler(folder: Path) -> Any:
+    """Return verl's profiler of replica 0, as the replica builds it."""
+    config = ProfilerConfig(tool="torch", enable=True, all_ranks=True, save_path=str(folder))
+    tool_config = TorchProfilerToolConfig(contents=["cpu", "stack"], discrete=True)
+    return build_rollout_dist_profiler(0, 1, config=config, tool_config=tool_config)
+
+
+def test_memory_is_kept_without_free_cache_engine(make_actor: Callable[..., Any], tmp_path: Path) -> None:
+    """Its steps are recorded for verl's profiler. A scheduler that was killed ends the server, too, and the error has
+    the end of the server's log."""
+    server = {"profile_folder": str(tmp_path)}
+    actor = make_actor(server, profiler=torch_profiler(tmp_path), mode="hybrid", free_cache_engine=False)
     ask(actor, "sleep")
     ask(actor, "release_kv_cache")
     assert released(actor) == set()
     ask(actor, "set_global_steps", 5)
     assert ask(actor, "generate", PROMPT, GREEDY, "x").extra_fields["weight_versions"] == [[5, 8]]
+
+    ask(actor, "start_profile")
+    ask(actor, "generate", PROMPT, GREEDY, "x")
+    ask(actor, "stop_profile")
+    assert [path.parent.name for path in tmp_path.rglob("*.json*")] == ["agent_loop_rollout_replica_0"]
 
     processes = processes_of(actor)
     next(process for process in processes if "verl_server.scheduler.process" in process.cmdline()).kill()

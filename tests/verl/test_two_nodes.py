@@ -10,7 +10,7 @@ import pytest
 import ray
 from conftest import PROMPT, assert_ended, processes_of, run
 from ray.cluster_utils import Cluster
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerManager
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": True}
@@ -43,9 +43,10 @@ def test_a_node_is_killed(cluster: Cluster, make_config: Callable[..., Any]) -> 
     waiting = gone.generate.remote(PROMPT, GREEDY, "x")
 
     cluster.remove_node(worker, allow_graceful=False)
-    for reference in (waiting, gone.generate.remote(PROMPT, GREEDY, "x")):
-        with pytest.raises(RayActorError, match="node"):
-            ray.get(reference, timeout=120)
+    with pytest.raises(RayActorError, match="actor"):  # Ray does not know yet that the whole node is gone
+        ray.get(waiting, timeout=120)
+    with pytest.raises(ActorDiedError, match="node"):
+        _generate_until_dead(gone)
     assert_ended(servers)
     with pytest.raises(RayActorError):  # verl's client passes the error on
         run(_generate_until_lost(manager))
@@ -55,6 +56,16 @@ def test_a_node_is_killed(cluster: Cluster, make_config: Callable[..., Any]) -> 
     for replica in manager.get_replicas():
         ray.kill(replica.server_handle)
     assert_ended(others)
+
+
+def _generate_until_dead(actor: Any) -> None:
+    """Send requests until Ray's health check has ended the actor."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            ray.get(actor.generate.remote(PROMPT, GREEDY, "x"), timeout=60)
+        except ActorUnavailableError:
+            time.sleep(0.2)
 
 
 async def _generate_until_lost(manager: LLMServerManager) -> None:

@@ -47,7 +47,7 @@ class TrainerRanks:
         first = rank - rank % replica_size
         everyone = RankGroup(list(range(size)), RANK_TIMEOUT, RANK_TIMEOUT)
         replica = RankGroup(list(range(first, first + replica_size)), RANK_TIMEOUT, _SILENCE_TIMEOUT)
-        self._joint = JointRanks(replica, everyone, list(range(first, first + replica_size)))
+        self._replica, self._joint = replica, JointRanks(replica, everyone, list(range(first, first + replica_size)))
         self.replica_size = replica_size
         self.is_first = rank == first
         """True on the rank that talks to the replica's server."""
@@ -121,6 +121,7 @@ class TrainerRanks:
 
     def close(self) -> None:
         """Make the current or next call of every rank fail."""
+        self._replica.close()
         self._joint.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
