@@ -196,8 +196,8 @@ class VerlRun:
             f"{rollout}.ignore_eos": True,  # equal lengths in every run
             f"{rollout}.calculate_log_probs": True,
         }
-        if self.device == "cpu":
-            settings[f"{rollout}.dtype"] = "float32"
+        if self.device == "cpu":  # both in float32, so that log-probabilities can be compared
+            settings |= {f"{rollout}.dtype": "float32", "actor_rollout_ref.actor.fsdp_config.dtype": "float32"}
         if self.rollout == "verl_server":
             settings |= {f"+{rollout}.engine_kwargs.verl_server.{key}": value for key, value in self.server.items()}
         return settings
