@@ -197,7 +197,9 @@ class VerlRun:
             f"{rollout}.calculate_log_probs": True,
         }
         if self.device == "cpu":  # both in float32, so that log-probabilities can be compared
-            settings |= {f"{rollout}.dtype": "float32", "actor_rollout_ref.actor.fsdp_config.dtype": "float32"}
+            precision = "++actor_rollout_ref.actor.fsdp_config.mixed_precision"
+            settings |= {f"{rollout}.dtype": "float32"}
+            settings |= {f"{precision}.{kind}_dtype": "fp32" for kind in ("param", "reduce", "buffer")}
         if self.rollout == "verl_server":
             settings |= {f"+{rollout}.engine_kwargs.verl_server.{key}": value for key, value in self.server.items()}
         return settings
