@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-all test-compat test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,17 @@ test-all: $(STAMP)  ## what make test leaves out: full fuzz depth, every fault, 
 
 test-compat: $(STAMP)  ## unmodified clients of other projects against our server; writes docs/compatibility.md
 	$(BIN)/python -m tests.compat.run $(ARGS)
+
+test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on the CPU, with fake GPUs
+	cd tests/verl && ../../.venv-verl/bin/python -m pytest $(ARGS)
+
+# verl needs an older transformers than .venv has.
+.venv-verl/.installed: pyproject.toml tests/verl/constraints.txt
+	rm -rf .venv-verl
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c tests/verl/constraints.txt \
+		-e '.[verl]' pytest pytest-timeout
+	touch $@
 
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
@@ -73,4 +84,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -39,6 +39,8 @@ from verl_server.io_struct import (
     ControlReq,
     FlushCacheReq,
     GetInternalStateReq,
+    StartProfileReq,
+    StopProfileReq,
     UnregisterWeightsReq,
     UpdateMode,
     UpdateReq,
@@ -191,6 +193,27 @@ class HttpServerEngineAdapter(EngineBase):
     def get_model_info(self) -> ModelInfo:
         info: ModelInfo = self._transport.get("/model_info")
         return info
+
+    def exit_report(self) -> str | None:
+        """Return how the launched server ended, with the end of its log. Return None while the server runs."""
+        code = self._child.poll() if self._child is not None else None
+        return None if code is None else self._transport.exit_report(code)
+
+    # -- profiler -------------------------------------------------------------------------------------------
+
+    def start_profile(self, output_dir: str, *, with_stack: bool = False, record_shapes: bool = False) -> None:
+        """Record the steps of rank 0 with torch's profiler, until `stop_profile`; at most 1000 steps or 60 s.
+
+        `output_dir`: folder of the trace, which is `ServerArgs.profile_folder` or in it.
+        """
+        req = StartProfileReq(output_dir=output_dir, with_stack=with_stack, record_shapes=record_shapes)
+        body = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None and name != "type"}
+        raise_for(self._transport.post(req.route, body, INFO_TIMEOUT))
+
+    def stop_profile(self) -> None:
+        """End the recording. Return when the trace is written."""
+        timeout = self.server_args.control_timeout + _CONTROL_GRACE
+        raise_for(self._transport.post(StopProfileReq.route, {}, timeout))
 
     # -- restarts of the server -----------------------------------------------------------------------------
 

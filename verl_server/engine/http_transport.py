@@ -223,9 +223,13 @@ class HttpTransport:
             return ServerDiedError(
                 f"The connection to {self._url} broke: {error!r}; the server's process {pid} still runs."
             )
-        return ServerDiedError(
-            f"The server at {self._url} (process {pid}) ended with {describe_exit(code)}.{self._child.log_tail()}"
-        )
+        return ServerDiedError(self.exit_report(code))
+
+    def exit_report(self, code: int) -> str:
+        """Return how the launched server ended, with the end of its log. `code` is its exit status."""
+        assert self._child is not None
+        pid, log = self._child.pid, self._child.log_tail()
+        return f"The server at {self._url} (process {pid}) ended with {describe_exit(code)}.{log}"
 
 
 def _is_timeout(error: Exception) -> bool:

@@ -399,6 +399,14 @@ class VerlEngine:
             self._joint.gather("release_memory_occupation", bytes)
         self._pusher.released(tags)
 
+    def memory_released(self, tags: list[str] | None = None) -> None:
+        """Note that another process made the server release memory, so that this rank no longer holds its own for it.
+
+        Every rank calls it, after all engines that read this rank's memory have released theirs, and before the next
+        push. `tags`: see `release_memory_occupation`. The call sends nothing.
+        """
+        self._pusher.released(tags)
+
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Allocate released memory again. Resumed weights have no contents: push weights before you generate."""
         self._forward(EngineBase.resume_memory_occupation, tags)
