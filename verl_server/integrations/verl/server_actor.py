@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from typing import Any
 
 import ray
@@ -19,7 +20,7 @@ from verl.utils.profiler.config import relocate_rollout_traces, rollout_trace_di
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
+from verl_server.errors import BadRequestError, ControlTimeoutError, ServerDiedError, ServerUnavailableError
 from verl_server.integrations.verl.generation import (
     check_text_only,
     generate_request,
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD = 1.0
 """Seconds between two looks at the server's process."""
+_ABORT_PERIOD = 0.1
+"""Seconds between two aborts while requests that were sent before the abort may still arrive at the server."""
 
 
 def actor_name(replica_rank: int, node_rank: int = 0, suffix: str = "") -> str:
@@ -59,6 +62,9 @@ class ServerActor:
         """Tags of the released memory. verl releases and resumes twice in a row; the server refuses that."""
         self._global_steps: int | None = None
         self._rejecting = False
+        """True while new requests are answered at once, without being sent."""
+        self._num_sent = 0
+        """Number of requests that were sent, or are about to be sent, and have no answer yet."""
         self._has_weights = settings.get("load_format") != "dummy"
         self._numbers = itertools.count()
 
@@ -129,8 +135,12 @@ class ServerActor:
             await self._check_weights(server)
         if self._rejecting:
             return TokenOutput(**rejected_fields(self._global_steps))
-        # The number keeps apart two requests with one id: `full_determinism` repeats the id in each turn.
-        result = await server.async_generate(rid=f"{request_id}-{next(self._numbers)}", **request)
+        self._num_sent += 1
+        try:
+            # The number keeps apart two requests with one id: `full_determinism` repeats the id in each turn.
+            result = await server.async_generate(rid=f"{request_id}-{next(self._numbers)}", **request)
+        finally:
+            self._num_sent -= 1
         return TokenOutput(**output_fields(result, request))
 
     async def _check_weights(self, server: HttpServerEngineAdapter) -> None:
@@ -146,11 +156,23 @@ class ServerActor:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End all requests with their partial output, and pause generation until `resume_generation`.
 
-        Requests that arrive meanwhile wait on the server or, with `reject_request`, are answered at once with
-        `stop_reason` "aborted" and no tokens.
+        Requests that arrive meanwhile wait on the server. With `reject_request` they are answered at once with
+        `stop_reason` "aborted" and no tokens, and no request waits on the server when this method returns. Raises
+        ControlTimeoutError if that takes longer than `control_timeout`.
         """
+        server = self._running()
         self._rejecting = reject_request
-        await asyncio.to_thread(self._running().pause_generation, "abort")
+        await asyncio.to_thread(server.pause_generation, "abort")
+        # Requests travel on other connections than the pause. One that was sent before the pause may arrive after it,
+        # and would wait for a resume that may never come. No request is sent meanwhile, so the number falls to 0.
+        deadline = time.monotonic() + server.server_args.control_timeout
+        while self._rejecting and self._num_sent:
+            if time.monotonic() > deadline:
+                raise ControlTimeoutError(
+                    f"{self._num_sent} requests have not ended {server.server_args.control_timeout:g} s after the abort."
+                )
+            await asyncio.sleep(_ABORT_PERIOD)
+            await asyncio.to_thread(self._running().pause_generation, "abort")
 
     async def resume_generation(self) -> None:
         """Continue generation after `abort_all_requests`."""

@@ -1,0 +1,64 @@
+"""The server actor in this process, without Ray: what happens around an abort, and after the server has died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from conftest import PROMPT, SERVER, run
+
+from verl_server.integrations.verl.server_actor import ServerActor
+
+GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
+
+
+@asynccontextmanager
+async def launched(model: Path) -> AsyncIterator[ServerActor]:
+    """A launched actor in this process."""
+    actor = ServerActor({"model_path": str(model), "device": "cpu", "dtype": "float32"} | SERVER)
+    await actor.launch()
+    assert actor._server is not None
+    try:
+        yield actor
+    finally:
+        await asyncio.to_thread(actor._server.shutdown)
+
+
+def test_a_request_that_arrives_after_the_pause(tiny_model: Path) -> None:
+    """A rejecting abort ends it, too. A plain abort lets requests wait on the server again."""
+
+    async def scenario() -> None:
+        async with launched(tiny_model) as actor:
+            server: Any = actor._server
+            send, pause, is_paused = server.async_generate, server.pause_generation, asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            async def send_late(**request: Any) -> Any:
+                await is_paused.wait()
+                return await send(**request)
+
+            def pause_and_tell(mode: str) -> None:
+                pause(mode)
+                loop.call_soon_threadsafe(is_paused.set)
+
+            server.async_generate, server.pause_generation = send_late, pause_and_tell
+            late = asyncio.create_task(actor.generate(PROMPT, GREEDY, "late"))
+            await asyncio.sleep(0)  # the request passes the check
+            assert actor._num_sent == 1
+            await actor.abort_all_requests(reject_request=True)
+            output = await asyncio.wait_for(late, 30)
+            assert (output.token_ids, output.stop_reason) == ([], "aborted")
+            rejected = await actor.generate(PROMPT, GREEDY, "rejected")
+            assert (rejected.token_ids, rejected.stop_reason) == ([], "aborted")
+
+            await actor.abort_all_requests()
+            waiting = asyncio.create_task(actor.generate(PROMPT, GREEDY, "waiting"))
+            while not server.get_internal_state()["num_waiting_reqs"]:
+                await asyncio.sleep(0.01)
+            await actor.resume_generation()
+            assert len((await waiting).token_ids) == 4
+
+    run(scenario())
