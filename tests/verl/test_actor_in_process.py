@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import PROMPT, SERVER, run
 
+from verl_server.errors import ServerDiedError
+from verl_server.integrations.verl import server_actor
 from verl_server.integrations.verl.server_actor import ServerActor
 
 GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
@@ -60,5 +65,43 @@ def test_a_request_that_arrives_after_the_pause(tiny_model: Path) -> None:
                 await asyncio.sleep(0.01)
             await actor.resume_generation()
             assert len((await waiting).token_ids) == 4
+
+    run(scenario())
+
+
+def test_calls_of_a_dead_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every control call raises its last words at once, a request after a delay, so that the balancer avoids it."""
+    monkeypatch.setattr(server_actor, "_DEATH_DELAY", 3600.0)
+
+    async def scenario() -> None:
+        async with launched(tiny_model) as actor:
+            assert actor._server is not None
+            waiting = asyncio.create_task(actor.wait_dead())
+            os.kill(actor._server.pid or 0, signal.SIGKILL)
+            assert "SIGKILL" in await asyncio.wait_for(waiting, 60)
+            request = asyncio.create_task(actor.generate(PROMPT, GREEDY, "x"))
+            for call in (
+                actor.get_server_address,
+                actor.get_connection,
+                actor.abort_all_requests,
+                actor.resume_generation,
+                actor.sleep,
+                actor.wake_up,
+                actor.clear_kv_cache,
+                actor.release_kv_cache,
+                actor.resume_kv_cache,
+                actor.start_profile,
+                actor.stop_profile,
+                lambda: actor.set_global_steps(None),
+                lambda: actor.resume_memory(["weights"]),
+                lambda: actor.release_memory(["weights"]),
+            ):
+                with pytest.raises(ServerDiedError, match="SIGKILL"):
+                    await call()
+            assert not request.done()
+            request.cancel()
+            monkeypatch.setattr(server_actor, "_DEATH_DELAY", 0.0)
+            with pytest.raises(ServerDiedError, match="SIGKILL"):
+                await actor.generate(PROMPT, GREEDY, "x")
 
     run(scenario())

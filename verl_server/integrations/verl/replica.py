@@ -6,7 +6,10 @@ The base class of verl implements the control methods; they call the methods of 
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import logging
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import ray
@@ -26,6 +29,8 @@ from verl_server.integrations.verl.settings import (
     serving_options,
 )
 from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 _MOST_CALLS = 100_000
 """Most calls that an actor runs at once. A control call must never wait for generate calls that are paused."""
@@ -90,6 +95,18 @@ class VerlServerReplica(RolloutReplica):
             raise
         self.servers = [server]
         self._server_handle, self._server_address = server, address
+        server.wait_dead.remote().future().add_done_callback(self._end_job)
+
+    def _end_job(self, death: Future[str]) -> None:
+        """Log the death of the server or of its actor, and end verl's training task if it runs in this process.
+
+        verl's asynchronous trainers only count failed rollouts and start others, so nothing else would end the job.
+        Called in a thread of Ray.
+        """
+        report = death.exception() or death.result()
+        logger.error("The job ends, because the server of replica %d has died. %s", self.replica_rank, report)
+        if ray.get_runtime_context().get_actor_id() is not None:
+            _thread.interrupt_main()  # as ray.cancel does: the task's `finally` blocks run
 
     def _create_actor(self, node_id: str, gpu_uuids: tuple[str, ...]) -> Any:
         mode, platform = self.rollout_mode.value, get_platform()

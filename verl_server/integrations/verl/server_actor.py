@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD = 1.0
 """Seconds between two looks at the server's process."""
+_DEATH_DELAY = 30.0
+"""Seconds until a request to a server that has ended is answered with the error. verl's balancer prefers the replica
+with the fewest requests in progress: with immediate errors it would send every prompt there."""
 _ABORT_PERIOD = 0.1
 """Seconds between two aborts while requests that were sent before the abort may still arrive at the server."""
 
@@ -56,7 +59,7 @@ class ServerActor:
         self._options = options or ServingOptions()
         self._profiler = profiler
         self._server: HttpServerEngineAdapter | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[str] | None = None
         self._memory_lock = asyncio.Lock()
         self._released: set[str] = set()
         """Tags of the released memory. verl releases and resumes twice in a row; the server refuses that."""
@@ -88,11 +91,18 @@ class ServerActor:
         local = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**(settings | local)))
 
-    async def _report_death(self, server: HttpServerEngineAdapter) -> None:
-        """Log the end of the server when it happens, also if nothing calls the server."""
+    async def _report_death(self, server: HttpServerEngineAdapter) -> str:
+        """Log the end of the server when it happens, also if nothing calls the server. Return the logged text."""
         while (report := server.exit_report()) is None:
             await asyncio.sleep(_WATCH_PERIOD)
         logger.error("%s", report)
+        return report
+
+    async def wait_dead(self) -> str:
+        """Wait until the server has ended. Return how it ended, with the end of its log."""
+        self._running()
+        assert self._watch is not None
+        return await asyncio.shield(self._watch)
 
     def _running(self) -> HttpServerEngineAdapter:
         """Return the server. Raise ServerDiedError if it has ended, ServerUnavailableError before `launch`."""
@@ -125,9 +135,14 @@ class ServerActor:
         """Generate for one prompt. The caller receives partial output with `stop_reason` "aborted" after an abort.
 
         While generation is paused or an update is in progress, the request waits, without a bound. Raises
-        BadRequestError for what the server does not support, and ServerUnavailableError while it has no weights.
+        BadRequestError for what the server does not support, ServerUnavailableError while it has no weights, and
+        ServerDiedError, after a delay, if the server had ended before the call.
         """
-        server = self._running()
+        try:
+            server = self._running()
+        except ServerDiedError:
+            await asyncio.sleep(_DEATH_DELAY)
+            raise
         check_text_only({"image_data": image_data, "video_data": video_data, **kwargs})
         context_length = server.scheduler_info["context_length"]
         request = generate_request(list(prompt_ids), sampling_params, request_id, context_length, self._options)
@@ -168,9 +183,7 @@ class ServerActor:
         deadline = time.monotonic() + server.server_args.control_timeout
         while self._rejecting and self._num_sent:
             if time.monotonic() > deadline:
-                raise ControlTimeoutError(
-                    f"{self._num_sent} requests have not ended {server.server_args.control_timeout:g} s after the abort."
-                )
+                raise ControlTimeoutError(f"{self._num_sent} requests did not end after they were aborted.")
             await asyncio.sleep(_ABORT_PERIOD)
             await asyncio.to_thread(self._running().pause_generation, "abort")
 
@@ -214,9 +227,10 @@ class ServerActor:
     async def resume_memory(self, tags: list[str]) -> None:
         """Allocate the memory in `tags` that is released. Resumed weights have no contents until the next push."""
         async with self._memory_lock:
+            server = self._running()
             wanted = [tag for tag in tags if tag in self._released]
             if wanted:
-                await asyncio.to_thread(self._running().resume_memory_occupation, wanted)
+                await asyncio.to_thread(server.resume_memory_occupation, wanted)
                 self._released.difference_update(wanted)
 
     async def sleep(self) -> None:
@@ -265,14 +279,16 @@ class ServerActor:
 
     async def start_profile(self, **kwargs: Any) -> None:
         """Record the server's steps if verl's profiler settings choose this replica. `kwargs` are for other ranks."""
+        server = self._running()
         if self._is_profiled():
             contents = self._profiler.tool_config.contents
             folder = rollout_trace_dir(self._profiler.config, self._profiler.rank)
             options = {"with_stack": "stack" in contents or "module" in contents, "record_shapes": "shapes" in contents}
-            await asyncio.to_thread(self._running().start_profile, folder, **options)
+            await asyncio.to_thread(server.start_profile, folder, **options)
 
     async def stop_profile(self) -> None:
         """Write the trace, and move it to verl's folder of traces if verl's settings say so."""
+        server = self._running()
         if self._is_profiled():
-            await asyncio.to_thread(self._running().stop_profile)
+            await asyncio.to_thread(server.stop_profile)
             relocate_rollout_traces(self._profiler.config, self._profiler.rank)
