@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import PROMPT, SERVER, run
 
-from verl_server.errors import ServerDiedError
+from verl_server.errors import BadRequestError, ServerDiedError
 from verl_server.integrations.verl import server_actor
 from verl_server.integrations.verl.server_actor import ServerActor
 
@@ -30,6 +30,28 @@ async def launched(model: Path) -> AsyncIterator[ServerActor]:
         yield actor
     finally:
         await asyncio.to_thread(actor._server.shutdown)
+
+
+class Launched(Exception):
+    """Raised in the place of a launch."""
+
+
+def test_the_environment_of_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the GPUs that Ray's node sees, and more threads than an actor without a CPU."""
+
+    def launch(server_args: Any) -> None:
+        raise Launched(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_NUM_THREADS"))
+
+    monkeypatch.setattr(server_actor, "HttpServerEngineAdapter", launch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    settings = {"model_path": str(tiny_model), "device": "cuda", "gpu_uuids": ("GPU-a",), "mem_fraction_static": 0.5}
+    with pytest.raises(Launched) as launched:
+        run(ServerActor(settings).launch())
+    assert launched.value.args == ("4,5", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(BadRequestError, match="CUDA_VISIBLE_DEVICES is empty"):
+        run(ServerActor(settings).launch())
 
 
 def test_a_request_that_arrives_after_the_pause(tiny_model: Path) -> None:

@@ -77,10 +77,13 @@ class ServerActor:
         """Start the server on this node, and return when it is ready. Raises ServerLaunchError with its log."""
         host = ray.util.get_node_ip_address().strip("[]")
         network = {"host": host, "port": 0, "allow_unauthenticated": True}
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            # Ray hides all GPUs from an actor that reserves none. The server finds its own by UUID, and opens the
-            # memory of trainer ranks on the others.
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+        # The replica makes Ray keep the node's own value, which may be a part of the host's GPUs. The server finds its
+        # GPUs by UUID, and opens the memory of trainer ranks on the others.
+        if self._settings.get("gpu_uuids") and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            raise BadRequestError(
+                f"CUDA_VISIBLE_DEVICES is empty in the server's actor on {host}, so the server would see no GPU. Start "
+                "Ray on this node with the GPUs of trainer and rollout visible."
+            )
         self._server = await asyncio.to_thread(self._start, self._settings | network)
         self._watch = asyncio.create_task(self._report_death(self._server))
 
@@ -89,6 +92,8 @@ class ServerActor:
         use_shm = self._options.use_shm
         paths = {name: settings[name] for name in ("model_path", "tokenizer_path") if settings.get(name)}
         local = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
+        if os.environ.get("OMP_NUM_THREADS") == "1":
+            del os.environ["OMP_NUM_THREADS"]  # Ray sets it in an actor that reserves no CPU; the server uses threads
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**(settings | local)))
 
     async def _report_death(self, server: HttpServerEngineAdapter) -> str:
