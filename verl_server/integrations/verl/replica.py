@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
@@ -21,6 +20,7 @@ from verl.utils.profiler.profile import build_rollout_dist_profiler
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_server.errors import BadRequestError
+from verl_server.integrations.verl.gpus import uuid_of
 from verl_server.integrations.verl.server_actor import ServerActor, actor_name
 from verl_server.integrations.verl.settings import (
     check_supported,
@@ -47,10 +47,10 @@ class WorkerPlace(NamedTuple):
 
 def _place(_: Any) -> WorkerPlace:
     """Return the place of the worker that this function runs in."""
-    uuid = ""
-    if torch.cuda.is_available():
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return WorkerPlace(ray.get_runtime_context().get_node_id(), uuid)
+    context, platform, uuid = ray.get_runtime_context(), get_platform(), ""
+    if platform.device_name == "cuda":
+        uuid = uuid_of(context.get_accelerator_ids()[platform.ray_resource_name()][0])
+    return WorkerPlace(context.get_node_id(), uuid)
 
 
 class VerlServerReplica(RolloutReplica):
