@@ -16,6 +16,7 @@ from conftest import PROMPT, SERVER, run
 from verl_server.errors import BadRequestError, ServerDiedError
 from verl_server.integrations.verl import server_actor
 from verl_server.integrations.verl.server_actor import ServerActor
+from verl_server.integrations.verl.settings import ServingOptions
 
 GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
 
@@ -37,18 +38,22 @@ class Launched(Exception):
 
 
 def test_the_environment_of_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees the GPUs that Ray's node sees, and more threads than an actor without a CPU."""
+    """It sees the GPUs that Ray's node sees, more threads than an actor without a CPU, and its share of the memory."""
 
     def launch(server_args: Any) -> None:
-        raise Launched(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_NUM_THREADS"))
+        environment = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_NUM_THREADS")
+        raise Launched(*environment, server_args.mem_fraction_static)
 
     monkeypatch.setattr(server_actor, "HttpServerEngineAdapter", launch)
+    monkeypatch.setattr(server_actor, "share_of_free_memory", lambda gpu_uuids, utilization: utilization / 0.8)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    settings = {"model_path": str(tiny_model), "device": "cuda", "gpu_uuids": ("GPU-a",), "mem_fraction_static": 0.5}
-    with pytest.raises(Launched) as launched:
-        run(ServerActor(settings).launch())
-    assert launched.value.args == ("4,5", None)
+    settings = {"model_path": str(tiny_model), "device": "cuda", "gpu_uuids": ("GPU-a",)}
+    options = ServingOptions(gpu_memory_utilization=0.4)
+    for given, expected in (({}, 0.5), ({"mem_fraction_static": 0.3}, 0.3)):
+        with pytest.raises(Launched) as launched:
+            run(ServerActor(settings | given, options).launch())
+        assert launched.value.args == ("4,5", None, expected)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(BadRequestError, match="CUDA_VISIBLE_DEVICES is empty"):
         run(ServerActor(settings).launch())

@@ -36,6 +36,19 @@ def test_a_part_of_a_gpu_is_refused(nvidia_smi: Callable[[str], None]) -> None:
             gpus.uuid_of(gpu_id)
 
 
+def test_the_share_of_free_memory(nvidia_smi: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """The same bytes, whatever is free; all that is free if that is less."""
+    nvidia_smi(
+        'case "$1" in --id=GPU-a) echo "80000, 80000";; --id=GPU-b) echo "80000, 50000";; *) echo "80000, 30000"; esac'
+    )
+    assert gpus.share_of_free_memory(["GPU-a"], 0.5) == 0.5
+    assert gpus.share_of_free_memory(["GPU-b"], 0.5) == 0.8
+    assert gpus.share_of_free_memory(["GPU-a", "GPU-b"], 0.5) == 0.5
+    assert not caplog.records
+    assert gpus.share_of_free_memory(["GPU-c"], 0.5) == 1.0
+    assert "40000 MiB of GPU GPU-c, but only 30000 MiB are free" in caplog.text
+
+
 def test_nvidia_smi_fails(nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi("echo No devices were found; exit 6")
     with pytest.raises(BadRequestError, match="No devices were found"):

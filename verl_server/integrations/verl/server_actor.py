@@ -27,6 +27,7 @@ from verl_server.integrations.verl.generation import (
     output_fields,
     rejected_fields,
 )
+from verl_server.integrations.verl.gpus import share_of_free_memory
 from verl_server.integrations.verl.settings import ServingOptions, parse_version
 from verl_server.server_args import ServerArgs
 
@@ -91,7 +92,10 @@ class ServerActor:
         """Launch the server. A model folder on a remote file system is copied to this node first."""
         use_shm = self._options.use_shm
         paths = {name: settings[name] for name in ("model_path", "tokenizer_path") if settings.get(name)}
-        local = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
+        local: dict[str, Any] = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
+        utilization, gpu_uuids = self._options.gpu_memory_utilization, settings.get("gpu_uuids")
+        if gpu_uuids and utilization is not None and "mem_fraction_static" not in settings:
+            local["mem_fraction_static"] = share_of_free_memory(gpu_uuids, utilization)
         if os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]  # Ray sets it in an actor that reserves no CPU; the server uses threads
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**(settings | local)))
