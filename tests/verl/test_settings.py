@@ -7,9 +7,11 @@ import importlib.metadata
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from conftest import run
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
@@ -19,7 +21,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl_server.errors import BadRequestError
 from verl_server.integrations.verl import settings as module
 from verl_server.integrations.verl import versions
-from verl_server.integrations.verl.replica import VerlServerReplica
+from verl_server.integrations.verl.replica import VerlServerReplica, WorkerPlace
 from verl_server.integrations.verl.settings import (
     Mode,
     check_supported,
@@ -220,3 +222,22 @@ def test_a_missing_verl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ImportError, match=re.escape("pip install 'verl-server[verl]'")):
         versions.check_version()
+
+
+class Worker:
+    """A worker on a node, in the place of an actor of Ray."""
+
+    def __init__(self, node_id: str) -> None:
+        self._place = WorkerPlace(node_id, "")
+        self.__ray_call__ = SimpleNamespace(remote=self._call)
+
+    async def _call(self, function: Any) -> WorkerPlace:
+        return self._place
+
+
+def test_workers_on_two_nodes_are_refused(make_config: Make) -> None:
+    """verl may have been told that a node has more GPUs than it has."""
+    refused = replica(make_config(tensor_model_parallel_size=2), gpus_per_node=8)
+    refused.workers = [Worker("first"), Worker("second")]
+    with pytest.raises(BadRequestError, match=r"in the order of the ranks: \['first', 'second'\]"):
+        run(refused.launch_servers())

@@ -79,12 +79,12 @@ class VerlServerReplica(RolloutReplica):
         If the start fails, the actor is ended before the error is raised.
         """
         places = await asyncio.gather(*(worker.__ray_call__.remote(_place) for worker in self.workers))
-        nodes = {place.node_id for place in places}
-        if len(nodes) != 1 or len(places) != self.world_size:
+        nodes = [place.node_id for place in places]
+        if len(set(nodes)) != 1 or len(places) != self.world_size:
             raise BadRequestError(
-                f"Replica {self.replica_rank} has {len(places)} workers on {len(nodes)} nodes; it needs "
-                f"{self.world_size} on one node. Let rollout.n_gpus_per_node be a multiple of "
-                "rollout.tensor_model_parallel_size."
+                f"Replica {self.replica_rank} needs {self.world_size} workers on one node, but its {len(places)} "
+                f"workers are on these nodes, in the order of the ranks: {nodes}. Let the number of GPUs of each node, "
+                "rollout.n_gpus_per_node, be a multiple of rollout.tensor_model_parallel_size."
             )
         server = self._create_actor(places[0].node_id, tuple(place.gpu_uuid for place in places if place.gpu_uuid))
         try:
