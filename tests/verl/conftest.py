@@ -98,11 +98,8 @@ def make_actor(local_ray: None, tiny_model: Path) -> Iterator[Callable[..., Any]
 
     def make(server: dict[str, Any] | None = None, profiler: Any = None, **options: Any) -> Any:
         settings = {"model_path": str(tiny_model), "device": "cpu", "dtype": "float32"} | SERVER | (server or {})
-        actor = (
-            ray.remote(ServerActor)
-            .options(num_cpus=0, max_concurrency=100)
-            .remote(settings, ServingOptions(**options), profiler)
-        )
+        remote = ray.remote(ServerActor).options(num_cpus=0, max_concurrency=100)
+        actor = remote.remote(settings, ServingOptions(**options), profiler)
         actors.append(actor)
         ray.get(actor.launch.remote(), timeout=120)
         return actor

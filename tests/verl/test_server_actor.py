@@ -77,7 +77,7 @@ def test_a_colocated_server(make_actor: Callable[..., Any]) -> None:
     processes = processes_of(actor)
     processes[0].kill()
     last_words = r"process \d+\) ended with signal SIGKILL"
-    for reference in (waiting, call(actor, "generate", PROMPT, GREEDY, "x"), call(actor, "sleep")):
+    for reference in (waiting, call(actor, "get_connection"), call(actor, "sleep")):
         with pytest.raises(ServerDiedError, match=last_words):
             ray.get(reference, timeout=60)
     assert_ended(processes)
@@ -110,7 +110,7 @@ def test_memory_is_kept_without_free_cache_engine(make_actor: Callable[..., Any]
     next(process for process in processes if "verl_server.scheduler.process" in process.cmdline()).kill()
     assert_ended(processes)
     with pytest.raises(ServerDiedError, match=r"Last lines of server's log:(.|\n)*SIGKILL"):
-        ask(actor, "generate", PROMPT, GREEDY, "x")
+        ask(actor, "get_connection")
 
 
 def test_a_server_that_cannot_start(make_actor: Callable[..., Any]) -> None:

@@ -7,9 +7,11 @@ import importlib.metadata
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
+from conftest import run
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
@@ -19,8 +21,14 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl_server.errors import BadRequestError
 from verl_server.integrations.verl import settings as module
 from verl_server.integrations.verl import versions
-from verl_server.integrations.verl.replica import VerlServerReplica
-from verl_server.integrations.verl.settings import check_supported, parse_version, server_settings, serving_options
+from verl_server.integrations.verl.replica import VerlServerReplica, WorkerPlace
+from verl_server.integrations.verl.settings import (
+    Mode,
+    check_supported,
+    parse_version,
+    server_settings,
+    serving_options,
+)
 from verl_server.server_args import ServerArgs
 
 Make = Callable[..., DictConfig]
@@ -49,8 +57,6 @@ def test_translation(make_config: Make) -> None:
     """Each setting of verl arrives under the server's name, and the server accepts all of them."""
     config = make_config(
         dtype="half",
-        gpu_memory_utilization=0.6,
-        standalone_gpu_memory_utilization=0.8,
         enforce_eager=True,
         cudagraph_capture_sizes=[1, 8, 4],
         tensor_model_parallel_size=2,
@@ -67,7 +73,6 @@ def test_translation(make_config: Make) -> None:
         "device": "cuda",
         "gpu_uuids": ("a", "b"),
         "tp_size": 2,
-        "mem_fraction_static": 0.6,
         "max_running_requests": 64,
         "chunked_prefill_size": 512,
         "disable_radix_cache": True,
@@ -78,7 +83,7 @@ def test_translation(make_config: Make) -> None:
     }
     assert {name: settings[name] for name in expected} == expected
     assert ServerArgs.from_kwargs(**settings).tp_size == 2
-    assert translated(config, "standalone", gpus=("a", "b"))["mem_fraction_static"] == 0.8
+    assert "mem_fraction_static" not in settings  # the actor knows it when the server starts
     assert translated(config, "colocated", gpus=("a", "b"))["enable_weights_cpu_backup"]
     assert translated(make_config())["device"] == "cpu"
 
@@ -97,6 +102,16 @@ def test_options_of_the_actor(make_config: Make) -> None:
     options = serving_options(rollout, config.actor_rollout_ref.model, "hybrid")
     assert (options.mode, options.free_cache_engine, options.ignore_eos) == ("hybrid", False, True)
     assert (options.prompt_length, options.response_length, options.deterministic_seed) == (64, 32, 3)
+
+
+def test_the_share_of_gpu_memory(make_config: Make) -> None:
+    section = make_config(gpu_memory_utilization=0.6, standalone_gpu_memory_utilization=0.8).actor_rollout_ref
+    rollout = omega_conf_to_dataclass(section.rollout)
+    shares = {mode: serving_options(rollout, section.model, mode).gpu_memory_utilization for mode in get_args(Mode)}
+    assert shares == {"hybrid": 0.6, "colocated": 0.6, "standalone": 0.8}
+    rollout = omega_conf_to_dataclass(make_config(gpu_memory_utilization=60.0).actor_rollout_ref.rollout)
+    with pytest.raises(BadRequestError, match="gpu_memory_utilization must be in"):
+        serving_options(rollout, section.model, "hybrid")
 
 
 REFUSED_ROLLOUT = {
@@ -207,3 +222,22 @@ def test_a_missing_verl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ImportError, match=re.escape("pip install 'verl-server[verl]'")):
         versions.check_version()
+
+
+class Worker:
+    """A worker on a node, in the place of an actor of Ray."""
+
+    def __init__(self, node_id: str) -> None:
+        self._place = WorkerPlace(node_id, "")
+        self.__ray_call__ = SimpleNamespace(remote=self._call)
+
+    async def _call(self, function: Any) -> WorkerPlace:
+        return self._place
+
+
+def test_workers_on_two_nodes_are_refused(make_config: Make) -> None:
+    """verl may have been told that a node has more GPUs than it has."""
+    refused = replica(make_config(tensor_model_parallel_size=2), gpus_per_node=8)
+    refused.workers = [Worker("first"), Worker("second")]
+    with pytest.raises(BadRequestError, match=r"in the order of the ranks: \['first', 'second'\]"):
+        run(refused.launch_servers())

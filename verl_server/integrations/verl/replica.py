@@ -6,11 +6,13 @@ The base class of verl implements the control methods; they call the methods of 
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import logging
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
@@ -19,6 +21,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_server.errors import BadRequestError
 from verl_server.integrations.verl.checkpoint_engine import RolloutServer, announce_server
+from verl_server.integrations.verl.gpus import uuid_of
 from verl_server.integrations.verl.server_actor import ServerActor, actor_name
 from verl_server.integrations.verl.settings import (
     check_supported,
@@ -27,6 +30,8 @@ from verl_server.integrations.verl.settings import (
     serving_options,
 )
 from verl_server.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 _MOST_CALLS = 100_000
 """Most calls that an actor runs at once. A control call must never wait for generate calls that are paused."""
@@ -43,10 +48,10 @@ class WorkerPlace(NamedTuple):
 
 def _place(_: Any) -> WorkerPlace:
     """Return the place of the worker that this function runs in."""
-    uuid = ""
-    if torch.cuda.is_available():
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return WorkerPlace(ray.get_runtime_context().get_node_id(), uuid)
+    context, platform, uuid = ray.get_runtime_context(), get_platform(), ""
+    if platform.device_name == "cuda":
+        uuid = uuid_of(context.get_accelerator_ids()[platform.ray_resource_name()][0])
+    return WorkerPlace(context.get_node_id(), uuid)
 
 
 class VerlServerReplica(RolloutReplica):
@@ -75,12 +80,12 @@ class VerlServerReplica(RolloutReplica):
         If the start fails, the actor is ended before the error is raised.
         """
         places = await asyncio.gather(*(worker.__ray_call__.remote(_place) for worker in self.workers))
-        nodes = {place.node_id for place in places}
-        if len(nodes) != 1 or len(places) != self.world_size:
+        nodes = [place.node_id for place in places]
+        if len(set(nodes)) != 1 or len(places) != self.world_size:
             raise BadRequestError(
-                f"Replica {self.replica_rank} has {len(places)} workers on {len(nodes)} nodes; it needs "
-                f"{self.world_size} on one node. Let rollout.n_gpus_per_node be a multiple of "
-                "rollout.tensor_model_parallel_size."
+                f"Replica {self.replica_rank} needs {self.world_size} workers on one node, but its {len(places)} "
+                f"workers are on these nodes, in the order of the ranks: {nodes}. Let the number of GPUs of each node, "
+                "rollout.n_gpus_per_node, be a multiple of rollout.tensor_model_parallel_size."
             )
         server = self._create_actor(places[0].node_id, tuple(place.gpu_uuid for place in places if place.gpu_uuid))
         try:
@@ -93,6 +98,18 @@ class VerlServerReplica(RolloutReplica):
             raise
         self.servers = [server]
         self._server_handle, self._server_address = server, address
+        server.wait_dead.remote().future().add_done_callback(self._end_job)
+
+    def _end_job(self, death: Future[str]) -> None:
+        """Log the death of the server or of its actor, and end verl's training task if it runs in this process.
+
+        verl's asynchronous trainers only count failed rollouts and start others, so nothing else would end the job.
+        Called in a thread of Ray.
+        """
+        report = death.exception() or death.result()
+        logger.error("The job ends, because the server of replica %d has died. %s", self.replica_rank, report)
+        if ray.get_runtime_context().get_actor_id() is not None:
+            _thread.interrupt_main()  # as ray.cancel does: the task's `finally` blocks run
 
     async def _announce(self, server: Any) -> None:
         """Store the server in the workers, whose checkpoint engines report it to the trainer."""

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from typing import Any
 
 import ray
@@ -19,13 +20,14 @@ from verl.utils.profiler.config import relocate_rollout_traces, rollout_trace_di
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_server.engine.http import HttpServerEngineAdapter
-from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
+from verl_server.errors import BadRequestError, ControlTimeoutError, ServerDiedError, ServerUnavailableError
 from verl_server.integrations.verl.generation import (
     check_text_only,
     generate_request,
     output_fields,
     rejected_fields,
 )
+from verl_server.integrations.verl.gpus import share_of_free_memory
 from verl_server.integrations.verl.settings import ServingOptions, parse_version
 from verl_server.server_args import ServerArgs
 
@@ -33,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD = 1.0
 """Seconds between two looks at the server's process."""
+_DEATH_DELAY = 30.0
+"""Seconds until a request to a server that has ended is answered with the error. verl's balancer prefers the replica
+with the fewest requests in progress: with immediate errors it would send every prompt there."""
+_ABORT_PERIOD = 0.1
+"""Seconds between two aborts while requests that were sent before the abort may still arrive at the server."""
 
 
 def actor_name(replica_rank: int, node_rank: int = 0, suffix: str = "") -> str:
@@ -53,12 +60,15 @@ class ServerActor:
         self._options = options or ServingOptions()
         self._profiler = profiler
         self._server: HttpServerEngineAdapter | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[str] | None = None
         self._memory_lock = asyncio.Lock()
         self._released: set[str] = set()
         """Tags of the released memory. verl releases and resumes twice in a row; the server refuses that."""
         self._global_steps: int | None = None
         self._rejecting = False
+        """True while new requests are answered at once, without being sent."""
+        self._num_sent = 0
+        """Number of requests that were sent, or are about to be sent, and have no answer yet."""
         self._has_weights = settings.get("load_format") != "dummy"
         self._numbers = itertools.count()
 
@@ -68,10 +78,13 @@ class ServerActor:
         """Start the server on this node, and return when it is ready. Raises ServerLaunchError with its log."""
         host = ray.util.get_node_ip_address().strip("[]")
         network = {"host": host, "port": 0, "allow_unauthenticated": True}
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            # Ray hides all GPUs from an actor that reserves none. The server finds its own by UUID, and opens the
-            # memory of trainer ranks on the others.
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+        # The replica makes Ray keep the node's own value, which may be a part of the host's GPUs. The server finds its
+        # GPUs by UUID, and opens the memory of trainer ranks on the others.
+        if self._settings.get("gpu_uuids") and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            raise BadRequestError(
+                f"CUDA_VISIBLE_DEVICES is empty in the server's actor on {host}, so the server would see no GPU. Start "
+                "Ray on this node with the GPUs of trainer and rollout visible."
+            )
         self._server = await asyncio.to_thread(self._start, self._settings | network)
         self._watch = asyncio.create_task(self._report_death(self._server))
 
@@ -79,14 +92,26 @@ class ServerActor:
         """Launch the server. A model folder on a remote file system is copied to this node first."""
         use_shm = self._options.use_shm
         paths = {name: settings[name] for name in ("model_path", "tokenizer_path") if settings.get(name)}
-        local = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
+        local: dict[str, Any] = {name: copy_to_local(path, use_shm=use_shm) for name, path in paths.items()}
+        utilization, gpu_uuids = self._options.gpu_memory_utilization, settings.get("gpu_uuids")
+        if gpu_uuids and utilization is not None and "mem_fraction_static" not in settings:
+            local["mem_fraction_static"] = share_of_free_memory(gpu_uuids, utilization)
+        if os.environ.get("OMP_NUM_THREADS") == "1":
+            del os.environ["OMP_NUM_THREADS"]  # Ray sets it in an actor that reserves no CPU; the server uses threads
         return HttpServerEngineAdapter(server_args=ServerArgs.from_kwargs(**(settings | local)))
 
-    async def _report_death(self, server: HttpServerEngineAdapter) -> None:
-        """Log the end of the server when it happens, also if nothing calls the server."""
+    async def _report_death(self, server: HttpServerEngineAdapter) -> str:
+        """Log the end of the server when it happens, also if nothing calls the server. Return the logged text."""
         while (report := server.exit_report()) is None:
             await asyncio.sleep(_WATCH_PERIOD)
         logger.error("%s", report)
+        return report
+
+    async def wait_dead(self) -> str:
+        """Wait until the server has ended. Return how it ended, with the end of its log."""
+        self._running()
+        assert self._watch is not None
+        return await asyncio.shield(self._watch)
 
     def _running(self) -> HttpServerEngineAdapter:
         """Return the server. Raise ServerDiedError if it has ended, ServerUnavailableError before `launch`."""
@@ -119,9 +144,14 @@ class ServerActor:
         """Generate for one prompt. The caller receives partial output with `stop_reason` "aborted" after an abort.
 
         While generation is paused or an update is in progress, the request waits, without a bound. Raises
-        BadRequestError for what the server does not support, and ServerUnavailableError while it has no weights.
+        BadRequestError for what the server does not support, ServerUnavailableError while it has no weights, and
+        ServerDiedError, after a delay, if the server had ended before the call.
         """
-        server = self._running()
+        try:
+            server = self._running()
+        except ServerDiedError:
+            await asyncio.sleep(_DEATH_DELAY)
+            raise
         check_text_only({"image_data": image_data, "video_data": video_data, **kwargs})
         context_length = server.scheduler_info["context_length"]
         request = generate_request(list(prompt_ids), sampling_params, request_id, context_length, self._options)
@@ -129,8 +159,12 @@ class ServerActor:
             await self._check_weights(server)
         if self._rejecting:
             return TokenOutput(**rejected_fields(self._global_steps))
-        # The number keeps apart two requests with one id: `full_determinism` repeats the id in each turn.
-        result = await server.async_generate(rid=f"{request_id}-{next(self._numbers)}", **request)
+        self._num_sent += 1
+        try:
+            # The number keeps apart two requests with one id: `full_determinism` repeats the id in each turn.
+            result = await server.async_generate(rid=f"{request_id}-{next(self._numbers)}", **request)
+        finally:
+            self._num_sent -= 1
         return TokenOutput(**output_fields(result, request))
 
     async def _check_weights(self, server: HttpServerEngineAdapter) -> None:
@@ -146,11 +180,21 @@ class ServerActor:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End all requests with their partial output, and pause generation until `resume_generation`.
 
-        Requests that arrive meanwhile wait on the server or, with `reject_request`, are answered at once with
-        `stop_reason` "aborted" and no tokens.
+        Requests that arrive meanwhile wait on the server. With `reject_request` they are answered at once with
+        `stop_reason` "aborted" and no tokens, and no request waits on the server when this method returns. Raises
+        ControlTimeoutError if that takes longer than `control_timeout`.
         """
+        server = self._running()
         self._rejecting = reject_request
-        await asyncio.to_thread(self._running().pause_generation, "abort")
+        await asyncio.to_thread(server.pause_generation, "abort")
+        # Requests travel on other connections than the pause. One that was sent before the pause may arrive after it,
+        # and would wait for a resume that may never come. No request is sent meanwhile, so the number falls to 0.
+        deadline = time.monotonic() + server.server_args.control_timeout
+        while self._rejecting and self._num_sent:
+            if time.monotonic() > deadline:
+                raise ControlTimeoutError(f"{self._num_sent} requests did not end after they were aborted.")
+            await asyncio.sleep(_ABORT_PERIOD)
+            await asyncio.to_thread(self._running().pause_generation, "abort")
 
     async def resume_generation(self) -> None:
         """Continue generation after `abort_all_requests`."""
@@ -192,9 +236,10 @@ class ServerActor:
     async def resume_memory(self, tags: list[str]) -> None:
         """Allocate the memory in `tags` that is released. Resumed weights have no contents until the next push."""
         async with self._memory_lock:
+            server = self._running()
             wanted = [tag for tag in tags if tag in self._released]
             if wanted:
-                await asyncio.to_thread(self._running().resume_memory_occupation, wanted)
+                await asyncio.to_thread(server.resume_memory_occupation, wanted)
                 self._released.difference_update(wanted)
 
     async def sleep(self) -> None:
@@ -243,14 +288,16 @@ class ServerActor:
 
     async def start_profile(self, **kwargs: Any) -> None:
         """Record the server's steps if verl's profiler settings choose this replica. `kwargs` are for other ranks."""
+        server = self._running()
         if self._is_profiled():
             contents = self._profiler.tool_config.contents
             folder = rollout_trace_dir(self._profiler.config, self._profiler.rank)
             options = {"with_stack": "stack" in contents or "module" in contents, "record_shapes": "shapes" in contents}
-            await asyncio.to_thread(self._running().start_profile, folder, **options)
+            await asyncio.to_thread(server.start_profile, folder, **options)
 
     async def stop_profile(self) -> None:
         """Write the trace, and move it to verl's folder of traces if verl's settings say so."""
+        server = self._running()
         if self._is_profiled():
-            await asyncio.to_thread(self._running().stop_profile)
+            await asyncio.to_thread(server.stop_profile)
             relocate_rollout_traces(self._profiler.config, self._profiler.rank)

@@ -174,6 +174,11 @@ class ServingOptions:
     """Distribution of the log-probabilities of output tokens; see `SamplingParams.logprobs_mode`."""
     deterministic_seed: int | None = None
     """With `full_determinism`: the seed from which each request derives its own, with its id and prompt length."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's whole memory for weights and KV cache together, as in vLLM. The actor converts it into
+    `mem_fraction_static`, a share of the memory that is free when the server starts. So the size of the KV cache does
+    not depend on how much the trainer has allocated by then. A `mem_fraction_static` in `engine_kwargs.verl_server`
+    replaces it. None: the server's default."""
     use_shm: bool = False
     """Copy the model folder to shared memory before the server reads the folder."""
 
@@ -222,6 +227,11 @@ def check_supported(config: Any, model_config: Any) -> None:
 
 def serving_options(config: Any, model_config: Any, mode: Mode) -> ServingOptions:
     """Return the options of the server actor."""
+    memory = _get(config, "gpu_memory_utilization")
+    if mode == "standalone" and _get(config, "standalone_gpu_memory_utilization") is not None:
+        memory = _get(config, "standalone_gpu_memory_utilization")
+    if not 0.0 < memory <= 1.0:
+        raise BadRequestError(f"rollout.gpu_memory_utilization must be in (0, 1], not {memory}.")
     return ServingOptions(
         mode=mode,
         free_cache_engine=bool(_get(config, "free_cache_engine")),
@@ -231,6 +241,7 @@ def serving_options(config: Any, model_config: Any, mode: Mode) -> ServingOption
         repetition_penalty=float(_get(config, "repetition_penalty")),
         logprobs_mode=_LOGPROBS_MODES[_get(config, "logprobs_mode")],
         deterministic_seed=int(_get(config, "seed")) if _get(config, "full_determinism") else None,
+        gpu_memory_utilization=float(memory),
         use_shm=bool(_get(model_config, "use_shm")),
     )
 
@@ -247,9 +258,6 @@ def server_settings(
     check_supported(config, model_config)
     tp_size, seed = int(_get(config, "tensor_model_parallel_size")), _get(config, "seed")
     sizes = _plain(_get(config, "cudagraph_capture_sizes"))
-    memory = _get(config, "gpu_memory_utilization")
-    if mode == "standalone" and _get(config, "standalone_gpu_memory_utilization") is not None:
-        memory = _get(config, "standalone_gpu_memory_utilization")
     dtype = str(_get(config, "dtype"))
     settings = {
         "model_path": _get(model_config, "path"),
@@ -261,7 +269,6 @@ def server_settings(
         "device": "cuda" if gpu_uuids else "cpu",
         "gpu_uuids": gpu_uuids,
         "tp_size": tp_size,
-        "mem_fraction_static": float(memory),
         "max_running_requests": int(_get(config, "max_num_seqs")),
         "chunked_prefill_size": int(_get(config, "max_num_batched_tokens")),
         "disable_radix_cache": not _get(config, "enable_prefix_caching"),
