@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,25 @@ def test_a_waiting_loop_sends_what_had_no_room_and_still_hears_the_bell() -> Non
         sockets.wait(0.2)
         assert time.monotonic() - start >= 0.2, "a closed peer does not wake the loop"
     sockets.close()
+
+
+def test_a_signal_at_another_thread_wakes_the_loop() -> None:
+    manager, schedulers_end = MessageSocket.pair()
+    sockets = SchedulerSockets(schedulers_end)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        sockets.wake_on_signals()
+        with ThreadPoolExecutor() as threads:
+            sent = threads.submit(lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+            start = time.monotonic()
+            sockets.wait(WAIT)
+            assert time.monotonic() - start < WAIT
+            sent.result(WAIT)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, before)
+        sockets.close()
+        manager.close()
 
 
 @contextlib.contextmanager

@@ -75,6 +75,14 @@ class SchedulerSockets:
                 return
             self._messages.flush()
 
+    def wake_on_signals(self) -> None:
+        """Make every signal end the current or the next `wait`. Called on the main thread.
+
+        A Python handler alone does not: it cannot run while the main thread is in `poll`, and a signal that arrives just
+        before `poll`, or at another thread, does not interrupt it.
+        """
+        signal.set_wakeup_fd(self._button.fileno(), warn_on_full_buffer=False)
+
     def ring(self) -> None:
         """End the current or the next `wait`. Safe in a signal handler and in other threads."""
         with contextlib.suppress(OSError):  # the socket is full, so the loop wakes anyway, or it is closed
@@ -198,6 +206,7 @@ def run_rank(
     scheduler.grammars.on_compiled = sockets.ring
     loop = SchedulerLoop(scheduler, sockets)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    sockets.wake_on_signals()
     ready(info)
     try:
         loop.run()
@@ -208,6 +217,7 @@ def run_rank(
         logger.info("Another rank had already ended: %s", error)
     finally:
         stager.close(_STAGER_GRACE)
+        signal.set_wakeup_fd(-1)  # another file may get the number of the closed socket
         sockets.close()
     logger.info("The scheduler stopped.")
 
