@@ -64,11 +64,18 @@ class VerlRun:
     """Settings of `ServerArgs` that verl has no name for."""
     overrides: tuple[str, ...] = ()
     """Further overrides for Hydra. They come last."""
+    has_spans: bool = False
+    """Record the parts of each update in `spans`."""
 
     @property
     def log(self) -> Path:
         """Output of the trainer and, through Ray, of its workers."""
         return self.work / "verl.log"
+
+    @property
+    def spans(self) -> Path:
+        """Parts of the updates, in JSON lines (`verl_spans`)."""
+        return self.work / "spans.jsonl"
 
     @property
     def is_separate(self) -> bool:
@@ -95,6 +102,10 @@ class VerlRun:
             own["VERL_ENGINE_VENDOR"] = "verl_server"
         elif self.device == "cpu":
             own["VERL_ENGINE_DEVICE"] = "cuda"  # verl has no FSDP engine for the CPU
+        if self.has_spans:
+            modules.append("benchmarks.verl_spans")
+            num_bytes = sum(file.stat().st_size for file in self.model.glob("*.safetensors"))
+            own |= {"VERL_SPANS": str(self.spans), "VERL_SPANS_PARAMETERS": str(num_bytes // 2)}
         own["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
         own["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
         return {**os.environ, **own}

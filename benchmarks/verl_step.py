@@ -10,7 +10,9 @@ It runs `python -m verl.trainer.main_ppo` on generated prompts with random weigh
 which needs verl (docs/verl.md). Variants: "gathered" (verl's FSDP engine, full tensors), "shards" (our FSDP engine),
 "offload" (the same with parameters and optimizer in host memory), "separate" (rollout on GPUs of its own, by memory
 handles) and "separate-group" (the same over a process group). verl's own rollouts have "gathered", "offload" and
-"separate". Prints one JSON line per figure of verl's `timing_s/*`: the median, and all measured steps.
+"separate". Prints one JSON line per figure of verl's `timing_s/*` and per part of an update
+(`verl_spans`): the median of the last ones, and all. "span flat_copy" is the lower limit of a push: a copy of the same
+parameters from float32 to bfloat16 on one GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,9 +61,15 @@ def main(argv: list[str] | None = None) -> None:
             tp=args.tp,
             memory=args.memory,
             overrides=tuple(args.overrides),
+            has_spans=True,
         )
         _print_run(args, sys.argv[1:] if argv is None else argv, load)
-        steps = run.steps(args.timeout)
+        try:
+            steps = run.steps(args.timeout)
+        finally:
+            if args.log and run.log.exists():
+                shutil.copy(run.log, args.log)
+        _print_spans(run.spans)
     for name in sorted({name for step in steps for name in step if name.startswith(_PREFIX)}):
         values = [step[name] for step in steps if name in step][-_MEASURED:]
         _print_figure(name, statistics.median(values), "s", steps=[round(value, 4) for value in values])
@@ -90,6 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps, of which the last three count (cpu: 3, cuda: 5)")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences that a rank trains on at once (4)")
     parser.add_argument("--timeout", type=float, default=1800.0, help="most seconds of the run (1800)")
+    parser.add_argument("--log", type=Path, help="file that receives a copy of the trainer's log, also after an error")
     parser.add_argument("overrides", nargs="*", help="further overrides of verl's configuration, NAME=VALUE")
     args = parser.parse_args(argv)
     if args.rollout != "verl_server" and args.variant in ("shards", "separate-group"):
@@ -108,6 +119,17 @@ def _print_run(args: argparse.Namespace, argv: list[str], load: Workload) -> Non
     line: dict[str, Any] = {"name": "run", "command": " ".join(["python -m benchmarks.verl_step", *argv])}
     line |= {package: version for package in _PACKAGES if (version := _version(package))}
     print(json.dumps(line | {"machine": machine, "workload": vars(load)}), flush=True)
+
+
+def _print_spans(path: Path) -> None:
+    """Print the seconds of each part of the updates, over the processes that took part: the last ones count."""
+    spans: dict[str, list[float]] = {}
+    for line in path.read_text().splitlines():
+        span = json.loads(line)
+        name = " ".join(["span", span["call"], *span.get("tags", [])])
+        spans.setdefault(name, []).append(span.get("best", span["seconds"]))
+    for name, values in spans.items():
+        _print_figure(name, statistics.median(values[-_MEASURED:]), "s", all=[round(value, 5) for value in values])
 
 
 def _version(package: str) -> str | None:
