@@ -92,6 +92,8 @@ def test_a_request_that_arrives_after_the_pause(tiny_model: Path) -> None:
                 await asyncio.sleep(0.01)
             await actor.resume_generation()
             assert len((await waiting).token_ids) == 4
+            empty = await actor.generate(PROMPT, GREEDY | {"max_tokens": 0}, "no room is left")
+            assert (empty.token_ids, empty.log_probs, empty.stop_reason) == ([], [], "completed")
 
     run(scenario())
 

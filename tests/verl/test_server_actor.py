@@ -77,9 +77,11 @@ def test_a_colocated_server(make_actor: Callable[..., Any]) -> None:
     processes = processes_of(actor)
     processes[0].kill()
     last_words = r"process \d+\) ended with signal SIGKILL"
-    for reference in (waiting, call(actor, "get_connection"), call(actor, "sleep")):
+    with pytest.raises(ServerDiedError, match=last_words):
+        ray.get(waiting, timeout=60)
+    for method in ("get_connection", "sleep"):
         with pytest.raises(ServerDiedError, match=last_words):
-            ray.get(reference, timeout=60)
+            ask(actor, method)
     assert_ended(processes)
 
 
