@@ -121,13 +121,17 @@ class VerlRun:
                 code: int | str = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 code = f"no end after {timeout:g} s"
-        metrics = self.work / "metrics.jsonl"
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        steps = [line["data"] for line in lines if "timing_s/step" in line["data"]]
+        steps = self.finished_steps()
         if code != 0 or len(steps) < self.load.steps:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
             raise RuntimeError(f"verl's trainer ended with {code} after {len(steps)} steps. Its log ends:\n{tail}")
         return steps
+
+    def finished_steps(self) -> list[dict[str, float]]:
+        """Return the figures of the steps so far, also after an error."""
+        metrics = self.work / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return [line["data"] for line in lines if "timing_s/step" in line["data"]]
 
     # -- inside ------------------------------------------------------------------------------------------------
 

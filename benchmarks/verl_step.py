@@ -65,16 +65,21 @@ def main(argv: list[str] | None = None) -> None:
         )
         _print_run(args, sys.argv[1:] if argv is None else argv, load)
         try:
-            steps = run.steps(args.timeout)
-        finally:
+            run.steps(args.timeout)
+        finally:  # also after an error: a run takes minutes
             if args.log and run.log.exists():
                 shutil.copy(run.log, args.log)
-        _print_spans(run.spans)
+            _print_spans(run.spans)
+            _print_steps(run.finished_steps())
+
+
+def _print_steps(steps: list[dict[str, float]]) -> None:
+    """Print verl's own timings, and the rewards."""
     for name in sorted({name for step in steps for name in step if name.startswith(_PREFIX)}):
         values = [step[name] for step in steps if name in step][-_MEASURED:]
         _print_figure(name, statistics.median(values), "s", steps=[round(value, 4) for value in values])
-    rewards = [step["critic/rewards/mean"] for step in steps]
-    _print_figure("reward", rewards[-1], "mean of the last step", steps=[round(value, 5) for value in rewards])
+    if rewards := [step["critic/rewards/mean"] for step in steps]:
+        _print_figure("reward", rewards[-1], "mean of the last step", steps=[round(value, 5) for value in rewards])
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -124,7 +129,7 @@ def _print_run(args: argparse.Namespace, argv: list[str], load: Workload) -> Non
 def _print_spans(path: Path) -> None:
     """Print the seconds of each part of the updates, over the processes that took part: the last ones count."""
     spans: dict[str, list[float]] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else []:
         span = json.loads(line)
         name = " ".join(["span", span["call"], *span.get("tags", [])])
         spans.setdefault(name, []).append(span.get("best", span["seconds"]))

@@ -44,7 +44,7 @@ def wait_for_server(replica_rank: int) -> Any:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("replica_rank", "victim"), enumerate(["server", "actor"]))
+@pytest.mark.parametrize(("replica_rank", "victim"), list(enumerate(["server", "actor"])))
 def test_the_job_ends(local_ray: None, make_config: Callable[..., Any], replica_rank: int, victim: str) -> None:
     trainer = ray.remote(Trainer).options(num_cpus=1).remote()
     task = trainer.run.remote(make_config(n_gpus_per_node=1), replica_rank)
