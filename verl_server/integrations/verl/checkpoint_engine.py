@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils.device import set_expandable_segments
 
 from verl_server.errors import BadRequestError
 from verl_server.integrations.verl.separate_servers import Named, SeparateServers, ServerTarget
@@ -163,6 +164,8 @@ class VerlServerCheckpointEngine(CheckpointEngine):
         if self._connection is None:
             raise BadRequestError("send_weights needs init_process_group before it, and after every push that failed.")
         connection = self._connection
+        # verl turns these segments on after a push to a colocated server. No other process can read them.
+        set_expandable_segments(False)
         self._num_updates += 1
         # The label of every version differs, so that tokens of two versions are never taken for one.
         version = f"unnumbered-{self._num_updates}" if global_steps is None else str(global_steps)
