@@ -10,6 +10,7 @@ import _thread
 import asyncio
 import logging
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -98,17 +99,21 @@ class VerlServerReplica(RolloutReplica):
             raise
         self.servers = [server]
         self._server_handle, self._server_address = server, address
-        server.wait_dead.remote().future().add_done_callback(self._end_job)
+        is_task = ray.get_runtime_context().get_actor_id() is not None
+        server.wait_dead.remote().future().add_done_callback(partial(self._end_job, is_task))
 
-    def _end_job(self, death: Future[str]) -> None:
+    def _end_job(self, is_task: bool, death: Future[str]) -> None:
         """Log the death of the server or of its actor, and end verl's training task if it runs in this process.
 
         verl's asynchronous trainers only count failed rollouts and start others, so nothing else would end the job.
-        Called in a thread of Ray.
+        Called in a thread of Ray. `is_task`: this process runs the training task.
         """
+        # `ray.shutdown` ends the actor too. It waits for this thread, and most calls of Ray here would wait for it.
+        if not ray.is_initialized():
+            return
         report = death.exception() or death.result()
         logger.error("The job ends, because the server of replica %d has died. %s", self.replica_rank, report)
-        if ray.get_runtime_context().get_actor_id() is not None:
+        if is_task:
             _thread.interrupt_main()  # as ray.cancel does: the task's `finally` blocks run
 
     async def _announce(self, server: Any) -> None:
