@@ -1,0 +1,185 @@
+"""The seams between the parts of sessions, while they are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+Ids32 = bytes
+"""Token ids as little-endian int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCaller:
+    """The session of a request: `scope["state"]["session"]`. Absent outside a session."""
+
+    session_id: str
+    child: str | None
+    """Header X-Session-Child."""
+    is_owner: bool
+    """True if X-Session-ID beside an owner's key named the session."""
+    scope_key: bytes
+    """16 bytes: a hash of the caller's key, for idempotency."""
+
+
+class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What the next prompt needs of a finished turn."""
+
+    turn: int
+    parent: int
+    prompt_tokens: int
+    output_tokens: int
+    generation_prompt: int
+    """Last ids of the prompt that only open the answer."""
+    end_token: int
+    """Last sampled id if it is one of the model's end tokens, else -1."""
+    in_reasoning: bool
+    """The turn ended inside an open reasoning part."""
+    aborted: bool
+    delivered: bool
+    calls: list[tuple[str, str]]
+    """(id, name) of its tool calls, in order."""
+    options: bytes
+    """Digest of the template options of its prompt."""
+    text: tuple[int, bytes] | None = None
+    """Completions: (characters, digest) of prompt and output text."""
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    """A snapshot of a session for the text worker that plans the next prompt."""
+
+    history: Literal["stored", "template"]
+    nodes: bytes
+    """The message tree: records of chat/history.py."""
+    replies: list[ReplyFacts]
+    end_tokens: list[int]
+    previous: int | None = None
+    """The turn that previous_response_id names: matching starts behind it."""
+
+
+class NextTurn(msgspec.Struct, frozen=True):
+    """How the prompt of the next turn is put together: the first `kept` ids of the parent's sequence, then `added`."""
+
+    parent: int
+    """-1: a root."""
+    kept: int
+    """-1: `added` is the whole prompt, and the ledger compares it with the parent's sequence."""
+    added: Ids32
+    generation_prompt: int
+    new_nodes: bytes
+    """Node records of the new messages. A parent of -1-i is the i-th record of this field."""
+    after_node: int
+    """The node that the first new message follows; -1: a root."""
+    matched_messages: int
+    began: str | None
+    """Why a branch begins here: None (it does not), "root", "edited", "retry", "head", "template", "child"."""
+    head: bytes
+    """Digest of tools and template: the root of the tree."""
+    options: bytes
+
+
+class ReplyMessage(msgspec.Struct, frozen=True):
+    """A finished turn as the client was shown it."""
+
+    digest: bytes
+    reasoning: bytes
+    calls: list[tuple[str, str, str]]
+    """(id, name, arguments)."""
+    in_reasoning: bool
+    text: str
+
+
+@dataclass(slots=True)
+class FinishedTurn:
+    """What the ledger stores of a turn."""
+
+    next: NextTurn
+    output: Ids32
+    logprobs: bytes
+    """float32, one for each output id."""
+    spans: list[tuple[str, int]]
+    finish: tuple[str, str | int | None]
+    reply: ReplyMessage
+    times: tuple[float, float, float]
+    dialect: str
+    rid: str
+    end_token: int = -1
+    aborted: bool = False
+    key: bytes | None = None
+    body: bytes | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """New messages with their texts, for the journal only."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """A turn that is being generated."""
+
+    session_id: str
+    turn: int
+    parent: int
+    shared: int
+    """First ids of the prompt that are the parent's sequence."""
+    prompt: Ids32
+    """The whole prompt."""
+    sibling: int
+    seed: int | None
+    sampling: dict[str, Any]
+    forced: dict[str, Any]
+    max_new_tokens: int | None
+    """What the limits leave; None: no limit."""
+
+
+class StoredTurn(Protocol):
+    """A finished turn in the ledger."""
+
+    turn: int
+    parent: int
+    shared: int
+    spans: list[tuple[str, int]]
+    finish: tuple[str, str | int | None]
+    rid: str
+
+    def prompt_ids(self) -> list[int]: ...
+
+    def output_ids(self) -> list[int]: ...
+
+    def output_logprobs(self) -> list[float]: ...
+
+
+class Ledger(Protocol):
+    """One server's sessions. All methods run on the loop of the TokenizerManager, and none blocks it."""
+
+    def view(self, caller: SessionCaller, previous: str | None = None) -> SessionView:
+        """Raises SessionEndedError, SessionLimitError, SessionUnavailableError or SessionNotFoundError."""
+        ...
+
+    def sequence(self, session_id: str, turn: int, kept: int | None = None) -> bytes:
+        """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
+        ...
+
+    def begin(self, caller: SessionCaller, next: NextTurn, key: bytes | None, body: bytes) -> OpenTurn:
+        """Reserve a turn. Each call needs a `commit` or a `cancel`. A root beside other roots opens a child session."""
+        ...
+
+    async def commit(self, turn: OpenTurn, finished: FinishedTurn) -> None:
+        """Append the turn, and return when it is durable by policy. Raises SessionUnavailableError otherwise."""
+        ...
+
+    def cancel(self, turn: OpenTurn) -> None:
+        """Drop a turn that sampled nothing."""
+        ...
+
+    def delivered(self, session_id: str, turn: int) -> None:
+        """Note that the whole reply reached the client's socket."""
+        ...
+
+    def replay(self, caller: SessionCaller, key: bytes, body: bytes) -> StoredTurn | None:
+        """Return the finished turn of this idempotency key. Raises IdempotencyConflictError for another body."""
+        ...
+
+    def described(self, turn: OpenTurn, next: NextTurn) -> dict[str, Any]:
+        """Return `meta_info.session`."""
+        ...
