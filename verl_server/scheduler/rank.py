@@ -78,8 +78,8 @@ class SchedulerSockets:
     def wake_on_signals(self) -> None:
         """Make every signal end the current or the next `wait`. Called on the main thread.
 
-        A Python handler alone does not: it cannot run while the main thread is in `poll`, and a signal that arrives just
-        before `poll`, or at another thread, does not interrupt it.
+        A Python handler alone does not: it cannot run while the main thread is in `poll`, and a signal that arrives
+        just before `poll`, or at another thread, does not interrupt it.
         """
         signal.set_wakeup_fd(self._button.fileno(), warn_on_full_buffer=False)
 
