@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_server.chat.session_view import Ids32, NextTurn, ReplyFacts, ReplyMessage, SessionView
+from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyFacts, ReplyMessage, SessionView
 
 __all__ = [
+    "CompletionText",
     "FinishedTurn",
     "Ids32",
     "Ledger",
