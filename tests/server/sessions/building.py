@@ -40,8 +40,8 @@ def created(ledger: SessionLedger, **fields: Any) -> SessionCaller:
     return caller(session.id)
 
 
-def node(text: str, parent: int = -1, role: int = 1) -> bytes:
-    return NODE.pack(parent, -1, role, b"", blake2b(text.encode(), digest_size=16).digest(), b"", 0, 0)
+def node(text: str, role: int = 2) -> bytes:
+    return NODE.pack(-1, -1, role, blake2b(text.encode(), digest_size=16).digest(), bytes(8), -1, 0)
 
 
 def plan(added: Sequence[int], parent: int = -1, kept: int = 0, **fields: Any) -> NextTurn:
@@ -64,7 +64,7 @@ def finished(next: NextTurn, output: Sequence[int], **fields: Any) -> FinishedTu
         "logprobs": floats([-0.5] * len(output)),
         "spans": [("v1", 0)],
         "finish": ("stop", output[-1] if output else None),
-        "reply": ReplyMessage(digest, b"", [], False, text),
+        "reply": ReplyMessage(digest, bytes(8), [], False, text),
         "times": (1.0, 2.0, 3.0),
         "dialect": "chat",
         "rid": "rid",

@@ -24,6 +24,7 @@ from verl_server.errors import (
     BadRequestError,
     IdempotencyConflictError,
     SessionEndedError,
+    SessionExistsError,
     SessionLimitError,
     SessionNotFoundError,
     SessionUnavailableError,
@@ -54,7 +55,7 @@ from verl_server.session_types import CreateSession, RewardBody, SessionInfo, Se
 logger = logging.getLogger(__name__)
 
 KEY_PREFIX = "vs-"
-ASSISTANT = 2
+ASSISTANT = 3
 """Role of a reply in the message tree."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -306,6 +307,12 @@ class SessionLedger:
             for pending in list(each.pending.values()):
                 if pending.abort is not None:
                     pending.abort()
+
+    async def settled(self, session: Session, timeout: float = 5.0) -> None:
+        """Return when no turn of an ended session runs any more, or after `timeout` seconds."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while session.in_flight and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
 
     # -- turns: the contract's Ledger -----------------------------------------------------------------------
 
@@ -631,11 +638,8 @@ class SessionLedger:
         """Append the reply to the message tree, and return its node; -1 for a turn without messages."""
         if pending.prompt_node < 0:
             return -1
-        node = len(session.nodes) // NODE.size
-        head = NODE.unpack_from(session.nodes, pending.prompt_node * NODE.size)[6]
         reply = finished.reply
-        session.nodes += NODE.pack(pending.prompt_node, turn, ASSISTANT, b"", reply.digest, reply.reasoning, head, node)
-        return node
+        return session.append_node(pending.prompt_node, turn, ASSISTANT, reply.digest, reply.reasoning)
 
     # -- records --------------------------------------------------------------------------------------------
 
@@ -747,12 +751,6 @@ class SessionLedger:
                 return
             if session.state != "open" and session.fetched and not session.in_flight:
                 self.delete(session.id)
-
-
-class SessionExistsError(BadRequestError):
-    """A session has this id already."""
-
-    status_code = 409
 
 
 class TurnTooLargeError(BadRequestError):

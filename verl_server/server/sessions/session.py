@@ -15,9 +15,9 @@ from verl_server.server.sessions.records import RewardRecord, SessionRecord
 from verl_server.server.sessions.turn import Turn
 from verl_server.session_types import SessionInfo, SessionLimits, SessionState
 
-NODE = struct.Struct("<iiB3s16s8sii")
-"""A record of the message tree: parent, turn (-1: not a reply), role, flags, digest, digest of the reasoning, head,
-order."""
+NODE = struct.Struct("<iiB3x16s8sii")
+"""A record of the message tree (`chat.history`): parent, turn (-1: not a reply), role, digest, digest of the reasoning,
+node of the head, depth."""
 _FIXED_BYTES = 4096
 """Bytes of a session beside its turns and its message tree."""
 
@@ -94,30 +94,41 @@ class Session:
         return sum(own) if own else None
 
     def add_nodes(self, records: bytes, after: int) -> tuple[int, int]:
-        """Append new messages behind node `after`. Return the node of the last message, and the number appended.
+        """Append messages that follow each other behind node `after`. Return the last node, and the number appended.
 
         A message that is there already is not appended again, so turns of equal messages have the same prompt node.
         """
-        placed: list[int] = []
-        last, appended = after, 0
-        for i, record in enumerate(NODE.iter_unpack(records)):
-            parent = after if i == 0 else placed[-1 - record[0]] if record[0] < 0 else record[0]
-            last = self._find(parent, record)
-            if last < 0:
-                last, appended = len(self.nodes) // NODE.size, appended + 1
-                self.nodes += NODE.pack(parent, -1, *record[2:7], last)
-            placed.append(last)
-        return last, appended
+        node, appended = after, 0
+        for _, _, role, digest, reasoning, _, _ in NODE.iter_unpack(records):
+            known = self._find(node, role, digest, reasoning)
+            if known < 0:
+                known, appended = self.append_node(node, -1, role, digest, reasoning), appended + 1
+            node = known
+        return node, appended
 
-    def _find(self, parent: int, record: tuple[int, int, int, bytes, bytes, bytes, int, int]) -> int:
-        """Return the node of this message under `parent`, or -1."""
-        digest, start = record[4], 0
+    def append_node(self, parent: int, turn: int, role: int, digest: bytes, reasoning: bytes) -> int:
+        """Append one message, and return its node."""
+        node = len(self.nodes) // NODE.size
+        head, depth = node, 0
+        if parent >= 0:
+            *_, head, depth = NODE.unpack_from(self.nodes, parent * NODE.size)
+            depth += 1
+        self.nodes += NODE.pack(parent, turn, role, digest, reasoning, head, depth)
+        return node
+
+    def _find(self, parent: int, role: int, digest: bytes, reasoning: bytes) -> int:
+        """Return the node of this message under `parent`, or -1. A sampled reply is another message."""
+        start = 0
         while (at := self.nodes.find(digest, start)) >= 0:
             node, within = divmod(at - 12, NODE.size)
-            if within == 0:
-                known = NODE.unpack_from(self.nodes, node * NODE.size)
-                if known[0] == parent and known[1] == -1 and known[2:7] == record[2:7]:
-                    return node
+            if within == 0 and NODE.unpack_from(self.nodes, node * NODE.size)[:5] == (
+                parent,
+                -1,
+                role,
+                digest,
+                reasoning,
+            ):
+                return node
             start = at + 1
         return -1
 
