@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import msgspec
+from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyFacts, ReplyMessage, SessionView
 
-Ids32 = bytes
-"""Token ids as little-endian int32."""
+__all__ = [
+    "CompletionText",
+    "FinishedTurn",
+    "Ids32",
+    "Ledger",
+    "NextTurn",
+    "OpenTurn",
+    "ReplyFacts",
+    "ReplyMessage",
+    "SessionCaller",
+    "SessionView",
+    "StoredTurn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,73 +33,6 @@ class SessionCaller:
     """True if X-Session-ID beside an owner's key named the session."""
     scope_key: bytes
     """16 bytes: a hash of the caller's key, for idempotency."""
-
-
-class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What the next prompt needs of a finished turn."""
-
-    turn: int
-    parent: int
-    prompt_tokens: int
-    output_tokens: int
-    generation_prompt: int
-    """Last ids of the prompt that only open the answer."""
-    end_token: int
-    """Last sampled id if it is one of the model's end tokens, else -1."""
-    in_reasoning: bool
-    """The turn ended inside an open reasoning part."""
-    aborted: bool
-    delivered: bool
-    calls: list[tuple[str, str]]
-    """(id, name) of its tool calls, in order."""
-    options: bytes
-    """Digest of the template options of its prompt."""
-    text: tuple[int, bytes] | None = None
-    """Completions: (characters, digest) of prompt and output text."""
-
-
-class SessionView(msgspec.Struct, frozen=True):
-    """A snapshot of a session for the text worker that plans the next prompt."""
-
-    history: Literal["stored", "template"]
-    nodes: bytes
-    """The message tree: records of chat/history.py."""
-    replies: list[ReplyFacts]
-    end_tokens: list[int]
-    previous: int | None = None
-    """The turn that previous_response_id names: matching starts behind it."""
-
-
-class NextTurn(msgspec.Struct, frozen=True):
-    """How the prompt of the next turn is put together: the first `kept` ids of the parent's sequence, then `added`."""
-
-    parent: int
-    """-1: a root."""
-    kept: int
-    """-1: `added` is the whole prompt, and the ledger compares it with the parent's sequence."""
-    added: Ids32
-    generation_prompt: int
-    new_nodes: bytes
-    """Node records of the new messages. A parent of -1-i is the i-th record of this field."""
-    after_node: int
-    """The node that the first new message follows; -1: a root."""
-    matched_messages: int
-    began: str | None
-    """Why a branch begins here: None (it does not), "root", "edited", "retry", "head", "template", "child"."""
-    head: bytes
-    """Digest of tools and template: the root of the tree."""
-    options: bytes
-
-
-class ReplyMessage(msgspec.Struct, frozen=True):
-    """A finished turn as the client was shown it."""
-
-    digest: bytes
-    reasoning: bytes
-    calls: list[tuple[str, str, str]]
-    """(id, name, arguments)."""
-    in_reasoning: bool
-    text: str
 
 
 @dataclass(slots=True)
