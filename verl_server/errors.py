@@ -12,6 +12,7 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
     │   ├── SessionNotFoundError     404  there is no such session
     │   ├── SessionEndedError        410  the session has finished or expired
     │   ├── SessionLimitError        403  the session has used what its limits allow
+    │   ├── SessionExistsError       409  another session has this id
     │   └── IdempotencyConflictError 409  the idempotency key came before with another body
     ├── WeightUpdateError      400  the server refused an update and still serves the old weights
     │   ├── UnknownRegistrationError 404  the server does not have this registration: send the description
@@ -73,6 +74,12 @@ class SessionLimitError(SessionError):
     """The session has used what its limits allow."""
 
     status_code = 403
+
+
+class SessionExistsError(SessionError):
+    """Another session has this id."""
+
+    status_code = 409
 
 
 class IdempotencyConflictError(SessionError):

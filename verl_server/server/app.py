@@ -20,27 +20,31 @@ from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
+from verl_server.server.dialects.sessions.routes import SessionApi
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.health_routes import HealthApi
 from verl_server.server.dialects.sglang.info_routes import InfoApi
 from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.dialects.sglang.routes import NativeApi
+from verl_server.server.dialects.sglang.session_routes import SglangSessionApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
+from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
-    """Return the ASGI application with all operations and middlewares."""
+def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: SessionLedger | None = None) -> ASGIApp:
+    """Return the ASGI application with all operations and middlewares. Without a ledger, it makes one in memory."""
     rules = AccessRules(server_args)
-    mounted = operations(manager, server_args, rules)
+    ledger = new_ledger(manager, server_args) if ledger is None else ledger
+    mounted = operations(manager, server_args, rules, ledger)
     control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
         routes=[route for operation in mounted for route in operation.routes()],
@@ -51,10 +55,22 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
             Exception: _on_crash,
         },
     )
-    return InstanceMiddleware(AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths), manager.instance_id)
+    guarded = AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths, ledger)
+    return InstanceMiddleware(guarded, manager.instance_id)
 
 
-def operations(manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> list[Operation]:
+def new_ledger(manager: TokenizerManager, server_args: ServerArgs) -> SessionLedger:
+    """Return the ledger of the server's sessions."""
+
+    def end_tokens() -> list[int]:
+        return [] if manager.model_text is None else list(manager.model_text.eos_token_ids)
+
+    return SessionLedger(end_tokens=end_tokens)
+
+
+def operations(
+    manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, ledger: SessionLedger
+) -> list[Operation]:
     """Return the operations of all dialects, and those that describe them."""
     dialects = [
         *NativeApi(manager, server_args).operations(),
@@ -66,6 +82,8 @@ def operations(manager: TokenizerManager, server_args: ServerArgs, rules: Access
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),
         *AnthropicApi(manager, server_args).operations(),
+        *SessionApi(ledger, lambda: manager.controls.weight_version, server_args.max_request_bytes).operations(),
+        *SglangSessionApi(ledger, server_args.max_request_bytes).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, Response
 
 from verl_server import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
-from verl_server.server.auth import is_open
 from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
 from verl_server.server.field_docs import field_docs
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.responses import encoded_response
+from verl_server.server.sessions.access import is_open
 
 Schema = dict[str, Any]
 

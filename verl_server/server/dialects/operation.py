@@ -36,6 +36,8 @@ class Operation:
     """Other paths of the same handler, for example names of older versions."""
     control: bool = False
     """True for a route that affects the whole server. If an admin key is set, the route requires it."""
+    owner: bool = False
+    """True for a session route, which needs a key of the server, also where ordinary routes are open."""
     body: type[msgspec.Struct] | None = None
     """Struct of the JSON body. Its fields are implemented, except for `id` of a control request, which is internal."""
     refused: Mapping[str, str] = field(default_factory=dict)
