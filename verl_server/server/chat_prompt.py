@@ -17,7 +17,7 @@ from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
-from verl_server.server.sessions.reading import plan_prompt, prompt_length, refuse_in_session
+from verl_server.server.session_prompt import plan_prompt, prompt_length, refuse_in_session
 from verl_server.server.text_tools import Ids, TextTools
 
 _PROMPT_END = 64

@@ -28,7 +28,7 @@ from verl_server.server.dialects.openai.protocol import (
     parse_openai,
 )
 from verl_server.server.json_body import parse_json
-from verl_server.server.sessions.reading import plan_completion, prompt_text, refuse_in_session
+from verl_server.server.session_prompt import plan_completion, prompt_text, refuse_in_session
 from verl_server.server.text_tools import Ids, Job, TextTools
 
 _DEFAULT_COMPLETION_TOKENS = 16
