@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from typing import Any
@@ -63,7 +64,7 @@ def test_prompts_of_one_conversation_extend_each_other(name: str, keep_reasoning
     session = PlayedSession(name)
     turns = play(session, keep_reasoning=keep_reasoning, tools=None if name == "plain" else TOOLS)
     assert [turn.began for turn in turns] == ["root"] + [None] * 7
-    for before, turn in zip(turns, turns[1:], strict=False):
+    for before, turn in itertools.pairwise(turns):
         assert turn.prompt[: len(before.sequence)] == before.sequence
         assert turn.shared == len(before.sequence)
     # Nothing sampled was tokenized again: the sampled ids are not those that the tokenizer gives.
@@ -101,7 +102,9 @@ def test_an_edited_reply_keeps_the_prompt_before_it() -> None:
     opening = first.planned.next.generation_prompt
     assert turn.began == "edited" and opening > 0
     assert turn.prompt[: len(first.prompt) - opening] == first.prompt[:-opening]
-    assert session.tokens.text(turn.prompt).endswith("another<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n" + ASSISTANT)
+    assert session.tokens.text(turn.prompt).endswith(
+        "another<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n" + ASSISTANT
+    )
     assert turn.parent == -1 and turn.shared == 0  # a sibling of the first turn
     # The conversation goes on behind the edited reply.
     messages[4:] = [session.answer(turn, f"{THINK}third"), user("on")]
