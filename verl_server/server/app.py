@@ -33,6 +33,7 @@ from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
+from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -56,7 +57,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: Sessi
         },
     )
     guarded = AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths, ledger)
-    return InstanceMiddleware(guarded, manager.instance_id)
+    return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 
 def new_ledger(manager: TokenizerManager, server_args: ServerArgs) -> SessionLedger:

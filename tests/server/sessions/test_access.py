@@ -252,6 +252,11 @@ def test_no_key_is_in_a_path_a_log_or_an_error(make_stack: MakeStack, caplog: py
     scope["raw_path"] = scope["path"].encode()  # type: ignore[attr-defined]
     stack.manager.run_sync(stack.app(scope, receive, send), 10)
     assert (scope["path"], scope["raw_path"]) == ("/nothing", b"/nothing")
+    for path in (f"/S/{key}/v1", f"/v1/s/{key}", f"/s//{key}", f"//s/{key}/generate"):
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": f"key={key}".encode(), "headers": []}
+        scope["headers"] = [(b"x-verl-expected-instance", b"another")]
+        stack.manager.run_sync(stack.app(scope, receive, send), 10)
+        assert key not in repr(scope | {"state": None}), path
     for url in (f"/sessions/{key}", f"/x/{key}"):
         assert key not in stack.get(url, headers=OWNER).text
     assert key not in caplog.text
