@@ -126,6 +126,7 @@ class BranchTurn(msgspec.Struct, frozen=True):
     prompt_end: int
     end: int
     finish_reason: str
+    """ "cut" if another branch has the rest of the turn."""
     calls: list[dict[str, Any]] = []
 
 

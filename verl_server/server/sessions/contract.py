@@ -79,14 +79,52 @@ class OpenTurn:
 class StoredTurn(Protocol):
     """A finished turn in the ledger."""
 
-    turn: int
-    parent: int
-    shared: int
-    spans: list[tuple[str, int]]
-    finish: tuple[str, str | int | None]
-    rid: str
+    @property
+    def turn(self) -> int: ...
 
-    def prompt_ids(self) -> list[int]: ...
+    @property
+    def parent(self) -> int:
+        """-1: a root."""
+        ...
+
+    @property
+    def shared(self) -> int:
+        """First tokens of the prompt that are the parent's sequence."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def output_tokens(self) -> int: ...
+
+    @property
+    def spans(self) -> list[tuple[str, int]]:
+        """(weight version, index of the first sampled token under it)."""
+        ...
+
+    @property
+    def finish(self) -> tuple[str, str | int | None]: ...
+
+    @property
+    def calls(self) -> bytes | None:
+        """JSON: list of {"id", "name", "arguments"}."""
+        ...
+
+    @property
+    def delivered(self) -> bool: ...
+
+    @property
+    def child(self) -> str | None:
+        """Name of the child conversation that the turn belongs to."""
+        ...
+
+    @property
+    def rid(self) -> str: ...
+
+    def prompt_ids(self) -> list[int]:
+        """Return the whole prompt."""
+        ...
 
     def output_ids(self) -> list[int]: ...
 

@@ -149,6 +149,14 @@ class SessionTurn:
         return self.stored.shared
 
     @property
+    def prompt_tokens(self) -> int:
+        return self.stored.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return self.stored.output_tokens
+
+    @property
     def sibling(self) -> int:
         return self.stored.sibling
 

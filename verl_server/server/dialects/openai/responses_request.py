@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
@@ -203,6 +204,8 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     unknown_fields: int
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
+    next: NextTurn | None = None
+    """In a session: how the prompt is put together. `prompts[0]` is empty then."""
 
 
 def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
@@ -237,10 +240,11 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
         request=request,
         chat=chat,
         echoed={name: orjson.dumps(value) for name, value in echoed.items()},
-        prompts=[tools.prompt(prompt.ids)],
+        prompts=[prompt.checked(tools)],
         output=prompt.output,
         unknown_fields=unknown,
         unused_options=prompt.unused_options,
+        next=prompt.next,
     )
 
 

@@ -197,7 +197,7 @@ class SessionApi:
         children = {each.turn: each.child for each in turns}
         named: list[Branch] = []
         slices = Slices()
-        for branch in branches(turns, [each.shared for each in turns], mask, retries):
+        for branch in branches(turns, mask, retries):
             await slices.end()
             child = children[branch.turns[-1].turn]
             own = [reward for turn in branch.turns for reward in rewards.get(turn.turn, ())]
