@@ -1,8 +1,8 @@
 """The files of the session store: `journal-NNNNNNNN.log`, written at the end only, and `snapshot-NNNNNNNN.log`.
 
 A snapshot N holds what lives of all files before N, and the journals from N on follow it. It is complete once it has
-its name: it is written as `.tmp`, synced and renamed. `Journal` calls these methods in its threads; `open` and `records`
-are called before the threads start.
+its name: it is written as `.tmp`, synced and renamed. `Journal` calls these methods in its threads; before they start,
+the server calls `open` and `records`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class JournalFiles:
             self._disk.remove(path)
         self._remove_before(max(self._numbers("snapshot"), default=0))
 
-    def records(self) -> Iterator[Any]:
-        """Yield all records in order. Cut off an incomplete record at the end of the last file.
+    def records(self) -> Iterator[tuple[Any, int]]:
+        """Yield all records in order, with their bytes. Cut off an incomplete record at the end of the last file.
 
         Raise DamagedStoreError at any other damage, and BadRequestError for the store of another model.
         """
@@ -115,7 +115,7 @@ class JournalFiles:
                 if offset == 0:
                     self._check_header(path, record)
                 elif not isinstance(record, EndRecord):
-                    yield record
+                    yield record, end - offset
                 offset = end
 
     def _files(self) -> list[tuple[Path, bool]]:

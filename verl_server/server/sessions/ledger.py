@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from verl_server.chat.history import ASSISTANT, NODE, text_digest
-from verl_server.chat.session_view import CompletionText
+from verl_server.chat.history import ASSISTANT, NODE
 from verl_server.errors import (
     BadRequestError,
     IdempotencyConflictError,
@@ -50,6 +49,7 @@ from verl_server.server.sessions.records import (
     SessionRecord,
     TurnRecord,
 )
+from verl_server.server.sessions.replies import completion_text
 from verl_server.server.sessions.session import PendingTurn, Session
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, IN_REASONING, RESAMPLED, Turn
 from verl_server.session_types import CreateSession, RewardBody, SessionInfo, SessionState, TurnInfo
@@ -120,7 +120,7 @@ class Counters(Protocol):
 
     def session_ended(self, reason: str) -> None: ...
 
-    def turn_finished(self, began: str) -> None: ...
+    def turn_finished(self, began: str | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +385,7 @@ class SessionLedger:
             prompt_node=prompt_node,
             child=self._conversation(session, next, own),
             accepted=self._clock(),
+            room=max_new_tokens,
             resampled=key is not None and session.was_interrupted(key),
             abort=abort,
         )
@@ -442,13 +443,18 @@ class SessionLedger:
             child=pending.child,
             first_node=session.stored_nodes,
             nodes=bytes(session.nodes[session.stored_nodes * NODE.size :]),
-            completion=_completion(finished),
+            completion=completion_text(finished.next, reply),
             messages=finished.next.messages,
             reply=reply.text,
         )
         self._record(record)
+        root = session.root
+        if finished.finish[0] == "length" and pending.room is not None and len(finished.output) // 4 >= pending.room:
+            limits = root.limits
+            is_used = limits.max_tokens is not None and root.sampled >= limits.max_tokens
+            root.limit = "max_tokens" if is_used else "max_context"
         if self._counters is not None:
-            self._counters.turn_finished(finished.next.began or "")
+            self._counters.turn_finished(self.described(turn, finished.next)["began"])
         await self.store.flushed()
 
     def cancel(self, turn: OpenTurn) -> None:
@@ -529,8 +535,10 @@ class SessionLedger:
             self.finish(session.id, "seconds", "expired")
             raise SessionEndedError(f"Session {session.id} has expired: it was open for seconds={limits.seconds:g}.")
         if limits.max_turns is not None and session.started >= limits.max_turns:
+            session.limit = "max_turns"
             raise SessionLimitError(f"Session {session.id} has used its max_turns={limits.max_turns}.")
         if limits.max_tokens is not None and session.sampled >= limits.max_tokens:
+            session.limit = "max_tokens"
             raise SessionLimitError(f"Session {session.id} has used its max_tokens={limits.max_tokens}.")
         if session.in_flight >= limits.max_concurrent:
             raise SessionUnavailableError(
@@ -615,6 +623,7 @@ class SessionLedger:
             rooms.append(self.bounds.max_turn_tokens - tokens)
         if limits.max_context is not None:
             if tokens >= limits.max_context:
+                session.limit = "max_context"
                 raise SessionLimitError(
                     f"Session {session.id}: the prompt of {tokens} tokens leaves no room in "
                     f"max_context={limits.max_context}."
@@ -690,6 +699,8 @@ class SessionLedger:
                 self._sessions[record.session].rewards[record.turn, record.name] = record
             case FinishRecord():
                 session = self._sessions[record.session]
+                if record.state == "expired" and record.reason in ("seconds", "idle_seconds"):
+                    session.limit = record.reason
                 session.state = "expired" if record.state == "expired" else "finished"
                 session.reason, session.ended = record.reason, record.time
                 self._by_key.pop(session.record.key_hash, None)
@@ -727,6 +738,11 @@ class SessionLedger:
             session.active = self._clock() if session.state == "open" else session.active
 
     # -- bounds ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of sessions, children included."""
+        return len(self._sessions)
 
     @property
     def memory(self) -> int:
@@ -812,15 +828,6 @@ def _facts(index: int, turn: Turn) -> ReplyFacts:
         options=turn.options,
         text=turn.completion,
     )
-
-
-def _completion(finished: FinishedTurn) -> CompletionText | None:
-    """Return the digests from which the next completion finds this turn; None for a turn of messages."""
-    if finished.next.text is None:
-        return None
-    length, digest = finished.next.text
-    reply = finished.reply
-    return CompletionText(length, digest, len(reply.text), text_digest(reply.text), reply.hidden)
 
 
 def describe(session: Session, family: list[Session]) -> SessionInfo:

@@ -23,19 +23,12 @@ class RestartGate:
     def __init__(self, weight_version: Callable[[], str], is_confirmed: Callable[[], bool]) -> None:
         self._weight_version, self._is_confirmed = weight_version, is_confirmed
         self._expected: str | None = None
-        self._is_loading = False
-
-    def hold_while_loading(self) -> None:
-        """Close the gate until `close` or `open` is called, because the store is being read."""
-        self._is_loading = True
 
     def close(self, version: str | None) -> None:
         """Close the gate until the weights are confirmed or have this version. None: leave it open."""
-        self._is_loading, self._expected = False, version
+        self._expected = version
 
     def __call__(self) -> str | None:
-        if self._is_loading:
-            return "The server is starting and reads its session store."
         if self._expected is None:
             return None
         if self._is_confirmed() or self._weight_version() == self._expected:

@@ -34,6 +34,8 @@ class PendingTurn:
     child: str | None
     accepted: float
     resampled: bool
+    room: int | None
+    """Tokens that the limits left; None: no limit."""
     abort: Callable[[], None] | None = None
 
 
@@ -68,6 +70,8 @@ class Session:
     """Turns that finished or run, children included."""
     in_flight: int = 0
     """Turns that run, children included."""
+    limit: str | None = None
+    """Field of `SessionLimits` that refused or cut a generation last."""
     size: int = _FIXED_BYTES
     """Bytes of memory, about."""
 
@@ -154,5 +158,7 @@ class Session:
             created=self.record.created,
             active=self.active,
             metadata=self.record.metadata,
+            in_flight=self.root.in_flight,
+            limit=self.root.limit,
             children=list(self.children.values()),
         )
