@@ -33,7 +33,9 @@ from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
+from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.service import SessionService
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -43,7 +45,7 @@ logger = logging.getLogger(__name__)
 def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: SessionLedger | None = None) -> ASGIApp:
     """Return the ASGI application with all operations and middlewares. Without a ledger, it makes one in memory."""
     rules = AccessRules(server_args)
-    ledger = new_ledger(manager, server_args) if ledger is None else ledger
+    ledger = SessionService(manager, server_args).ledger if ledger is None else ledger
     mounted = operations(manager, server_args, rules, ledger)
     control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
@@ -56,16 +58,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: Sessi
         },
     )
     guarded = AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths, ledger)
-    return InstanceMiddleware(guarded, manager.instance_id)
-
-
-def new_ledger(manager: TokenizerManager, server_args: ServerArgs) -> SessionLedger:
-    """Return the ledger of the server's sessions."""
-
-    def end_tokens() -> list[int]:
-        return [] if manager.model_text is None else list(manager.model_text.eos_token_ids)
-
-    return SessionLedger(end_tokens=end_tokens)
+    return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 
 def operations(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from verl_server.chat.history import NODE
 from verl_server.server.sessions.contract import FinishedTurn, NextTurn, OpenTurn, ReplyMessage, SessionCaller
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.session import NODE
 from verl_server.session_types import CreateSession
 
 
@@ -41,7 +41,7 @@ def created(ledger: SessionLedger, **fields: Any) -> SessionCaller:
 
 
 def node(text: str, role: int = 2) -> bytes:
-    return NODE.pack(-1, -1, role, blake2b(text.encode(), digest_size=16).digest(), bytes(8), -1, 0)
+    return NODE.pack(-1, -1, role, b"", blake2b(text.encode(), digest_size=16).digest(), bytes(8), 0, 0)
 
 
 def plan(added: Sequence[int], parent: int = -1, kept: int = 0, **fields: Any) -> NextTurn:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server.server.app import new_ledger, operations
+from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.sessions.access import is_owner_path
+from verl_server.server.sessions.ledger import SessionLedger
 
 OWNER = {"Authorization": "Bearer owner"}
 PERMITTED = {
@@ -42,7 +43,7 @@ def create(stack: Stack, **body: Any) -> dict[str, Any]:
 
 def calls(stack: Stack) -> list[tuple[str, str]]:
     """Return method and path of all operations, and of paths that nobody serves."""
-    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), new_ledger(stack.manager, stack.args))
+    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionLedger())
     paths = {re.sub(r"{\w+(:\w+)?}", "x", path) for operation in mounted for path in operation.paths}
     methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
     return [(method, path) for path in sorted(paths | {"/nothing", "/v1", "/"}) for method in methods]
@@ -118,7 +119,7 @@ def test_session_routes_need_an_owners_key(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:
     stack = make_stack(**settings)
-    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), new_ledger(stack.manager, stack.args))
+    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionLedger())
     owned = [operation for operation in mounted if operation.owner]
     assert len(owned) >= 9
     for operation in mounted:
@@ -252,6 +253,11 @@ def test_no_key_is_in_a_path_a_log_or_an_error(make_stack: MakeStack, caplog: py
     scope["raw_path"] = scope["path"].encode()  # type: ignore[attr-defined]
     stack.manager.run_sync(stack.app(scope, receive, send), 10)
     assert (scope["path"], scope["raw_path"]) == ("/nothing", b"/nothing")
+    for path in (f"/S/{key}/v1", f"/v1/s/{key}", f"/s//{key}", f"//s/{key}/generate"):
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": f"key={key}".encode(), "headers": []}
+        scope["headers"] = [(b"x-verl-expected-instance", b"another")]
+        stack.manager.run_sync(stack.app(scope, receive, send), 10)
+        assert key not in repr(scope | {"state": None}), path
     for url in (f"/sessions/{key}", f"/x/{key}"):
         assert key not in stack.get(url, headers=OWNER).text
     assert key not in caplog.text

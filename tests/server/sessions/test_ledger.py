@@ -41,9 +41,14 @@ def test_a_prompt_is_the_parents_sequence_and_what_is_new() -> None:
         assert (second.prompt, second.shared) == (ids([1, 2, 3, 4, 5, 6, 7]), 5)
         await ledger.commit(second, finished(plan([6, 7], parent=0, kept=5), [8]))
         third = ledger.begin(who, plan([9], parent=1, kept=4), None, b"")
-        assert (third.prompt, third.shared) == (ids([1, 2, 3, 4, 9]), 4)
-        whole = ledger.begin(who, plan([1, 2, 3, 4, 5, 6, 0, 8], parent=1, kept=-1), None, b"")
-        assert whole.shared == 6
+        assert (third.prompt, third.parent, third.shared) == (ids([1, 2, 3, 4, 9]), 0, 4), "a sibling of turn 1"
+        whole = ledger.begin(who, plan([1, 2, 3, 4, 5, 6, 7, 8, 9], parent=1, kept=-1, began="head"), None, b"")
+        assert (whole.parent, whole.shared) == (1, 8)
+        assert ledger.described(whole, plan([], parent=1, kept=-1, began="head"))["began"] is None
+        retry = ledger.begin(who, plan([], parent=1, kept=7, began="retry"), None, b"")
+        assert (retry.prompt, retry.parent, retry.shared, retry.sibling) == (second.prompt, 0, 5, 1)
+        root = ledger.begin(who, plan([], parent=0, kept=3, began="retry"), None, b"")
+        assert (root.prompt, root.parent, root.shared, root.sibling) == (first.prompt, -1, 0, 1)
         assert ledger.sequence(who.session_id, 1) == ids(range(1, 9))
         assert [ledger.sequence(who.session_id, 1, kept) for kept in range(9)] == [
             ids(range(1, 1 + kept)) for kept in range(9)
@@ -69,8 +74,10 @@ def test_sequences_of_random_trees() -> None:
             opened = await turn(ledger, who, plan(added, parent, kept), output)
             assert opened.prompt == ids(prompt)
             if kept < 0 <= parent:
-                same = [a == b for a, b in zip(prompt, known[parent], strict=False)]
-                assert opened.shared == (same.index(False) if False in same else len(same))
+                assert (
+                    opened.prompt[: 4 * opened.shared]
+                    == ids(known[opened.parent] if opened.parent >= 0 else [])[: 4 * opened.shared]
+                )
             known.append(prompt + output)
             assert ledger.sequence(who.session_id, i) == ids(known[i])
         for stored, sequence in zip(ledger.stored_turns(ledger.find(who.session_id)), known, strict=True):
@@ -245,6 +252,7 @@ def test_sessions_expire_and_are_forgotten() -> None:
     clock.now += 6
     ledger.sweep()
     assert [ledger.find(each.session_id).state for each in (idle, timed, other)] == ["expired", "open", "open"]
+    ledger.find(idle.session_id).fetched = True
     clock.now += 101
     ledger.sweep()
     assert ledger.find(timed.session_id).reason == "seconds"

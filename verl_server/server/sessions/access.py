@@ -1,9 +1,9 @@
 """Which session a request belongs to, and what a session key permits.
 
-`AuthMiddleware` calls `SessionAccess.resolve` before any route. A session is named by its key, as API key or in the
-path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an owner's key. A key in the path is removed from the path
-in place, so that no log and no error holds it. A session key permits the routes of `SESSION_ROUTES` in its own session,
-and nothing else: a new route is closed until somebody lists it there.
+A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
+owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
+error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits the routes of
+`SESSION_ROUTES` in its own session, and nothing else: a new route is closed until somebody lists it there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
 from verl_server.server.responses import bad_request, error_object, json_response
@@ -42,6 +42,8 @@ _OWNER_PATH = re.compile(r"/+(sessions|open_session|close_session)(/.*)?")
 """Paths of the session routes, which need an owner's key."""
 _IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
+_STATE = "session_key"
+"""Name in `scope["state"]` of the key that was in the path, until `SessionAccess` reads it."""
 _HIDDEN = f"{KEY_PREFIX}..."
 _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
 
@@ -69,6 +71,20 @@ def _forbidden(message: str) -> Response:
     return json_response(error_object(message, 403, "Forbidden"), 403, {"x-should-retry": "false"})
 
 
+class SessionPathMiddleware:
+    """Removes a session key from the path of each request, and hides other session keys in path and query."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            key = _take_key(scope)
+            if key is not None:
+                scope.setdefault("state", {})[_STATE] = key
+        await self._app(scope, receive, send)
+
+
 class SessionAccess:
     """Reads the session of each request. `owner_keys` are the server's keys; without one, there are no sessions."""
 
@@ -82,7 +98,7 @@ class SessionAccess:
         Return a refusal; True if a session key permits the request; or False: the ordinary rules decide. `sent_keys`
         are the keys of the headers. `is_owner`: an owner's key is among them.
         """
-        in_path = _take_key(scope)
+        in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
         if not self._owner_keys:
             return False if in_path is None else unauthorized()
         keys = {key for key in sent_keys if key.startswith(KEY_PREFIX.encode()) and key not in self._owner_keys}
@@ -147,4 +163,7 @@ def _take_key(scope: Scope) -> bytes | None:
     if path != scope["path"]:
         scope["path"] = path
         scope["raw_path"] = quote(path, safe="/:@!$&'()*+,;=~-._").encode()
+    query: bytes = scope.get("query_string", b"")
+    if KEY_PREFIX.encode() in query:
+        scope["query_string"] = _KEY.sub(_HIDDEN, query.decode("latin-1")).encode("latin-1")
     return key

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from verl_server.chat.history import ASSISTANT, NODE
 from verl_server.errors import (
     BadRequestError,
     IdempotencyConflictError,
@@ -48,20 +49,21 @@ from verl_server.server.sessions.records import (
     SessionRecord,
     TurnRecord,
 )
-from verl_server.server.sessions.session import NODE, PendingTurn, Session
+from verl_server.server.sessions.replies import completion_text
+from verl_server.server.sessions.session import PendingTurn, Session
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, IN_REASONING, RESAMPLED, Turn
 from verl_server.session_types import CreateSession, RewardBody, SessionInfo, SessionState, TurnInfo
 
 logger = logging.getLogger(__name__)
 
 KEY_PREFIX = "vs-"
-ASSISTANT = 3
-"""Role of a reply in the message tree."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _AUTOMATIC = "auto-"
 """Names of child sessions that nobody named begin so."""
 _METADATA_BYTES = 16 * 1024
+_UNREAD_RETENTION = 24 * 3600.0
+"""Seconds that a finished session is kept whose trajectory nobody read."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,14 @@ class Bounds:
     ttl: float = 3600.0
     """Seconds without a request after which an open session expires."""
     retention: float = 600.0
-    """Seconds that a finished session is kept."""
+    """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
     max_sessions: int = 65536
     max_turn_tokens: int | None = None
     """Tokens of the longest sequence; None: the model's context."""
     max_nodes: int = 16384
+    session_bytes: int = 64 * 2**20
+    """Memory of one session with its children, so that one agent cannot fill the memory of all."""
+    max_children: int = 64
 
 
 class Store(Protocol):
@@ -115,7 +120,7 @@ class Counters(Protocol):
 
     def session_ended(self, reason: str) -> None: ...
 
-    def turn_finished(self, began: str) -> None: ...
+    def turn_finished(self, began: str | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,25 +366,26 @@ class SessionLedger:
         root = self._open_session(caller)
         self._check_limits(root)
         session = self._child(root, caller.child) or self._new_child(root, caller.child)
-        prompt, shared = self._joined(session, next)
+        prompt, parent, shared = self._joined(session, next)
         tokens = len(prompt) // 4
         max_new_tokens = self._room(root, tokens)
         if len(session.nodes) + len(next.new_nodes) > self.bounds.max_nodes * NODE.size:
             raise SessionLimitError(f"Session {root.id} has {self.bounds.max_nodes} messages, this server's most.")
-        prompt_node, appended = session.add_nodes(next.new_nodes, next.after_node)
+        prompt_node = session.add_nodes(next.new_nodes, next.after_node)
         own = prompt[4 * shared :]
-        sibling = 0 if appended else session.siblings(next.parent, shared, own, prompt_node)
+        sibling = session.siblings(parent, shared, own)
         turn = len(session.turns)
         pending = PendingTurn(
             next=next,
-            parent=next.parent,
+            parent=parent,
             shared=shared,
             sibling=sibling,
-            branch=self._branch(session, next.parent, shared),
+            branch=self._branch(session, parent, shared),
             prompt=own,
             prompt_node=prompt_node,
-            child=self._conversation(session, next, sibling, own, prompt_node),
+            child=self._conversation(session, next, own),
             accepted=self._clock(),
+            room=max_new_tokens,
             resampled=key is not None and session.was_interrupted(key),
             abort=abort,
         )
@@ -389,11 +395,11 @@ class SessionLedger:
         return OpenTurn(
             session_id=session.id,
             turn=turn,
-            parent=next.parent,
+            parent=parent,
             shared=shared,
             prompt=prompt,
             sibling=sibling,
-            seed=self._seed(session, next.parent, sibling),
+            seed=None if session.record.seed is None else _derived(session.record.seed, prompt, sibling),
             sampling=root.record.sampling,
             forced=root.record.forced,
             max_new_tokens=max_new_tokens,
@@ -437,12 +443,18 @@ class SessionLedger:
             child=pending.child,
             first_node=session.stored_nodes,
             nodes=bytes(session.nodes[session.stored_nodes * NODE.size :]),
-            messages=finished.messages,
-            text=reply.text,
+            completion=completion_text(finished.next, reply),
+            messages=finished.next.messages,
+            reply=reply.text,
         )
         self._record(record)
+        root = session.root
+        if finished.finish[0] == "length" and pending.room is not None and len(finished.output) // 4 >= pending.room:
+            limits = root.limits
+            is_used = limits.max_tokens is not None and root.sampled >= limits.max_tokens
+            root.limit = "max_tokens" if is_used else "max_context"
         if self._counters is not None:
-            self._counters.turn_finished(finished.next.began or "")
+            self._counters.turn_finished(self.described(turn, finished.next)["began"])
         await self.store.flushed()
 
     def cancel(self, turn: OpenTurn) -> None:
@@ -474,6 +486,7 @@ class SessionLedger:
         if session is None:
             return []
         found = [SessionTurn(session, i) for i in session.keys.get(key, []) if session.turns[i] is not None]
+        found = [each for each in found if not each.aborted]  # the key's request was not answered: sample anew
         if any(each.stored.body != body for each in found):
             raise IdempotencyConflictError(
                 f"The idempotency key came before in session {session.id} with another body. Use a new key."
@@ -485,13 +498,17 @@ class SessionLedger:
         session = self.find(turn.session_id)
         done = session.pending.get(turn.turn) or session.turns[turn.turn]
         assert done is not None
+        began = "child" if next.began == "root" and done.child is not None else next.began
+        if next.kept < 0 <= turn.parent:
+            parent = session.turns[turn.parent]
+            began = None if parent is not None and parent.tokens == turn.shared else began
         child = done.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
         return {
             "id": session.root.id,
             "turn": turn.turn,
             "parent": turn.parent,
             "branch": done.branch,
-            "began": "child" if next.began == "root" and child is not None else next.began,
+            "began": began,
             "shared_tokens": turn.shared,
             "new_tokens": len(turn.prompt) // 4 - turn.shared,
             "matched_messages": next.matched_messages,
@@ -518,12 +535,19 @@ class SessionLedger:
             self.finish(session.id, "seconds", "expired")
             raise SessionEndedError(f"Session {session.id} has expired: it was open for seconds={limits.seconds:g}.")
         if limits.max_turns is not None and session.started >= limits.max_turns:
+            session.limit = "max_turns"
             raise SessionLimitError(f"Session {session.id} has used its max_turns={limits.max_turns}.")
         if limits.max_tokens is not None and session.sampled >= limits.max_tokens:
+            session.limit = "max_tokens"
             raise SessionLimitError(f"Session {session.id} has used its max_tokens={limits.max_tokens}.")
         if session.in_flight >= limits.max_concurrent:
             raise SessionUnavailableError(
                 f"Session {session.id} has max_concurrent={limits.max_concurrent} generations running. Retry later."
+            )
+        size = sum(each.size for each in self.family(session))
+        if size >= self.bounds.session_bytes:
+            raise SessionLimitError(
+                f"Session {session.id} uses {size} bytes; this server permits {self.bounds.session_bytes}."
             )
         self._check_memory()
 
@@ -552,25 +576,40 @@ class SessionLedger:
         return None if child is None else self._sessions[child]
 
     def _new_child(self, session: Session, name: str | None) -> Session:
+        if len(session.children) >= self.bounds.max_children:
+            raise SessionLimitError(f"Session {session.id} has {self.bounds.max_children} child sessions, the most.")
         child_id = f"{session.id}.{name}"
         seed = session.record.seed
         if seed is not None:
-            seed = _derived(seed, f"child {name}")
+            seed = _derived(seed, b"child %s" % (name or "").encode())
         self._record(
             SessionRecord(child_id, b"", self._clock(), parent=session.id, history=session.record.history, seed=seed)
         )
         return self._sessions[child_id]
 
-    def _joined(self, session: Session, next: NextTurn) -> tuple[bytes, int]:
-        """Return the ids of the whole prompt, and the number of them at the start that are the parent's sequence."""
+    def _joined(self, session: Session, next: NextTurn) -> tuple[bytes, int, int]:
+        """Return the ids of the whole prompt, its parent, and how many of its first ids the parent's sequence has.
+
+        A prompt that keeps no more than the prompt of a turn is a sibling of the turn, not its child.
+        """
         if next.parent < 0:
-            return next.added, 0
+            return next.added, -1, 0
         if not (next.parent < len(session.turns) and session.turns[next.parent] is not None):
             raise SessionNotFoundError(f"Session {session.id} has no finished turn {next.parent}.")
         if next.kept >= 0:
             kept = turns_of.sequence(session.turns, next.parent, next.kept)
-            return kept + next.added, len(kept) // 4
-        return next.added, turns_of.common_prefix(next.added, turns_of.sequence(session.turns, next.parent))
+            prompt, shared = kept + next.added, len(kept) // 4
+        else:
+            prompt = next.added
+            shared = turns_of.common_prefix(prompt, turns_of.sequence(session.turns, next.parent))
+        parent = next.parent
+        while parent >= 0:
+            turn = session.turns[parent]
+            assert turn is not None
+            if shared > turn.prompt_tokens:
+                break
+            parent, shared = turn.parent, min(shared, turn.shared)
+        return prompt, parent, shared
 
     def _room(self, session: Session, tokens: int) -> int | None:
         """Return the number of tokens that may be sampled behind a prompt. Turns that run at once share no count."""
@@ -584,6 +623,7 @@ class SessionLedger:
             rooms.append(self.bounds.max_turn_tokens - tokens)
         if limits.max_context is not None:
             if tokens >= limits.max_context:
+                session.limit = "max_context"
                 raise SessionLimitError(
                     f"Session {session.id}: the prompt of {tokens} tokens leaves no room in "
                     f"max_context={limits.max_context}."
@@ -603,44 +643,20 @@ class SessionLedger:
         session.branches += 1
         return session.branches - 1
 
-    def _conversation(
-        self, session: Session, plan: NextTurn, sibling: int, prompt: bytes, prompt_node: int
-    ) -> str | None:
+    def _conversation(self, session: Session, plan: NextTurn, prompt: bytes) -> str | None:
         """Return the name of the child conversation that a turn belongs to; None: the session's own."""
         if plan.parent >= 0:
-            parent = session.turns[plan.parent]
-            assert parent is not None
-            return parent.child
-        if sibling:
-            same = [*session.turns, *session.pending.values()]
-            return next(
-                (
-                    each.child
-                    for each in same
-                    if each is not None
-                    and (each.parent, each.shared, each.prompt_node, each.prompt) == (-1, 0, prompt_node, prompt)
-                ),
-                None,
-            )
-        if plan.began != "root" or plan.matched_messages or not (session.pending or any(session.turns)):
+            named = session.turns[plan.parent]
+            assert named is not None
+            return named.child
+        others = [turn for turn in (*session.turns, *session.pending.values()) if turn is not None]
+        for turn in others:
+            if turn.parent < 0 and turn.prompt == prompt:
+                return turn.child
+        if plan.began not in ("root", "child") or plan.matched_messages or not others:
             return None
         session.conversations += 1
         return f"{_AUTOMATIC}{session.conversations}"
-
-    def _seed(self, session: Session, parent: int, sibling: int) -> int | None:
-        """Return the seed of a turn: it depends on the session's seed and on the siblings above, on nothing else."""
-        if session.record.seed is None:
-            return None
-        path = [sibling]
-        while parent >= 0:
-            turn = session.turns[parent]
-            assert turn is not None
-            path.append(turn.sibling)
-            parent = turn.parent
-        seed = session.record.seed
-        for each in reversed(path):
-            seed = _derived(seed, str(each))
-        return seed
 
     def _reply_node(self, session: Session, pending: PendingTurn, turn: int, finished: FinishedTurn) -> int:
         """Append the reply to the message tree, and return its node; -1 for a turn without messages."""
@@ -683,6 +699,8 @@ class SessionLedger:
                 self._sessions[record.session].rewards[record.turn, record.name] = record
             case FinishRecord():
                 session = self._sessions[record.session]
+                if record.state == "expired" and record.reason in ("seconds", "idle_seconds"):
+                    session.limit = record.reason
                 session.state = "expired" if record.state == "expired" else "finished"
                 session.reason, session.ended = record.reason, record.time
                 self._by_key.pop(session.record.key_hash, None)
@@ -722,6 +740,11 @@ class SessionLedger:
     # -- bounds ---------------------------------------------------------------------------------------------
 
     @property
+    def num_sessions(self) -> int:
+        """Number of sessions, children included."""
+        return len(self._sessions)
+
+    @property
     def memory(self) -> int:
         """Bytes of all sessions, about."""
         return self._bytes
@@ -733,7 +756,8 @@ class SessionLedger:
             limits = session.limits
             idle = now - session.active
             if session.state != "open":
-                if now - session.ended > self.bounds.retention and not session.in_flight:
+                kept = self.bounds.retention if session.fetched else max(self.bounds.retention, _UNREAD_RETENTION)
+                if now - session.ended > kept and not session.in_flight:
                     self.delete(session.id)
             elif limits.seconds is not None and now - session.record.created > limits.seconds:
                 self.finish(session.id, "seconds", "expired")
@@ -781,10 +805,11 @@ def _check(body: CreateSession) -> None:
             raise BadRequestError(f"limits.{name} must be greater than 0, not {value}.")
 
 
-def _derived(seed: int, what: str) -> int:
-    """Return a seed of 63 bits that depends on `seed` and `what`."""
-    digest = hashlib.blake2b(f"{seed} {what}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:
+    """Return a seed of 63 bits: it depends on the session's seed, the prompt, and the number of its earlier samples."""
+    digest = hashlib.blake2b(b"%d %d " % (seed, ordinal), digest_size=8)
+    digest.update(what)
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _facts(index: int, turn: Turn) -> ReplyFacts:
@@ -801,6 +826,7 @@ def _facts(index: int, turn: Turn) -> ReplyFacts:
         delivered=bool(turn.flags & DELIVERED),
         calls=[(call["id"], call["name"]) for call in calls],
         options=turn.options,
+        text=turn.completion,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from verl_server.chat.session_view import CompletionText
 from verl_server.errors import VerlServerError
 from verl_server.session_types import History, SessionLimits
 
@@ -96,9 +97,10 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Index of the first record of `nodes` in the session's message tree."""
     nodes: bytes = b""
     """Records of the message tree that no earlier turn stored."""
-    messages: list[dict[str, Any]] = []
-    """The new messages as texts. The ledger does not keep them."""
-    text: str = ""
+    completion: CompletionText | None = None
+    messages: bytes = b""
+    """The new messages as msgpack. The ledger does not keep them."""
+    reply: str = ""
     """The reply's text. The ledger does not keep it."""
 
 

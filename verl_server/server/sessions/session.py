@@ -6,18 +6,15 @@ has the same session. A child session has a conversation of its own, and counts 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from verl_server.chat.history import NODE
 from verl_server.server.sessions.contract import NextTurn
 from verl_server.server.sessions.records import RewardRecord, SessionRecord
 from verl_server.server.sessions.turn import Turn
 from verl_server.session_types import SessionInfo, SessionLimits, SessionState
 
-NODE = struct.Struct("<iiB3x16s8sii")
-"""A record of the message tree (`chat.history`): parent, turn (-1: not a reply), role, digest, digest of the reasoning,
-node of the head, depth."""
 _FIXED_BYTES = 4096
 """Bytes of a session beside its turns and its message tree."""
 
@@ -37,6 +34,8 @@ class PendingTurn:
     child: str | None
     accepted: float
     resampled: bool
+    room: int | None
+    """Tokens that the limits left; None: no limit."""
     abort: Callable[[], None] | None = None
 
 
@@ -71,6 +70,8 @@ class Session:
     """Turns that finished or run, children included."""
     in_flight: int = 0
     """Turns that run, children included."""
+    limit: str | None = None
+    """Field of `SessionLimits` that refused or cut a generation last."""
     size: int = _FIXED_BYTES
     """Bytes of memory, about."""
 
@@ -93,27 +94,21 @@ class Session:
         own = [each.reward for (turn, _), each in self.rewards.items() if turn is None]
         return sum(own) if own else None
 
-    def add_nodes(self, records: bytes, after: int) -> tuple[int, int]:
-        """Append messages that follow each other behind node `after`. Return the last node, and the number appended.
+    def add_nodes(self, records: bytes, after: int) -> int:
+        """Append messages that follow each other behind node `after`. Return the last node.
 
         A message that is there already is not appended again, so turns of equal messages have the same prompt node.
         """
-        node, appended = after, 0
-        for _, _, role, digest, reasoning, _, _ in NODE.iter_unpack(records):
+        node = after
+        for _, _, role, _, digest, reasoning, _, _ in NODE.iter_unpack(records):
             known = self._find(node, role, digest, reasoning)
-            if known < 0:
-                known, appended = self.append_node(node, -1, role, digest, reasoning), appended + 1
-            node = known
-        return node, appended
+            node = known if known >= 0 else self.append_node(node, -1, role, digest, reasoning)
+        return node
 
     def append_node(self, parent: int, turn: int, role: int, digest: bytes, reasoning: bytes) -> int:
         """Append one message, and return its node."""
         node = len(self.nodes) // NODE.size
-        head, depth = node, 0
-        if parent >= 0:
-            *_, head, depth = NODE.unpack_from(self.nodes, parent * NODE.size)
-            depth += 1
-        self.nodes += NODE.pack(parent, turn, role, digest, reasoning, head, depth)
+        self.nodes += NODE.pack(parent, turn, role, b"", digest, reasoning, 0, 0)
         return node
 
     def _find(self, parent: int, role: int, digest: bytes, reasoning: bytes) -> int:
@@ -121,33 +116,19 @@ class Session:
         start = 0
         while (at := self.nodes.find(digest, start)) >= 0:
             node, within = divmod(at - 12, NODE.size)
-            if within == 0 and NODE.unpack_from(self.nodes, node * NODE.size)[:5] == (
-                parent,
-                -1,
-                role,
-                digest,
-                reasoning,
-            ):
-                return node
+            if within == 0:
+                known, turn, kind, _, _, thought, _, _ = NODE.unpack_from(self.nodes, node * NODE.size)
+                if (known, turn, kind, thought) == (parent, -1, role, reasoning):
+                    return node
             start = at + 1
         return -1
 
-    def siblings(self, parent: int, shared: int, prompt: bytes, prompt_node: int) -> int:
+    def siblings(self, parent: int, shared: int, prompt: bytes) -> int:
         """Return the number of turns that have, or will have, this prompt."""
-        count = sum(
-            turn.parent == parent
-            and turn.prompt_node == prompt_node
-            and turn.shared == shared
-            and turn.prompt == prompt
-            for turn in self.turns
-            if turn is not None
-        )
-        return count + sum(
-            each.parent == parent
-            and each.prompt_node == prompt_node
-            and each.shared == shared
-            and each.prompt == prompt
-            for each in self.pending.values()
+        turns = (*self.turns, *self.pending.values())
+        return sum(
+            turn is not None and turn.parent == parent and turn.shared == shared and turn.prompt == prompt
+            for turn in turns
         )
 
     def was_interrupted(self, key: bytes) -> bool:
@@ -177,5 +158,7 @@ class Session:
             created=self.record.created,
             active=self.active,
             metadata=self.record.metadata,
+            in_flight=self.root.in_flight,
+            limit=self.root.limit,
             children=list(self.children.values()),
         )

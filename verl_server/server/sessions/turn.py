@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verl_server.chat.session_view import CompletionText
 from verl_server.server.sessions.records import TurnRecord
 
 IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
@@ -48,6 +49,7 @@ class Turn:
     dialect: str
     rid: str
     child: str | None
+    completion: CompletionText | None
 
     @classmethod
     def of(cls, record: TurnRecord, shared_values: dict[object, object]) -> Turn:
@@ -80,6 +82,7 @@ class Turn:
             dialect=sys.intern(record.dialect),
             rid=record.rid,
             child=None if record.child is None else sys.intern(record.child),
+            completion=record.completion,
         )
 
     @property
@@ -104,7 +107,8 @@ class Turn:
     def size(self) -> int:
         """Bytes of memory, about."""
         payload = len(self.prompt) + len(self.output) + len(self.logprobs) + len(self.calls or b"")
-        return _FIXED_BYTES + payload + len(self.rid)
+        text = 0 if self.completion is None else 300 + len(self.completion.hidden)
+        return _FIXED_BYTES + payload + len(self.rid) + text
 
 
 def sequence(turns: Sequence[Turn | None], turn: int, kept: int | None = None) -> bytes:
