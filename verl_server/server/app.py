@@ -36,6 +36,7 @@ from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.service import SessionService
+from verl_server.server.sessions.turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -65,16 +66,17 @@ def operations(
     manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, ledger: SessionLedger
 ) -> list[Operation]:
     """Return the operations of all dialects, and those that describe them."""
+    turns = SessionTurns(manager, ledger)
     dialects = [
-        *NativeApi(manager, server_args).operations(),
+        *NativeApi(manager, server_args, turns).operations(),
         *HealthApi(manager).operations(),
         *InfoApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
         *OpsApi(manager, server_args).operations(),
-        *OpenAIApi(manager, server_args).operations(),
+        *OpenAIApi(manager, server_args, turns).operations(),
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),
-        *AnthropicApi(manager, server_args).operations(),
+        *AnthropicApi(manager, server_args, turns).operations(),
         *SessionApi(ledger, lambda: manager.controls.weight_version, server_args.max_request_bytes).operations(),
         *SglangSessionApi(ledger, server_args.max_request_bytes).operations(),
     ]

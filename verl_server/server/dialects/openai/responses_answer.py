@@ -34,12 +34,13 @@ class ResponseAnswer:
         texts: TokenTexts,
         model: str,
         read: ReadResponse,
+        call_seed: str = "",
     ) -> None:
         request, chat, output = read.request, read.chat, read.output
         self._model = model
         self._request = request
         self._echoed = {name: orjson.Fragment(value) for name, value in read.echoed.items()}
-        self._parser: OutputParser = output.parser(whole_calls=not request.stream)
+        self._parser: OutputParser = output.parser(not request.stream, call_seed)
         self._one_call = not request.parallel_tool_calls
         top = (request.top_logprobs or 0) if request.wants_logprobs else None
         self._logprobs = LogprobWriter(texts, chat, top)
