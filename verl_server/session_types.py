@@ -93,6 +93,10 @@ class SessionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     created: float
     active: float
     metadata: dict[str, Any] = {}
+    in_flight: int = 0
+    """Generations that run now."""
+    limit: str | None = None
+    """Field of `SessionLimits` that refused or cut a generation last."""
     children: list[str] = []
     tree: list[TurnInfo] = []
 
