@@ -75,7 +75,7 @@ while not (os.path.exists({path!r}) and open({path!r}).read()):
 def test_descendants_that_called_setsid_are_killed(tmp_path: Path, end: str) -> None:
     pid_file = tmp_path / "pid"
     code = _HIDDEN_CHILD.replace("{path!r}", repr(str(pid_file))).replace("{end}", end)
-    limits = dataclasses.replace(FAST, seconds=3.0)
+    limits = dataclasses.replace(FAST, seconds=6.0 if "sleep" in end else 20.0)
     run(program(code), reward="exit", limits=limits)
     assert not is_alive(int(pid_file.read_text()))
 
@@ -92,10 +92,7 @@ def test_programs_end_with_a_runner_that_is_killed(tmp_path: Path) -> None:
     """The runner dies by SIGKILL: the launcher sees the end of its stdin and ends the program."""
     pid_file = tmp_path / "pid"
     code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    script = (
-        "from tests.rollout.agents.common import program, run\n"
-        f"run(program({code!r}), reward='exit')\n"
-    )
+    script = f"from tests.rollout.agents.common import program, run\nrun(program({code!r}), reward='exit')\n"
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen([sys.executable, "-c", script], env=env) as runner:
         try:
@@ -134,7 +131,9 @@ def test_the_owners_key_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said = json.loads(seen[0].output.splitlines()[0])
     assert said["found"] is False
     assert "WANTED" in said["names"] and "SOME_SECRET" not in said["names"]
-    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "HOME"} <= set(said["names"])
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "HOME"} <= set(
+        said["names"]
+    )
     files = [path for path in out.rglob("*") if path.is_file()]
     assert files and not any(OWNER_KEY in path.read_text() for path in files)
     assert not any("vs-" in path.read_text() for path in files)  # no session key either

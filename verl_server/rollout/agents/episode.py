@@ -25,7 +25,7 @@ from verl_server.errors import (
 )
 from verl_server.rollout.agents import rewards
 from verl_server.rollout.agents.gateway import EnvironmentGateway, GuardedEnvironment, Referee
-from verl_server.rollout.agents.program import Exit, run_program
+from verl_server.rollout.agents.program import run_program
 from verl_server.rollout.agents.servers import PROBE_SECONDS, ServerPool
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import (
@@ -36,6 +36,7 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
 )
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.rollout.launched import Exit
 from verl_server.rollout.trajectory import StopReason
 from verl_server.session_types import CreatedSession, CreateSession, SessionInfo, SessionLimits
 

@@ -66,7 +66,9 @@ class GuardedEnvironment:
 class Referee:
     """The runner's side of one episode: bounds each call, sums rewards, and notes the fault that ended the episode."""
 
-    def __init__(self, environment: TextEnvironment, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, environment: TextEnvironment, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`seconds` bounds each call of the environment."""
         self._environment = environment
         self._seconds = seconds
@@ -131,7 +133,9 @@ class Referee:
         except EnvError as error:
             raise self._failed(error) from None
         except Exception as error:
-            raise self._failed(EnvError(f"The environment's `{what}` raised {type(error).__name__}: {error}")) from error
+            raise self._failed(
+                EnvError(f"The environment's `{what}` raised {type(error).__name__}: {error}")
+            ) from error
         finally:
             self.waiting -= 1
             self.events.append(("env", start, self._clock()))

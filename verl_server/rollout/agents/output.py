@@ -71,7 +71,9 @@ class RunFolder:
             _write(self._run_file, {"run": self.id} | wanted)
             return
         if not resume:
-            raise BadRequestError(f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder.")
+            raise BadRequestError(
+                f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
+            )
         found = json.loads(self._run_file.read_text())
         self.id = str(found.pop("run"))
         different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))

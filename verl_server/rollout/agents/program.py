@@ -1,8 +1,7 @@
 """An agent that is a program: a subprocess in an environment that is built from nothing.
 
-`episode.py` starts it. The program sees the base URL and the key of its own session, never the owner's key. A
-launcher (`launcher.py`) runs it with resource limits, keeps a bounded part of its output, and ends it with all of its
-descendants.
+`episode.py` starts it. The program sees the base URL and the key of its own session, never the owner's key. Its
+resource limits, its output and its end are those of `rollout.launched`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +20,10 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.types import AgentLimits, AgentSession, AgentTask
+from verl_server.rollout.launched import Exit, Program, kill_marked, launch
 
-_LAUNCHER = Path(__file__).with_name("launcher.py")
-_TAIL_BYTES = 4000
-_EXIT_SECONDS = 15.0
-"""Time for the launcher to end all descendants, beside the grace of the limits."""
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _RESERVED = ("VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY")
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a program."""
-
-    code: int | None
-    """Exit code; negative: a signal. None: the program did not start, or the launcher was killed."""
-    output: str
-    """The last lines of its output."""
-    error: str | None = None
 
 
 def check_program(argv: Sequence[str], pass_env: Sequence[str]) -> list[str]:
@@ -80,88 +61,21 @@ async def run_program(
         task_file.write_bytes(
             msgspec.json.encode({"input": task.input, "seed": task.seed, "tools": tools, **(about or {})})
         )
-        spec = {
-            "argv": list(argv),
-            "cwd": os.getcwd(),
-            "env": _environment(session, folder, task_file, environment_url, pass_env),
-            "limits": _resource_limits(limits),
-            "log": str(log),
-            "log_bytes": limits.log_bytes,
-            "grace": limits.kill_grace,
-        }
-        return await _launched(spec, log, limits)
+        program = Program(
+            argv=list(argv),
+            cwd=os.getcwd(),
+            env=_environment(session, folder, task_file, environment_url, pass_env),
+            limits=_resource_limits(limits),
+            log=log,
+            log_bytes=limits.log_bytes,
+            grace=limits.kill_grace,
+        )
+        exit = await launch(program)
+        if exit.launcher_was_killed:
+            await asyncio.to_thread(kill_marked, f"OPENAI_API_KEY={session.api_key}")
+        return exit
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-async def _launched(spec: dict[str, Any], log: Path, limits: AgentLimits) -> Exit:
-    launcher = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-I", "-S", str(_LAUNCHER)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={"PATH": os.defpath, "LANG": "C.UTF-8"},
-        start_new_session=True,  # Ctrl-C reaches the runner only, which then ends the programs
-    )
-    assert launcher.stdin is not None and launcher.stdout is not None
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        launcher.stdin.write(json.dumps(spec).encode() + b"\n")
-        await launcher.stdin.drain()
-    reading = asyncio.ensure_future(launcher.stdout.read())
-    try:
-        answer = await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        launcher.stdin.close()  # the launcher ends everything
-        await _ended(launcher, reading, limits.kill_grace + _EXIT_SECONDS)
-        raise
-    launcher.stdin.close()
-    await _ended(launcher, reading, limits.kill_grace + _EXIT_SECONDS)
-    return _exit(answer, await asyncio.to_thread(tail, log), spec["env"]["OPENAI_API_KEY"])
-
-
-async def _ended(launcher: asyncio.subprocess.Process, reading: asyncio.Future[bytes], seconds: float) -> None:
-    """Wait for the launcher. A second cancellation does not interrupt this wait."""
-
-    async def wait() -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await reading
-                await launcher.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                launcher.kill()
-            await launcher.wait()
-
-    waiting = asyncio.ensure_future(wait())
-    while not waiting.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(waiting)
-
-
-def _exit(answer: bytes, output: str, key: str) -> Exit:
-    try:
-        result = json.loads(answer.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        kill_marked(key)
-        return Exit(None, output, "the launcher of the program was killed")
-    if "error" in result:
-        return Exit(None, output, result["error"])
-    return Exit(result["code"], output)
-
-
-def kill_marked(key: str) -> int:
-    """Kill every process whose environment has this session key. Returns the number of them.
-
-    It finds what a program left behind after it had killed its own launcher.
-    """
-    killed, mark = 0, f"OPENAI_API_KEY={key}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes():
-                os.kill(int(folder.name), signal.SIGKILL)
-                killed += 1
-    return killed
 
 
 def _environment(
@@ -195,16 +109,6 @@ def _resource_limits(limits: AgentLimits) -> dict[str, int]:
         "RLIMIT_CORE": 0,
     }
     return {name: value for name, value in wanted.items() if value is not None}
-
-
-def tail(log: Path) -> str:
-    """The last lines of a program's output, "" if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

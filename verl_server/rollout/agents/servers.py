@@ -47,7 +47,9 @@ class ServerPool:
                 )
 
     @contextlib.asynccontextmanager
-    async def session(self, request: CreateSession, seconds: float) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
+    async def session(
+        self, request: CreateSession, seconds: float
+    ) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
         """Create a session on the server with the fewest. It counts as open inside the block.
 
         Raises ServerDiedError or ServerUnavailableError if no server takes it within `seconds`.

@@ -94,7 +94,9 @@ class SessionsClient:
     async def is_open(self) -> bool:
         """True if the server generates for callers without a key."""
         try:
-            async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, transport=self._client._transport) as client:
+            async with httpx.AsyncClient(
+                timeout=_TIMEOUT, trust_env=False, transport=self._client._transport
+            ) as client:
                 answer = await client.post(f"{self.url}/generate", json={})
         except httpx.HTTPError as error:
             raise self._died(error) from None
@@ -114,7 +116,9 @@ class SessionsClient:
     async def __aenter__(self) -> SessionsClient:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def _sent(

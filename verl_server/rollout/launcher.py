@@ -1,4 +1,4 @@
-"""Runs an agent's program and ends it as a whole. `program.py` starts this file as a script of its own.
+"""Runs a program and ends it as a whole. `launched.py` starts this file as a script of its own.
 
 It imports only the standard library, so that it starts in milliseconds under `python -I -S`. It is the subreaper of
 all that the program starts: a descendant that called `setsid` and lost its parent becomes a child of this process.
