@@ -175,7 +175,7 @@ def status(url, body):
         return error.code
     return 200
 print([status(url + "x/step", {"text": "1"}), status(url + "/step", {"no": 1}), status(url + "/reset", {}),
-       status(url + "/call", {"name": "x"}), status(url + "/step", {"text": "0"}), status(url + "/step", {"text": "0"})])
+       status(url + "/call", {"name": "x"}), *(status(url + "/step", {"text": "0"}) for _ in range(2))])
 """
     (episode,) = run(program(code), environment=lambda task: Echo()).episodes
     assert episode.output.strip() == str([404, 400, 404, 400, 200, 400])

@@ -56,7 +56,7 @@ async def arun_agents(
     reward: Reward = "environment",
     environment: EnvironmentFactory | None = None,
     group_size: int = 1,
-    limits: AgentLimits = AgentLimits(),
+    limits: AgentLimits | None = None,
     retries: int = 2,
     max_concurrency: int | None = None,
     sampling_params: Mapping[str, Any] | None = None,
@@ -82,6 +82,7 @@ async def arun_agents(
     `allow_open_server`. Faults of single episodes raise nothing.
     """
     agent = _checked(agent, pass_env)
+    limits = limits or AgentLimits()
     if reward == "environment" and environment is None:
         raise BadRequestError('reward="environment" needs an environment. Pass one, or a reward function, or "exit".')
     if reward == "exit" and callable(agent):
