@@ -57,7 +57,7 @@ def load_module(named: str, what: str) -> tuple[ModuleType, str]:
 def load_function(named: str, what: str) -> Callable[..., Any]:
     """The function named "MODULE:FUNCTION" or "FILE.py:FUNCTION". `what` describes it in errors."""
     module, name = load_module(named, what)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         names = [
             n for n, member in inspect.getmembers(module, inspect.isfunction) if member.__module__ == module.__name__

@@ -106,7 +106,7 @@ def test_a_missing_package_is_named(package: str, make: Any, says: str, monkeypa
 
 @pytest.mark.parametrize("name", ["reasoning-gym:", "no-such:thing", "plain"])
 def test_a_name_that_names_nothing_is_refused(name: str) -> None:
-    with pytest.raises(BadRequestError, match="name behind the colon|is no environment"):
+    with pytest.raises(BadRequestError, match=r"name behind the colon|is no environment"):
         environment_named(name)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from verl_server.errors import (
     BadRequestError,
@@ -360,4 +360,4 @@ async def _shielded(work: Awaitable[T]) -> T:
     if cancelled:
         future.exception()
         raise asyncio.CancelledError
-    return cast(T, future.result())
+    return future.result()

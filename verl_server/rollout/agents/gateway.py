@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -29,6 +29,8 @@ from verl_server.errors import BadRequestError
 from verl_server.ipc.sockets import bind_socket
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.environments.text import TextEnvironment
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
 
@@ -111,7 +113,7 @@ class Referee:
             async with asyncio.timeout(self._seconds):
                 await self._environment.close()
 
-    async def _bounded(self, what: str, work: Any) -> Any:
+    async def _bounded(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         if self.fault.done():
             work.close()
             raise self.fault.result()
