@@ -33,15 +33,21 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Body of `POST /sessions`."""
 
     id: str | None = None
+    """Name of the session: letters, digits, "_" and "-". Default: a random one."""
     group: str = ""
+    """Any name by which `GET /sessions` selects, for example the run and the task."""
     metadata: dict[str, Any] = {}
+    """Any JSON object of at most 16 KiB. It is returned with the session and with its trajectory."""
     limits: SessionLimits = SessionLimits()
+    """Bounds of the session and its children."""
     history: History = "stored"
+    """`stored`: the next prompt keeps the sampled ids; `template`: it is what the chat template renders."""
     sampling_params: dict[str, Any] = {}
     """Sampling parameters for requests that do not set them."""
     forced_sampling_params: dict[str, Any] = {}
     """Sampling parameters that win over those of a request."""
     seed: int | None = None
+    """Seed of all turns. A turn's own seed depends on it, on the turn's prompt, and on earlier samples of the prompt."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):
@@ -113,13 +119,16 @@ class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     reward: float
     turn: int | None = None
+    """The turn that the reward is for. Default: the whole session."""
     name: str = "reward"
+    """The rewards of the whole session add up over their names."""
 
 
 class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /sessions/{id}/finish`."""
 
     reason: str = "done"
+    """Any text, which is returned with the session."""
 
 
 class BranchTurn(msgspec.Struct, frozen=True):
