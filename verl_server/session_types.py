@@ -47,7 +47,7 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     forced_sampling_params: dict[str, Any] = {}
     """Sampling parameters that win over those of a request."""
     seed: int | None = None
-    """Seed of all turns. A turn's own seed depends on it, on the turn's prompt, and on earlier samples of the prompt."""
+    """A turn's own seed depends on this one, on the turn's prompt, and on the number of earlier samples of the prompt."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):
@@ -118,6 +118,7 @@ class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /sessions/{id}/reward`. The same name and turn replace an earlier value."""
 
     reward: float
+    """Any finite number."""
     turn: int | None = None
     """The turn that the reward is for. Default: the whole session."""
     name: str = "reward"
