@@ -16,6 +16,7 @@ import msgspec
 from verl_server.chat import cut
 from verl_server.chat.cut import Encode, EndTokens, Extension, Render
 from verl_server.chat.history import (
+    ASSISTANT,
     SYSTEM,
     Match,
     MessageKey,
@@ -128,14 +129,14 @@ class _Planner:
             )
             return PlannedTurn(next, inside)
         repeated = [
-            facts
+            (node == place.node, turn, facts)
             for node in place.match.ends
             for turn in self._tree.replies_to(node)
             if (facts := self._facts.get(turn)) is not None and facts.options == self._turn_options
         ]
         if not repeated:
             return None
-        turn = max(repeated, key=lambda facts: facts.turn)
+        _, _, turn = max(repeated, key=lambda each: each[:2])
         ending = cut.opening_text(self._options, self._render)
         if ending is None:
             ending = self._render(template_messages(place.messages), self._options)
@@ -215,7 +216,7 @@ class _Planner:
         starts = [*heads, *(node for head in heads for node in self._tree.children(head) if self._is_system(node))]
         match = self._tree.match(starts, keys[1:] if keys[0].role == SYSTEM else keys)
         # Sub-agents may begin with the same user's message. A reply in common makes it the same conversation.
-        return match.path[-1] if any(self._tree.nodes[node].turn >= 0 for node in match.path) else None
+        return match.path[-1] if any(self._tree.nodes[node].role == ASSISTANT for node in match.path) else None
 
     def _is_system(self, node: int) -> bool:
         return self._tree.nodes[node].role == SYSTEM

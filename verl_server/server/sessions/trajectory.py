@@ -84,7 +84,7 @@ class _Tree:
         turn: StoredTurn | None = last
         end = last.prompt_tokens + last.output_tokens
         while turn is not None:
-            if end > turn.shared:  # a fork may begin before the turn's own tokens
+            if turn is last or end > turn.shared:  # a fork may begin before the turn's own tokens
                 path.append(_Part(turn, end))
             end = min(end, turn.shared)
             turn = self._turns.get(turn.parent)
