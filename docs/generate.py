@@ -240,7 +240,7 @@ def add_operation(site: Site, page: Page, operation: Operation) -> list[ClassNam
     if operation.body is None:
         return []
     request = site.package.class_of(operation.body.__module__, operation.body.__name__)
-    fields = [f for f in request.fields() if f.name != "id"]
+    fields = [f for f in request.fields() if f.name in operation.fields]
     page.add(prose(request.doc))
     page.add_fields(fields)
     return [name for field in fields for name in field.classes]

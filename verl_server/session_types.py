@@ -33,15 +33,21 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Body of `POST /sessions`."""
 
     id: str | None = None
+    """Name of the session: letters, digits, "_" and "-". Default: a random one."""
     group: str = ""
+    """Any name by which `GET /sessions` selects, for example the run and the task."""
     metadata: dict[str, Any] = {}
+    """Any JSON object of at most 16 KiB. It is returned with the session and with its trajectory."""
     limits: SessionLimits = SessionLimits()
+    """Bounds of the session and its children."""
     history: History = "stored"
+    """`stored`: the next prompt keeps the sampled ids; `template`: it is what the chat template renders."""
     sampling_params: dict[str, Any] = {}
     """Sampling parameters for requests that do not set them."""
     forced_sampling_params: dict[str, Any] = {}
     """Sampling parameters that win over those of a request."""
     seed: int | None = None
+    """A turn's own seed depends on this one, on the turn's prompt, and on the number of its earlier samples."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):
@@ -112,14 +118,18 @@ class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /sessions/{id}/reward`. The same name and turn replace an earlier value."""
 
     reward: float
+    """Any finite number."""
     turn: int | None = None
+    """The turn that the reward is for. Default: the whole session."""
     name: str = "reward"
+    """The rewards of the whole session add up over their names."""
 
 
 class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /sessions/{id}/finish`."""
 
     reason: str = "done"
+    """Any text, which is returned with the session."""
 
 
 class BranchTurn(msgspec.Struct, frozen=True):

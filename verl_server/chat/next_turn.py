@@ -129,14 +129,14 @@ class _Planner:
             )
             return PlannedTurn(next, inside)
         repeated = [
-            facts
+            (node == place.node, turn, facts)
             for node in place.match.ends
             for turn in self._tree.replies_to(node)
             if (facts := self._facts.get(turn)) is not None and facts.options == self._turn_options
         ]
         if not repeated:
             return None
-        turn = max(repeated, key=lambda facts: facts.turn)
+        _, _, turn = max(repeated, key=lambda each: each[:2])
         ending = cut.opening_text(self._options, self._render)
         if ending is None:
             ending = self._render(template_messages(place.messages), self._options)

@@ -80,6 +80,8 @@ def test_sequences_of_random_trees() -> None:
                 )
             known.append(prompt + output)
             assert ledger.sequence(who.session_id, i) == ids(known[i])
+            some = draw.randrange(len(known[i]) + 1)
+            assert ledger.sequence(who.session_id, i, some) == ids(known[i][:some])
         for stored, sequence in zip(ledger.stored_turns(ledger.find(who.session_id)), known, strict=True):
             assert stored.prompt_ids() + stored.output_ids() == sequence
             assert stored.output_logprobs() == [-0.5] * len(stored.output_ids())

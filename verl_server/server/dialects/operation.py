@@ -57,8 +57,11 @@ class Operation:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the implemented fields of the body."""
-        return () if self.body is None else tuple(name for name in self.body.__struct_fields__ if name != "id")
+        """Names of the implemented fields of the body. A message between processes has an `id` that is internal."""
+        if self.body is None:
+            return ()
+        is_internal = self.body.__struct_config__.tag is not None
+        return tuple(name for name in self.body.__struct_fields__ if name != "id" or not is_internal)
 
     def routes(self) -> list[Route]:
         return [Route(path, self.handler, methods=list(self.methods)) for path in self.paths]

@@ -219,6 +219,8 @@ class SessionApi:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = parse_json(await read_body(request, self._limit))
+        if isinstance(given, dict):
+            given = {name: value for name, value in given.items() if value is not None}
         try:
             return msgspec.convert(given, kind)
         except msgspec.ValidationError as error:

@@ -27,13 +27,13 @@ class OpenSessionReq(msgspec.Struct, frozen=True):
     """Default: a random id."""
     timeout: float | None = None
     """Seconds after which the session expires."""
-    streaming: bool | None = None
 
 
 class CloseSessionReq(msgspec.Struct, frozen=True):
     """Body of `/close_session`."""
 
     session_id: str
+    """The session to delete."""
 
 
 class SglangSessionApi:
@@ -48,7 +48,10 @@ class SglangSessionApi:
                 BOTH,
                 owner=True,
                 body=OpenSessionReq,
-                without_effect={"capacity_of_str_len": _CAPACITY},
+                without_effect={
+                    "capacity_of_str_len": _CAPACITY,
+                    "streaming": "a session is continued in the same way with and without it",
+                },
             ),
             Operation("/close_session", self.close_session, BOTH, owner=True, body=CloseSessionReq),
         ]
@@ -77,6 +80,8 @@ class SglangSessionApi:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = parse_json(await read_body(request, self._limit))
+        if isinstance(given, dict):
+            given = {name: value for name, value in given.items() if value is not None}
         try:
             return msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
