@@ -47,7 +47,7 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     forced_sampling_params: dict[str, Any] = {}
     """Sampling parameters that win over those of a request."""
     seed: int | None = None
-    """A turn's own seed depends on this one, on the turn's prompt, and on the number of its earlier samples."""
+    """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
 
 
 class CreatedSession(msgspec.Struct, frozen=True):

@@ -105,6 +105,7 @@ def test_an_edited_reply_keeps_the_prompt_before_it() -> None:
     assert session.tokens.text(turn.prompt).endswith(
         "another<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n" + ASSISTANT
     )
+    assert session.tokens.text(turn.prompt) == session.tokens.text(session.whole(messages[:4]))
     assert turn.parent == -1 and turn.shared == 0  # a sibling of the first turn
     # The conversation goes on behind the edited reply.
     messages[4:] = [session.answer(turn, f"{THINK}third"), user("on")]

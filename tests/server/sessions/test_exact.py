@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from verl_server.engine.http_adapter import HttpServerEngineAdapter
+from verl_server import HttpServerEngineAdapter
 
 from verl_server.models.tiny import make_model_folder
 
