@@ -65,9 +65,7 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
     assert re.search(r"4 episodes in 4 attempts, 4 tokens, mean reward\s1\.000", capsys.readouterr().out)
     assert OWNER_KEY not in "".join(p.read_text() for p in (folder / "runs").rglob("*") if p.is_file())
     report = (folder / "runs/x/report.html").read_text()
-    assert (
-        "mean reward" in report and "my_agent" in json.dumps((folder / "runs/x/run.json").read_text())
-    ) or "play" in report
+    assert "mean reward" in report and "play" in report
 
     assert main(command) == 1  # the folder has a run
     assert "VERL_SERVER_API_KEY" in capsys.readouterr().err  # the first run took the key out of the environment
