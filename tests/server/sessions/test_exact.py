@@ -14,8 +14,8 @@ import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from verl_server import HttpServerEngineAdapter
 
+from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder
 
 KEY = "owner"
