@@ -259,6 +259,13 @@ class ServerArgs:
     """Seconds without a request after which an open session expires."""
     session_retention: float = 600.0
     """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
+    replay_grace: float = 60.0
+    """Seconds for which a generation goes on after its client's connection broke, so that a retry can join it. For
+    requests with an `Idempotency-Key`, and in sessions."""
+    replay_ttl: float = 600.0
+    """Seconds for which the answer to such a request is kept for a retry."""
+    replay_bytes: int = 256 * 2**20
+    """Bytes of all kept answers."""
     max_sessions: int = 65536
     """Most sessions at the same time."""
     max_session_turn_tokens: int | None = None
@@ -296,7 +303,7 @@ class ServerArgs:
             if getattr(self, name) < 0:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 0, not {getattr(self, name)}.")
         times = ("startup_timeout", "control_timeout", "sync_timeout", "text_timeout", "weight_update_lease")
-        for name in (*times, "kv_cache_gib", "session_ttl", "session_retention"):
+        for name in (*times, "kv_cache_gib", "session_ttl", "session_retention", "replay_grace", "replay_ttl"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         if not 0 <= self.stream_frame_gap < math.inf:

@@ -31,6 +31,7 @@ from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
+from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
@@ -58,7 +59,16 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: Sessi
             Exception: _on_crash,
         },
     )
-    guarded = AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths, ledger)
+    replaying = ReplayMiddleware(
+        RoutingHeadersMiddleware(app),
+        grace=server_args.replay_grace,
+        ttl=server_args.replay_ttl,
+        most_bytes=server_args.replay_bytes,
+        most_body=server_args.max_request_bytes,
+        is_answered=lambda session, key, body: bool(ledger.replay_all(session, key, body)),
+        cumulative_events=not server_args.incremental_streaming_output,
+    )
+    guarded = AuthMiddleware(replaying, rules, control_paths, ledger)
     return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 

@@ -222,3 +222,18 @@ def test_a_finished_session_aborts_its_running_turn_and_records_it(stack: Stack)
     assert choice["finish_reason"] in ("abort", "stop", "length")
     refused = stack.post("/v1/chat/completions", {"messages": [user("a")]}, headers={"Authorization": session.key})
     assert refused.status_code == 401
+
+
+def test_a_key_that_comes_again_gets_the_same_answer_and_samples_once(stack: Stack) -> None:
+    session = Session(stack)
+    session.says("x", "y")
+    headers = {"Authorization": f"Bearer {session.key}", "Idempotency-Key": "k"}
+    body = {"messages": [user("a")]}
+    first, second = (stack.post("/v1/chat/completions", body, headers=headers) for _ in range(2))
+    assert first.status_code == 200 and first.content == second.content
+    other = stack.post("/v1/chat/completions", {"messages": [user("b")]}, headers=headers)
+    assert other.status_code == 409
+    (branch,) = session.trajectory()["branches"]
+    assert sum(branch["loss_mask"]) == 2
+    (turn,) = stack.get(f"/sessions/{session.id}", headers=OWNER).json()["tree"]
+    assert turn["delivered"] is True

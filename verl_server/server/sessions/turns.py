@@ -27,6 +27,7 @@ from verl_server.io_struct import FinishReason
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generate_request import ReadRequest
 from verl_server.server.generation import Generation, failure
+from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import ReqState, Write
 from verl_server.server.responses import run_job, unless_disconnected
 from verl_server.server.sessions.contract import FinishedTurn, OpenTurn, SessionCaller
@@ -104,7 +105,8 @@ class SessionTurns:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadRequestError(f"sampling_params: n must be a positive integer, not {count!r:.40}.")
         self._manager.text.limits.check_samples(1, count)
-        turns = _Turns(self._manager, self._ledger, next, shape, read.request.stream, self._storing)
+        replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
+        turns = _Turns(self._manager, self._ledger, next, shape, read.request.stream, replay, self._storing)
         try:
             for k in range(count):
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
@@ -123,7 +125,7 @@ class SessionTurns:
             turn = turns.opened[0]
             response.headers["X-Session-ID"] = turn.session_id.partition(".")[0]
             response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.opened)
-            response.background = BackgroundTask(turns.delivered)
+            turns.tell_delivered(response)
         return response
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -177,10 +179,11 @@ class _Turns:
         next: NextTurn,
         shape: ReplyShape,
         streamed: bool,
+        replay: ReplayInfo | None,
         storing: set[asyncio.Task[None]],
     ) -> None:
         self._manager, self._ledger, self._next, self._shape, self._streamed = manager, ledger, next, shape, streamed
-        self._storing = storing
+        self._storing, self._replay = storing, replay
         self.opened: list[OpenTurn] = []
         self.rids: list[str] = []
         self._waiting: dict[str, OpenTurn] = {}
@@ -193,7 +196,8 @@ class _Turns:
         """Reserve the turn of sample `index`."""
         names = self.rids
         abort = partial(self._abort, index)
-        turn = self._ledger.begin(caller, self._next, None, b"", abort)
+        key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.body)
+        turn = self._ledger.begin(caller, self._next, key, body, abort)
         self.opened.append(turn)
         name = f"{turn.session_id}/{turn.turn}" if rid is None else f"{turn.session_id}/{rid}"
         names.append(name if index == 0 or rid is None else f"{name}-{index}")
@@ -252,8 +256,14 @@ class _Turns:
             else:
                 self._ledger.cancel(turn)
 
-    async def delivered(self) -> None:
-        """Note that the client's connection took the whole reply."""
+    def tell_delivered(self, response: Response) -> None:
+        """Let `_delivered` be called when the client's connection took the whole reply."""
+        if self._replay is None:
+            response.background = BackgroundTask(self._delivered)
+        else:
+            self._replay.on_delivered = self._delivered
+
+    def _delivered(self) -> None:
         for turn in self._stored:
             self._ledger.delivered(turn.session_id, turn.turn)
 
@@ -300,6 +310,8 @@ class _Turns:
             rid=state.rid,
             end_token=-1 if model is None else end_token(state, tuple(model.eos_token_ids)),
             aborted=reason.type == "abort",
+            key=None if self._replay is None else self._replay.key,
+            body=None if self._replay is None else self._replay.body,
         )
         await self._ledger.commit(turn, finished)
         self._stored.append(turn)
