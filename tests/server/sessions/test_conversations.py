@@ -237,3 +237,18 @@ def test_a_key_that_comes_again_gets_the_same_answer_and_samples_once(stack: Sta
     assert sum(branch["loss_mask"]) == 2
     (turn,) = stack.get(f"/sessions/{session.id}", headers=OWNER).json()["tree"]
     assert turn["delivered"] is True
+
+
+def test_a_response_follows_the_one_that_it_names(stack: Stack) -> None:
+    session = Session(stack)
+    session.says("one", "two", "three")
+    first = session.post("/v1/responses", input="a", instructions="Be short.").json()
+    second = session.post("/v1/responses", input="b", previous_response_id=first["id"]).json()
+    session.post("/v1/responses", input="c", previous_response_id=second["id"], store=True)
+    (branch,) = session.trajectory()["branches"]
+    assert len(branch["turns"]) == 3
+    headers = {"Authorization": f"Bearer {session.key}"}
+    unknown = stack.post("/v1/responses", {"input": "a", "previous_response_id": "resp_ses_0_9"}, headers=headers)
+    assert unknown.status_code == 404
+    outside = stack.post("/v1/responses", {"input": "a", "previous_response_id": first["id"]}, headers=OWNER)
+    assert outside.status_code == 400 and "POST /sessions" in outside.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -76,12 +77,17 @@ class SessionTurns:
         self._manager, self._ledger = manager, ledger
         self._storing: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
 
-    async def read(self, request: Request, job: Job[R], body: bytes) -> R:
-        """Return the result of `job`, as `run_job` does. In a session, the result's `next` plans the prompt."""
+    async def read(
+        self, request: Request, job: Job[R], body: bytes, previous: Callable[[bytes], str | None] = lambda body: None
+    ) -> R:
+        """Return the result of `job`, as `run_job` does. In a session, the result's `next` plans the prompt.
+
+        `previous` returns the `previous_response_id` of a body.
+        """
         caller = session_of(request)
         if caller is None:
             return await run_job(request, self._manager.text, job, body)
-        view = self._ledger.view(caller)
+        view = self._ledger.view(caller, previous(body))
         return await unless_disconnected(
             request, self._manager.text.in_worker(in_session(job), session_body(view, body))
         )

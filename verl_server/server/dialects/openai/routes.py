@@ -7,7 +7,7 @@ or into the frames of a stream.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +33,7 @@ from verl_server.server.dialects.openai.responses_request import (
     RESPONSES_WITHOUT_EFFECT,
     ReadResponse,
     ResponsesRequest,
+    previous_response,
 )
 from verl_server.server.dialects.openai.tokenizing import (
     DETOKENIZE,
@@ -207,7 +208,7 @@ class OpenAIApi:
     async def responses(self, request: Request) -> Response:
         """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
         try:
-            read = await self.read(request, RESPONSES)
+            read = await self.read(request, RESPONSES, previous_response)
             self._manager.text.warn_of_unused(read.unused_options)
             body, chat = read.request, read.chat
             self.check_model(body.model)
@@ -222,11 +223,13 @@ class OpenAIApi:
             return self._turns.mark(EventStream(answer.frames(generation), generation.close), generation)
         return await self._whole(request, generation, answer.response(generation.states[0]))
 
-    async def read(self, request: Request, job: Job[R]) -> R:
-        """Return the body of a request, parsed and tokenized."""
+    async def read(
+        self, request: Request, job: Job[R], previous: Callable[[bytes], str | None] = lambda body: None
+    ) -> R:
+        """Return the body of a request, parsed and tokenized. `previous` finds the response that it follows."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
-        return await self._turns.read(request, job, body)
+        return await self._turns.read(request, job, body, previous)
 
     async def _submit(
         self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest, shape: ReplyShape
