@@ -48,6 +48,8 @@ SECTIONS = {
     "verl_server.server.dialects.anthropic.routes": "Anthropic's routes",
     "verl_server.server.dialects.vllm.routes": "vLLM's routes",
     "verl_server.server.dialects.vllm.control_routes": "vLLM's control routes",
+    "verl_server.server.dialects.sessions.routes": "Sessions",
+    "verl_server.server.dialects.sglang.session_routes": "SGLang's sessions",
     "verl_server.server.openapi": "The description of all routes",
 }
 """Titles of the modules that mount routes."""
@@ -238,7 +240,7 @@ def add_operation(site: Site, page: Page, operation: Operation) -> list[ClassNam
     if operation.body is None:
         return []
     request = site.package.class_of(operation.body.__module__, operation.body.__name__)
-    fields = [f for f in request.fields() if f.name != "id"]
+    fields = [f for f in request.fields() if f.name in operation.fields]
     page.add(prose(request.doc))
     page.add_fields(fields)
     return [name for field in fields for name in field.classes]
@@ -247,7 +249,7 @@ def add_operation(site: Site, page: Page, operation: Operation) -> list[ClassNam
 def mounted_operations() -> list[Operation]:
     """The operations of the real application, made without a server behind it."""
     arguments = importlib.import_module("verl_server.server_args").ServerArgs(model_path="model")
-    return operations(MagicMock(), arguments, AccessRules(arguments))
+    return operations(MagicMock(), arguments, AccessRules(arguments), MagicMock())
 
 
 def fields_page(site: Site) -> None:

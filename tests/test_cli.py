@@ -26,7 +26,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
-    assert "unknown command 'sevre'; commands: serve, rollout, env, demo, bench" in capsys.readouterr().err
+    assert (
+        "unknown command 'sevre'; commands: serve, rollout, trajectories, env, demo, bench" in capsys.readouterr().err
+    )
 
 
 def test_serve_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `verl-server serve | rollout | env | demo | bench`.
+"""The command line: `verl-server serve | rollout | trajectories | env | demo | bench`.
 
 Each command imports its modules when it runs, so that `--help` is fast. The options of `serve` are the fields of
 `ServerArgs`, and the docstrings of the fields are their help.
@@ -28,7 +28,8 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
-  rollout   run agents in environments, with a server's policy
+  rollout   run agents in environments, with a server's policy; with --agent, any function or program
+  trajectories  list, show and count what a rollout recorded:  verl-server trajectories ls | show | stats
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
   demo      train a tiny policy on a multi-turn game, with all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
         "rollout": _rollout,
+        "trajectories": _trajectories,
         "env": _env,
         "demo": _demo,
         "bench": _bench,
@@ -142,7 +144,13 @@ def _warn_of_visible_keys(args: list[str]) -> None:
 
 
 def _rollout(args: list[str]) -> int:
+    if any(arg.split("=")[0] == "--agent" for arg in args):
+        return _delegate("rollout", "verl_server.rollout.agents.cli", args)
     return _delegate("rollout", "verl_server.rollout.cli", args)
+
+
+def _trajectories(args: list[str]) -> int:
+    return _delegate("trajectories", "verl_server.rollout.trajectories_cli", args)
 
 
 def _env(args: list[str]) -> int:

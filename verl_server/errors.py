@@ -6,7 +6,14 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
     VerlServerError
     ├── BadRequestError        400  the caller's input is wrong; nothing was changed
     ├── ServerUnavailableError 503  the server cannot generate now (no weights, torn weights, full queue)
-    │   └── ServerStoppingError     503  the server is shutting down
+    │   ├── ServerStoppingError     503  the server is shutting down
+    │   └── SessionUnavailableError 503  the server cannot continue a session now: retry
+    ├── SessionError           404  a request of a session was refused; the session is unchanged
+    │   ├── SessionNotFoundError     404  there is no such session
+    │   ├── SessionEndedError        410  the session has finished or expired
+    │   ├── SessionLimitError        403  the session has used what its limits allow
+    │   ├── SessionExistsError       409  another session has this id
+    │   └── IdempotencyConflictError 409  the idempotency key came before with another body
     ├── WeightUpdateError      400  the server refused an update and still serves the old weights
     │   ├── UnknownRegistrationError 404  the server does not have this registration: send the description
     │   └── UpdateConflictError      409  another transaction is open, or the caller's transaction is closed
@@ -41,6 +48,44 @@ class ServerUnavailableError(VerlServerError):
 
 class ServerStoppingError(ServerUnavailableError):
     """The server is shutting down."""
+
+
+class SessionUnavailableError(ServerUnavailableError):
+    """The server cannot continue a session now: its store is full, or its weights are not confirmed. Retry."""
+
+
+class SessionError(VerlServerError):
+    """A request of a session was refused. The session is unchanged."""
+
+    status_code = 404
+
+
+class SessionNotFoundError(SessionError):
+    """There is no such session."""
+
+
+class SessionEndedError(SessionError):
+    """The session has finished or expired."""
+
+    status_code = 410
+
+
+class SessionLimitError(SessionError):
+    """The session has used what its limits allow."""
+
+    status_code = 403
+
+
+class SessionExistsError(SessionError):
+    """Another session has this id."""
+
+    status_code = 409
+
+
+class IdempotencyConflictError(SessionError):
+    """The idempotency key came before with another body."""
+
+    status_code = 409
 
 
 class WeightUpdateError(VerlServerError):

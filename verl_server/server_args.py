@@ -35,7 +35,15 @@ _COUNTS_FROM_ZERO = (
 """Limits that may be 0. With 0 the server refuses the feature."""
 
 
-_PATHS = ("model_path", "tokenizer_path", "chat_template", "api_key_file", "admin_api_key_file", "profile_folder")
+_PATHS = (
+    "model_path",
+    "tokenizer_path",
+    "chat_template",
+    "api_key_file",
+    "admin_api_key_file",
+    "profile_folder",
+    "session_store",
+)
 """Settings that may be given as a `Path`."""
 
 
@@ -239,6 +247,29 @@ class ServerArgs:
     """Folder to which `/start_profile` may write traces of torch's profiler. Unset: the route is refused."""
     max_request_bytes: int = 64 * 2**20
     """Most bytes in a request body. A larger request is answered 413."""
+    session_store: str | None = None
+    """Folder of the session store. A server that is started again with it continues its sessions. Unset: sessions are
+    in memory only."""
+    session_fsync: Literal["interval", "turn", "never"] = "interval"
+    """When the session store is synced: `turn` before each turn's reply ends, which survives a power loss; `interval`
+    every second, which survives the end of every process; `never`."""
+    session_memory_bytes: int = 2 * 2**30
+    """Memory of all sessions, in bytes. Beyond it, new sessions and turns are answered 503."""
+    session_ttl: float = 3600.0
+    """Seconds without a request after which an open session expires."""
+    session_retention: float = 600.0
+    """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
+    replay_grace: float = 60.0
+    """Seconds for which a generation goes on after its client's connection broke, so that a retry can join it. For
+    requests with an `Idempotency-Key`, and in sessions."""
+    replay_ttl: float = 600.0
+    """Seconds for which the answer to such a request is kept for a retry."""
+    replay_bytes: int = 256 * 2**20
+    """Bytes of all kept answers."""
+    max_sessions: int = 65536
+    """Most sessions at the same time."""
+    max_session_turn_tokens: int | None = None
+    """Most tokens of a turn of a session, with its whole prompt. Unset: the context length."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Log level of the server."""
     log_level_http: Literal["debug", "info", "warning", "error"] | None = None
@@ -259,11 +290,12 @@ class ServerArgs:
         for name in ("api_key", "admin_api_key"):
             self._read_key(name)
         sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs", "weight_receive_bytes")
-        for name in (*sizes, "text_workers", "max_samples_per_request", "max_prompt_tokens_per_request"):
+        counts = ("max_samples_per_request", "max_prompt_tokens_per_request", "max_sessions", "session_memory_bytes")
+        for name in (*sizes, "text_workers", *counts):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
         optional = ("context_length", "max_total_tokens", "max_queued_requests", "chunked_prefill_size", "cpu_threads")
-        for name in (*optional, "max_text_length"):
+        for name in (*optional, "max_text_length", "max_session_turn_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")
@@ -271,7 +303,7 @@ class ServerArgs:
             if getattr(self, name) < 0:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 0, not {getattr(self, name)}.")
         times = ("startup_timeout", "control_timeout", "sync_timeout", "text_timeout", "weight_update_lease")
-        for name in (*times, "kv_cache_gib"):
+        for name in (*times, "kv_cache_gib", "session_ttl", "session_retention", "replay_grace", "replay_ttl"):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         if not 0 <= self.stream_frame_gap < math.inf:

@@ -163,8 +163,10 @@ ELSEWHERE = {
 
 def table() -> list[Operation]:
     args = ServerArgs(model_path="m")
-    found = operations(MagicMock(), args, AccessRules(args))
-    return [operation for operation in found if operation.body or operation.refused or operation.without_effect]
+    found = operations(MagicMock(), args, AccessRules(args), MagicMock())
+    # tests/server/sessions sends the fields of session routes: they need an owner's key, and refuse unknown fields.
+    known = [each for each in found if each.body or each.refused or each.without_effect]
+    return [operation for operation in known if not operation.owner]
 
 
 OPERATIONS = {operation.path: operation for operation in table()}

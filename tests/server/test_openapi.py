@@ -13,11 +13,12 @@ from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.openapi import describe
+from verl_server.server.sessions.ledger import SessionLedger
 
 
 @pytest.fixture(scope="module")
 def table(module_stack: Stack) -> list[Operation]:
-    return operations(module_stack.manager, module_stack.args, AccessRules(module_stack.args))
+    return operations(module_stack.manager, module_stack.args, AccessRules(module_stack.args), SessionLedger())
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,11 @@ call that is not yet certain. No text raises an error: a text that is not quite 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import string
 from collections.abc import Callable, Iterable
+from hashlib import blake2b
 
 import msgspec
 
@@ -202,6 +204,11 @@ class OutputParser:
         self._uncertain: list[Delta] = []
         self._calls = 0  # number of calls that ended
         self._call_begun = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the text so far ends inside the reasoning."""
+        return self._thinking
 
     def push(self, text: str) -> list[Delta]:
         """Parse the next piece of the text."""
@@ -400,6 +407,20 @@ def joined(deltas: Iterable[Delta]) -> ParsedMessage:
 
 def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def derived_ids(seed: str, short: bool) -> Callable[[], str]:
+    """Return a function that returns the ids of calls, one after the other: the same ones for the same seed.
+
+    `short`: ids of 9 letters and digits.
+    """
+    numbers = itertools.count()
+
+    def new_id() -> str:
+        digest = blake2b(f"{seed}/{next(numbers)}".encode(), digest_size=12).hexdigest()
+        return digest[:9] if short else f"call_{digest}"
+
+    return new_id
 
 
 def _short_id() -> str:

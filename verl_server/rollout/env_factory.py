@@ -33,10 +33,7 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
 
     A module is looked up in the current folder first, then among the installed packages.
     """
-    where, _, name = environment.rpartition(":")
-    if not where or not name:
-        raise BadRequestError(f"Name the environment as MODULE:CLASS or FILE.py:CLASS, not {environment!r}.")
-    module = _import_file(where) if where.endswith(".py") else _import_module(where, folder="")
+    module, name = load_module(environment, "environment")
     factory: EnvFactory | None = getattr(module, name, None)
     if factory is None:
         found = ", ".join(_environment_classes(module)) or "none"
@@ -47,6 +44,28 @@ def load_factory(environment: str, kwargs: dict[str, Any] | None = None) -> EnvF
     _check_class(environment, factory)
     _check_arguments(environment, factory, kwargs or {})
     return _Bound(factory, kwargs) if kwargs else factory
+
+
+def load_module(named: str, what: str) -> tuple[ModuleType, str]:
+    """The module of "MODULE:NAME" or "FILE.py:NAME", and the name. `what` describes the object in errors."""
+    where, _, name = named.rpartition(":")
+    if not where or not name:
+        raise BadRequestError(f"Name the {what} as MODULE:CLASS or FILE.py:CLASS, not {named!r}.")
+    return (_import_file(where) if where.endswith(".py") else _import_module(where, folder="")), name
+
+
+def load_function(named: str, what: str) -> Callable[..., Any]:
+    """The function named "MODULE:FUNCTION" or "FILE.py:FUNCTION". `what` describes it in errors."""
+    module, name = load_module(named, what)
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        names = [
+            n for n, member in inspect.getmembers(module, inspect.isfunction) if member.__module__ == module.__name__
+        ]
+        raise BadRequestError(
+            f"{_described(module)} has no function {name!r}. Functions: {', '.join(names) or 'none'}."
+        )
+    return function
 
 
 def missing_method(environment: Any) -> str | None:

@@ -6,7 +6,6 @@ The demo calls it with its measurements. Styles and drawings are inside the page
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from verl_server.rollout import charts
 from verl_server.rollout.pace import PaceComparison
+from verl_server.rollout.page import legend, page, section
 from verl_server.rollout.trajectory import Trajectory
 
 GAP_LIMIT = 1e-4
@@ -38,8 +38,8 @@ class Report:
 def write_report(path: Path, report: Report) -> None:
     """Write the page to `path`."""
     sections = (_headline, _learning, _timeline, _pushes, _time, _episodes, _method)
-    body = "\n".join(section(report) for section in sections)
-    path.write_text(_PAGE.replace("{{body}}", body), encoding="utf-8")
+    body = "\n".join(part(report) for part in sections)
+    path.write_text(page("verl-server demo", body), encoding="utf-8")
 
 
 def _headline(report: Report) -> str:
@@ -87,7 +87,7 @@ def _learning(report: Report) -> str:
         "would pick on the evaluation's seeds). A success rate above the line comes from the use of feedback. The "
         "policy may sample every token of the vocabulary. Large dots: held-out seeds. Line: episodes of training."
     )
-    return _section("Learning", chart, note)
+    return section("Learning", chart, note)
 
 
 def _timeline(report: Report) -> str:
@@ -99,7 +99,7 @@ def _timeline(report: Report) -> str:
         ),
         [(pace.ideal_seconds, f"ideal: {pace.ideal_seconds:.2f} s")],
     )
-    legend = _legend((("waiting for the environment", charts.AMBER), ("generating", charts.BLUE), ("idle", "#dfe2e8")))
+    names = legend((("waiting for the environment", charts.AMBER), ("generating", charts.BLUE), ("idle", "#dfe2e8")))
     note = (
         f"The same {s['pace_episodes']} episodes, seeds and waits, played by the trained policy both ways "
         f"({s['same_trajectories']} of {s['pace_episodes']} sampled the very same tokens); 44 of them are drawn. "
@@ -107,7 +107,7 @@ def _timeline(report: Report) -> str:
         f"{s['own_pace_seconds']:.2f} s. No schedule can beat the longest episode played alone "
         f"({s['longest_alone_seconds']:.2f} s) nor the work at the server's measured rate ({s['work_seconds']:.2f} s)."
     )
-    return _section("Why not in lock step", legend + chart, note)
+    return section("Why not in lock step", names + chart, note)
 
 
 def _pushes(report: Report) -> str:
@@ -119,7 +119,7 @@ def _pushes(report: Report) -> str:
         "new weights. Handles travel, not bytes. Right: the largest difference between the log-probability that the "
         "server reported for a sampled token and the one that the trainer computes from the weights that it pushed."
     )
-    return _section("Weight pushes", f"<div class='two'><div>{left}</div><div>{right}</div></div>", note)
+    return section("Weight pushes", f"<div class='two'><div>{left}</div><div>{right}</div></div>", note)
 
 
 def _time(report: Report) -> str:
@@ -134,9 +134,9 @@ def _time(report: Report) -> str:
         ("training", sum(m["train_seconds"] for m in report.history), charts.GREEN),
         ("weight sync", sum(m["sync_seconds"] for m in report.history), charts.INK),
     )
-    legend = _legend([(f"{name} {seconds:.1f} s", color) for name, seconds, color in parts])
+    names = legend([(f"{name} {seconds:.1f} s", color) for name, seconds, color in parts])
     note = "Wall time of training. The time of rollouts is split by what their episodes waited for on average."
-    return _section("Where the time went", charts.share_bar(parts) + legend, note)
+    return section("Where the time went", charts.share_bar(parts) + names, note)
 
 
 def _episodes(report: Report, count: int = 8) -> str:
@@ -149,7 +149,7 @@ def _episodes(report: Report, count: int = 8) -> str:
         "The first held-out seeds, without selection. Each row is one seed. The policy's words are bold, with the "
         "probability that it had for them."
     )
-    return _section("The same games, before and after", head + "".join(rows), note)
+    return section("The same games, before and after", head + "".join(rows), note)
 
 
 def _episode(trajectory: Trajectory) -> str:
@@ -175,7 +175,7 @@ def _method(report: Report) -> str:
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.setup.items())
     failed = f"{report.summary['episodes_failed']} (an environment that fails is counted, never scored as zero)"
     rows += f"<dt>failed episodes</dt><dd>{failed}</dd>"
-    return _section(
+    return section(
         "Setup", f"<dl>{rows}</dl>", "All figures are in summary.json, metrics.jsonl and trajectories.jsonl."
     )
 
@@ -184,57 +184,3 @@ def _power(value: float) -> str:
     """3.9e-06 as 4e-6."""
     mantissa, _, exponent = f"{value:.0e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def _section(title: str, content: str, note: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}<p class='note'>{escape(note)}</p></section>"
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<span><i style='background:{color}'></i>{escape(name)}</span>" for name, color in entries)
-    return f"<div class='legend'>{items}</div>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>verl-server demo</title>
-<style>
-:root { --ink: #1b1f24; --muted: #6b7280; --line: #e7e9ee; --blue: #2f5fd0; --green: #1f9467; --red: #c8553d; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #fbfbfc; color: var(--ink); font: 15px/1.55 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; }
-main { max-width: 1120px; margin: 0 auto; padding: 56px 30px 80px; }
-.kicker { margin: 0; color: var(--blue); font-weight: 600; letter-spacing: .02em; }
-h1 { margin: 6px 0 10px; font-size: 36px; line-height: 1.15; letter-spacing: -.02em; font-weight: 700; }
-.lead { margin: 0; max-width: 780px; font-size: 17px; color: #3b424c; }
-h2 { margin: 0 0 16px; font-size: 20px; letter-spacing: -.01em; }
-section { margin-top: 28px; padding: 26px 30px 22px; background: #fff; border: 1px solid var(--line);
-  border-radius: 12px; }
-.note { margin: 14px 0 0; max-width: 860px; color: var(--muted); font-size: 13.5px; }
-svg { display: block; width: 100%; height: auto; font-size: 12px; font-family: inherit; }
-.tiles { display: grid; grid-template-columns: 1.25fr repeat(4, 1fr); gap: 14px; margin-top: 30px; }
-.tile { padding: 18px 18px 16px; background: #fff; border: 1px solid var(--line); border-radius: 12px; }
-.tile b { display: block; font-size: 27px; line-height: 1.2; letter-spacing: -.02em; white-space: nowrap; }
-.tile span { display: block; margin-top: 4px; font-weight: 500; font-size: 14px; }
-.tile i { display: block; margin-top: 3px; color: var(--muted); font-style: normal; font-size: 12.5px;
-  line-height: 1.4; }
-.two { display: grid; grid-template-columns: 1fr 1fr; gap: 30px; }
-.legend { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 0 0 12px; font-size: 13px; color: #3b424c; }
-svg + .legend { margin: 12px 0 0; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 7px;
-  vertical-align: -1px; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 30px; padding: 11px 0; border-top: 1px solid var(--line); }
-.pair.head { border: 0; padding: 0 0 8px; font-weight: 600; font-size: 13.5px; color: var(--muted); }
-.episode { font-size: 14px; line-height: 2; }
-.env { color: var(--muted); margin-right: 6px; }
-.say { font-weight: 650; padding: 2px 7px; background: #eef2fc; color: #22459a; border-radius: 6px; margin-right: 4px; }
-.say small { font-weight: 400; color: #7c90c2; margin-left: 5px; font-size: 11px; }
-.verdict { float: right; margin-left: 12px; font-size: 12.5px; font-weight: 600; color: var(--muted); }
-.won { color: var(--green); } .lost { color: var(--red); }
-dl { display: grid; grid-template-columns: 150px 1fr; gap: 6px 18px; margin: 0; font-size: 14px; }
-dt { color: var(--muted); } dd { margin: 0; }
-@media (max-width: 860px) { .tiles, .two, .pair { grid-template-columns: 1fr; } main { padding: 32px 16px; } }
-</style></head><body><main>
-{{body}}
-</main></body></html>
-"""

@@ -39,6 +39,14 @@ class StopReason(StrEnum):
     """The rollout server failed, or did not answer in time."""
     ABORTED = "aborted"
     """The caller cancelled the rollout, or the server aborted the generation again and again."""
+    AGENT_ERROR = "agent_error"
+    """The agent raised an exception, or its program ended with an exit code other than 0."""
+    AGENT_KILLED = "agent_killed"
+    """A signal ended the agent's program."""
+    IDLE = "idle"
+    """The agent neither generated nor called its environment for `AgentLimits.idle_seconds`."""
+    SESSION_LOST = "session_lost"
+    """The agent's session ended on the server, or the server went away for too long."""
 
     @property
     def is_scored(self) -> bool:
@@ -112,6 +120,14 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of generations that the server aborted and the episode resumed."""
     events: list[Event] = []
     """Waits of the episode, in order."""
+    session: str = ""
+    """Id of the agent's session on the server. "" if an `AgentLoop` played the episode."""
+    branch: int = 0
+    """Number of the branch in the session. A session whose history the agent edited has several."""
+    member: int = 0
+    """Number of the episode among those of its group."""
+    attempt: int = 0
+    """Number of attempts at the same task that ended without a reward before this one."""
 
     @property
     def is_trainable(self) -> bool:

@@ -20,27 +20,35 @@ from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
+from verl_server.server.dialects.sessions.routes import SessionApi
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.health_routes import HealthApi
 from verl_server.server.dialects.sglang.info_routes import InfoApi
 from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.dialects.sglang.routes import NativeApi
+from verl_server.server.dialects.sglang.session_routes import SglangSessionApi
 from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
+from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
+from verl_server.server.sessions.access import SessionPathMiddleware
+from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.service import SessionService
+from verl_server.server.sessions.turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
-    """Return the ASGI application with all operations and middlewares."""
+def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: SessionLedger | None = None) -> ASGIApp:
+    """Return the ASGI application with all operations and middlewares. Without a ledger, it makes one in memory."""
     rules = AccessRules(server_args)
-    mounted = operations(manager, server_args, rules)
+    ledger = SessionService(manager, server_args).ledger if ledger is None else ledger
+    mounted = operations(manager, server_args, rules, ledger)
     control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
         routes=[route for operation in mounted for route in operation.routes()],
@@ -51,21 +59,36 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs) -> ASGIApp:
             Exception: _on_crash,
         },
     )
-    return InstanceMiddleware(AuthMiddleware(RoutingHeadersMiddleware(app), rules, control_paths), manager.instance_id)
+    replaying = ReplayMiddleware(
+        RoutingHeadersMiddleware(app),
+        grace=server_args.replay_grace,
+        ttl=server_args.replay_ttl,
+        most_bytes=server_args.replay_bytes,
+        most_body=server_args.max_request_bytes,
+        is_answered=lambda session, key, body: bool(ledger.replay_all(session, key, body)),
+        cumulative_events=not server_args.incremental_streaming_output,
+    )
+    guarded = AuthMiddleware(replaying, rules, control_paths, ledger)
+    return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 
-def operations(manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules) -> list[Operation]:
+def operations(
+    manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, ledger: SessionLedger
+) -> list[Operation]:
     """Return the operations of all dialects, and those that describe them."""
+    turns = SessionTurns(manager, ledger)
     dialects = [
-        *NativeApi(manager, server_args).operations(),
+        *NativeApi(manager, server_args, turns).operations(),
         *HealthApi(manager).operations(),
         *InfoApi(manager, server_args).operations(),
         *ControlApi(manager, server_args, rules).operations(),
         *OpsApi(manager, server_args).operations(),
-        *OpenAIApi(manager, server_args).operations(),
+        *OpenAIApi(manager, server_args, turns).operations(),
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),
-        *AnthropicApi(manager, server_args).operations(),
+        *AnthropicApi(manager, server_args, turns).operations(),
+        *SessionApi(ledger, lambda: manager.controls.weight_version, server_args.max_request_bytes).operations(),
+        *SglangSessionApi(ledger, server_args.max_request_bytes).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

@@ -9,6 +9,9 @@ requests: to a host name that the page's owner resolves to 127.0.0.1 (DNS rebind
 link. Control routes therefore refuse requests that only a page of another origin sends. Other programs send no such
 requests.
 
+A session key permits generation in its own session (`sessions.access`). The routes that create, read and end sessions
+need an owner's key, which is either key; they exist only if a key is set.
+
 `app.create_app` wraps all routes in `AuthMiddleware`. The handler of `/abort_request` calls
 `AccessRules.control_refusal` itself, because the body decides whether the request is a control call.
 """
@@ -25,19 +28,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.server.responses import error_object, json_response
+from verl_server.server.sessions.access import (
+    SessionAccess,
+    is_open,
+    is_owner_path,
+    unauthorized,
+    without_owner_key,
+)
+from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server_args import ServerArgs
 
-_OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping", "/liveness")
-"""Paths that start with one of these prefixes need no key."""
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """Content types that a page of another origin can send without a CORS preflight request."""
 _FOREIGN_SITES = ("cross-site", "same-site")
 """Values of the header Sec-Fetch-Site in requests from pages of another origin. Two ports of one host are one site."""
-
-
-def is_open(path: str) -> bool:
-    """Return True if the path needs no key."""
-    return path.startswith(_OPEN_PREFIXES)
 
 
 class AccessRules:
@@ -52,17 +56,33 @@ class AccessRules:
 
     def refusal(self, scope: Scope) -> Response | None:
         """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
-        headers = Headers(scope=scope)
-        keys = [key for key in (self._api_key, self._admin_api_key) if key is not None]
-        return None if self._api_key is None or _sends_one_of(headers, keys) else _unauthorized()
+        return None if self._api_key is None or self.is_owner(scope) else unauthorized()
 
     def control_refusal(self, scope: Scope) -> Response | None:
         """Check a request to a route that affects the whole server."""
         headers = Headers(scope=scope)
         key = self._api_key if self._admin_api_key is None else self._admin_api_key
         if key is not None and not _sends_one_of(headers, [key]):
-            return _unauthorized()
+            return unauthorized()
         return self._page_refusal(headers, scope["path"])
+
+    def owner_refusal(self, scope: Scope) -> Response | None:
+        """Check a request to a session route: it needs a key, also where ordinary routes are open."""
+        if not self.owner_keys:
+            return without_owner_key()
+        headers = Headers(scope=scope)
+        if not _sends_one_of(headers, self.owner_keys):
+            return unauthorized()
+        return self._page_refusal(headers, scope["path"])
+
+    @property
+    def owner_keys(self) -> list[str]:
+        """The keys that own sessions."""
+        return [key for key in (self._api_key, self._admin_api_key) if key is not None]
+
+    def is_owner(self, scope: Scope) -> bool:
+        """Return True if the request has one of the server's keys."""
+        return _sends_one_of(Headers(scope=scope), self.owner_keys)
 
     def _page_refusal(self, headers: Headers, path: str) -> Response | None:
         """Refuse a request that a web page of another origin may have sent."""
@@ -100,19 +120,29 @@ class AccessRules:
 
 
 class AuthMiddleware:
-    """Applies `AccessRules` to each HTTP request. `control_paths` are the paths of the control routes."""
+    """Applies `AccessRules` and the rights of session keys to each HTTP request.
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str]) -> None:
+    `control_paths` are the paths of the control routes. A request in a session has `scope["state"]["session"]`.
+    """
+
+    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str], ledger: SessionLedger) -> None:
         self._app, self._rules, self._control_paths = app, rules, control_paths
+        self._sessions = SessionAccess(ledger, rules.owner_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
+        sent = _sent_keys(Headers(scope=scope))
+        found = self._sessions.resolve(scope, sent, self._rules.is_owner(scope))
         path: str = scope["path"]
-        if scope["method"] == "OPTIONS" or is_open(path):
+        if not isinstance(found, bool):
+            return found
+        if found or scope["method"] == "OPTIONS" or is_open(path):
             return None
+        if is_owner_path(path):
+            return self._rules.owner_refusal(scope)
         if path.rstrip("/") in self._control_paths:
             return self._rules.control_refusal(scope)
         return self._rules.refusal(scope)
@@ -120,16 +150,17 @@ class AuthMiddleware:
 
 def _sends_one_of(headers: Headers, keys: list[str]) -> bool:
     """Return True if either header holds one of the keys. Both headers have the same rights."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    given = [bearer] if scheme.lower() == "bearer" else []
-    given += headers.getlist("x-api-key")
-    # Compare bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
-    sent = [key.strip().encode("latin-1") for key in given]
+    sent = _sent_keys(headers)
     return any(hmac.compare_digest(each, key.encode()) for each in sent for key in keys)
 
 
-def _unauthorized() -> Response:
-    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
+def _sent_keys(headers: Headers) -> list[bytes]:
+    """Return the keys of both headers."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer] if scheme.lower() == "bearer" else []
+    given += headers.getlist("x-api-key")
+    # Bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
+    return [key.strip().encode("latin-1") for key in given]
 
 
 def _forbidden(message: str) -> Response:

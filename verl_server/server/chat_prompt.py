@@ -12,11 +12,13 @@ import msgspec
 
 from verl_server.chat.call_readers import ParameterTypes
 from verl_server.chat.formats import NONE
-from verl_server.chat.output import OutputFormat, OutputParser
+from verl_server.chat.output import OutputFormat, OutputParser, derived_ids
+from verl_server.chat.session_view import NextTurn
 from verl_server.chat.templates import Message
 from verl_server.chat.tool_grammar import answer_grammar, forced_call_grammar
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types, template_messages, template_tools
-from verl_server.server.text_tools import TextTools
+from verl_server.server.session_prompt import plan_prompt, prompt_length, refuse_in_session
+from verl_server.server.text_tools import Ids, TextTools
 
 _PROMPT_END = 64
 """Tokens at the end of a prompt of token ids in which the tag of an open reasoning is looked for."""
@@ -47,18 +49,37 @@ class ChatOutput(msgspec.Struct, frozen=True):
         format = msgspec.structs.replace(self.format, reasoning=NONE)
         return msgspec.structs.replace(self, format=format, thinking_open=False)
 
-    def parser(self, whole_calls: bool) -> OutputParser:
-        """Return a parser for one sample. See `OutputFormat.parser`."""
-        return self.format.parser(self.tools, self.thinking_open, whole_calls=whole_calls, types=self.types)
+    def parser(self, whole_calls: bool, call_seed: str = "") -> OutputParser:
+        """Return a parser for one sample. See `OutputFormat.parser`. With `call_seed`, it determines the calls' ids."""
+        tools = self.format.tool_format
+        return self.format.parser(
+            self.tools,
+            self.thinking_open,
+            whole_calls=whole_calls,
+            types=self.types,
+            new_id=derived_ids(call_seed, tools is not None and tools.short_ids) if call_seed else None,
+        )
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     """A rendered and tokenized conversation."""
 
     ids: list[int]
+    """In a session empty: `next` says what the prompt is."""
     unused_options: list[str]
     """Names of the options that the template does not use. They are no error."""
     output: ChatOutput
+    next: NextTurn | None = None
+    """In a session: how the prompt is put together."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.ids) if self.next is None else prompt_length(self.next)
+
+    def checked(self, text: TextTools, keep: int | None = None) -> Ids:
+        """Return the last `keep` ids, checked against the model; no ids in a session."""
+        return b"" if self.next is not None else text.prompt(self.ids, keep)
 
 
 def read_chat_prompt(
@@ -78,13 +99,21 @@ def read_chat_prompt(
     conversation. With `parallel`, a forced call may be several. `schema`: the answer is JSON of this schema.
     `input_ids` replaces the messages; no template is rendered then. Raise BadRequestError for what the template or the
     tool format refuses.
+
+    In a session (`text.session`), the prompt is that of the session's next turn.
     """
+    refuse_in_session(text, input_ids=input_ids)
     choice = choice or ToolChoice("auto" if tools else "none")
     offered = [] if choice.mode == "none" else list(tools)
     if offered or (tools and text.template_reads("tools", options)):
         options = {**options, "tools": template_tools(tools)}
     format = text.output_format(options)
-    if input_ids is None:
+    next = None
+    if text.session is not None:
+        given = tools if "tools" in options else []
+        planned, unused = plan_prompt(text, text.session, messages, options, given, format)
+        rendered, next, input_ids = planned.ending, planned.next, []
+    elif input_ids is None:
         rendered, unused = text.render_text(template_messages(messages), options)
         input_ids = text.encode([rendered], add_special_tokens=False)[0]
     else:
@@ -108,4 +137,4 @@ def read_chat_prompt(
         types=parameter_types(offered) if format.needs_types else {},
         grammar=grammar,
     )
-    return ChatPrompt(input_ids, unused, output)
+    return ChatPrompt(input_ids, unused, output, next)

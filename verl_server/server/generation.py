@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from verl_server.errors import error_for_status
 from verl_server.server.request_state import ReqState
 from verl_server.server.slices import Slices
+
+
+class Turns(Protocol):
+    """Stores the samples of a generation in its session."""
+
+    async def commit(self, state: ReqState) -> None:
+        """Store a sample that is done. Return when its reply may be sent."""
+        ...
+
+    def close(self) -> None:
+        """The caller no longer waits. Called after the samples were aborted."""
+        ...
 
 
 class Generation:
@@ -39,6 +51,8 @@ class Generation:
         self._results: dict[int, Any] = {}
         self._collects = False
         self._wake = asyncio.Event()
+        self.turns: Turns | None = None
+        """In a session: stores each sample before its reply ends."""
         for state in states:
             state.on_news = self._on_news
 
@@ -71,6 +85,9 @@ class Generation:
         for state in self.states:
             if (error := failure(state)) is not None:
                 raise error
+        if self.turns is not None:
+            for state in self.states:
+                await self.turns.commit(state)
 
     async def result(self) -> Any:
         """Return the result object, or a list of result objects for a batch or `n` above 1. Not for streams.
@@ -108,6 +125,8 @@ class Generation:
                     pending.discard(i)
                     if (error := failure(state)) is not None:
                         raise error
+                    if self.turns is not None:
+                        await self.turns.commit(state)
                 yield i, state
 
     async def frames(self, incremental: bool) -> AsyncIterator[dict[str, Any]]:
@@ -132,6 +151,8 @@ class Generation:
         self._end_timer()
         for state in self.states:
             self._abandon(state)
+        if self.turns is not None:
+            self.turns.close()
 
 
 def failure(state: ReqState) -> Exception | None:

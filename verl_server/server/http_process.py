@@ -16,6 +16,7 @@ from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import BACKLOG
 from verl_server.server.acceptor import Acceptor
 from verl_server.server.app import create_app
+from verl_server.server.sessions.service import SessionService
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -37,9 +38,10 @@ class HttpServer:
         self._sock = sock
         self._done = threading.Event()
         self._task: asyncio.Task[None] | None = None
+        self._sessions = SessionService(manager, server_args)
         level = server_args.log_level_http or "warning"
         config = uvicorn.Config(
-            create_app(manager, server_args),
+            create_app(manager, server_args, self._sessions.ledger),
             log_config=None,
             log_level=level,
             access_log=level in ("debug", "info"),
@@ -72,12 +74,17 @@ class HttpServer:
         finally:
             self._done.set()
 
+    def open_sessions(self) -> None:
+        """Read the session store, and begin to serve sessions. Call it when the engine is ready."""
+        self._manager.run_sync(self._sessions.open())
+
     async def stop(self) -> None:
         """Stop accepting connections, wait a few seconds for responses in progress, and close all connections."""
         self._uvicorn.should_exit = True
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(self._task, _GRACEFUL + 3)
+        await self._sessions.close()
 
     def join(self) -> None:
         """Block until the server has ended.

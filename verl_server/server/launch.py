@@ -188,6 +188,7 @@ def run_server(server_args: ServerArgs, on_ready: Callable[[ServerArgs], None]) 
         server.start()  # answer 503 from now on, so that clients can tell a starting server from a missing one
         try:
             processes.wait_ready(stop.check)
+            server.open_sessions()
             _warm_up(server_args, stop.check)
             processes.manager.ready = True
             logger.info("Serving %s at %s", server_args.model_path, server_args.url)
@@ -248,6 +249,7 @@ def launch_server_from_verl_engine(
         server = HttpServer(tokenizer_manager, server_args, sock)
         try:
             server.start()
+            server.open_sessions()
             if not tokenizer_manager.ready:
                 _warm_up_live(tokenizer_manager, server_args)
                 tokenizer_manager.ready = True

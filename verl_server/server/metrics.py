@@ -7,7 +7,7 @@ scheduler when `/metrics` is requested.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -44,6 +44,16 @@ def gauges_text(load: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+class CountedSessions(Protocol):
+    """What `Metrics` reads of the sessions. `SessionLedger` implements it."""
+
+    @property
+    def num_sessions(self) -> int: ...
+
+    @property
+    def memory(self) -> int: ...
+
+
 class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -64,10 +74,22 @@ class Metrics:
         self._ignored = counter("verl_server:ignored_request_fields", "Unknown body fields ignored", ("route",))
         disconnects = counter("verl_server:client_disconnects", "Calls whose client disconnected before the answer")
         self._disconnects = disconnects.labels(**self._labels)
+        created = counter("verl_server:sessions_created", "Sessions created")
+        self._sessions_created = created.labels(**self._labels)
+        self._sessions_ended = counter("verl_server:sessions_ended", "Sessions that ended, by how", ("reason",))
+        turns = counter("verl_server:session_turns", "Turns of sessions that finished")
+        self._turns = turns.labels(**self._labels)
+        branches = "Branches of sessions that began, by the reason"
+        self._branches = counter("verl_server:session_branches", branches, ("reason",))
         self._first = histogram("sglang:time_to_first_token_seconds", "Time to the first token", _LATENCY)
         self._total = histogram("sglang:e2e_request_latency_seconds", "Time to the complete answer", _LATENCY)
         later = "Mean time of each output token after the first"
         self._each = histogram("sglang:time_per_output_token_seconds", later, _PER_TOKEN)
+        self._sessions: CountedSessions | None = None
+        count = Gauge("verl_server:sessions", "Sessions in memory, children included", names, registry=self.registry)
+        self._open_sessions = count.labels(**self._labels)
+        memory = Gauge("verl_server:session_bytes", "Memory of sessions, about", names, registry=self.registry)
+        self._session_bytes = memory.labels(**self._labels)
         paused = Gauge(
             "verl_server:paused_seconds",
             "Seconds since generation was paused; 0 if it is not paused",
@@ -110,12 +132,34 @@ class Metrics:
         """Count a call whose client disconnected before the answer. (A stream that began counts as aborted instead.)"""
         self._disconnects.inc()
 
+    def session_created(self) -> None:
+        self._sessions_created.inc()
+
+    def session_ended(self, reason: str) -> None:
+        self._sessions_ended.labels(**self._labels, reason=reason).inc()
+
+    def turn_finished(self, began: str | None) -> None:
+        """Count a turn, and the branch that it began. None: it continued a branch."""
+        self._turns.inc()
+        if began is not None:
+            self._branches.labels(**self._labels, reason=began).inc()
+
+    def watch_sessions(self, ledger: CountedSessions) -> None:
+        """Report the gauges of a ledger from now on."""
+        self._sessions = ledger
+
+    def _set_session_gauges(self) -> None:
+        if self._sessions is not None:
+            self._open_sessions.set(self._sessions.num_sessions)
+            self._session_bytes.set(self._sessions.memory)
+
     def render(self, internal_state: Mapping[str, Any], paused_seconds: float) -> bytes:
         """Return all metrics in Prometheus's text format.
 
         `internal_state` is the scheduler's payload, or {} if the scheduler did not answer in time.
         """
         self._paused.set(paused_seconds)
+        self._set_session_gauges()
         for name, gauge in self._gauges.items():
             value = internal_state.get(name, internal_state.get(_STATE_NAMES.get(name, name)))
             if isinstance(value, int | float):

@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, Response
 
 from verl_server import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
-from verl_server.server.auth import is_open
 from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
 from verl_server.server.field_docs import field_docs
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.responses import encoded_response
+from verl_server.server.sessions.access import is_open
 
 Schema = dict[str, Any]
 
@@ -50,11 +50,13 @@ _SCHEMES: dict[str, Schema] = {
 _STATUSES = {
     400: "The request is wrong. Nothing was changed.",
     401: "The key is missing or wrong.",
-    403: "A web page of another origin may have sent the request.",
+    403: "A web page of another origin may have sent the request, a session key does not permit it, or a session has "
+    "used its limits.",
     404: "The named object does not exist, or the route is switched off.",
-    409: "Another transaction is open, or the caller's transaction is closed.",
+    409: "Another transaction is open, or the caller's transaction is closed; or a session has the id already.",
     412: "The request expects another run of the server (header X-Verl-Expected-Instance). Nothing was done.",
     413: "The body is larger than `max_request_bytes`.",
+    410: "The session has finished or expired.",
     415: "The content type is one that web forms send.",
     429: "The queue is full.",
     500: "An internal error. The server's log has the traceback.",
@@ -188,7 +190,7 @@ def _operation(operation: Operation, path: str, method: str, schemas: _Schemas) 
         described["requestBody"] = {"required": needs_body, "content": content}
     if not is_open(path):
         keys = ("adminKey", "apiKey") if operation.control else ("apiKey", "adminKey")
-        described["security"] = [{}, *({key: []} for key in keys)]
+        described["security"] = [*([] if operation.owner else [{}]), *({key: []} for key in keys)]
     if operation.control:
         described["x-control"] = True
     return described
@@ -244,6 +246,8 @@ def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
         statuses |= {429}
     if operation.control or path == "/abort_request":
         statuses |= {403, 404, 409, 415, 504}
+    if operation.owner:
+        statuses |= {403, 409, 503}
     if "{" in path or path == "/metrics" or operation.body is not None:
         statuses |= {404}
     return sorted(statuses)

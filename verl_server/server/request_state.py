@@ -73,6 +73,12 @@ class ReqState:
         self.prompt_logprobs: PromptLogprobs | None = None
         self.on_news: Callable[[ReqState], None] = _ignore
         """Called at the end and, with `stream`, every `stream_interval` tokens. Must not raise."""
+        self.shows_logprobs = req.return_logprob
+        """False if the log-probabilities are for the session only."""
+        self.session: dict[str, Any] | None = None
+        """In a session: `meta_info.session`."""
+        self.call_seed = ""
+        """In a session: determines the ids of tool calls."""
         self._triples: list[Triple] = []  # triples of the first `output_ids`; `output_triples` adds the missing ones
         self._framed = 0  # number of output tokens in the last frame
         self._sent_tokens = self._sent_text = 0  # output tokens and characters of text that `increment` returned
@@ -226,7 +232,9 @@ class ReqState:
         }
         if self.done:
             meta["weight_versions"] = self.weight_versions
-        if self.req.return_logprob:
+        if self.session is not None:
+            meta["session"] = self.session
+        if self.shows_logprobs:
             meta |= self._logprob_columns(start) if self.columnar else self._logprob_lists(start)
             meta["logprobs_mode"] = self.req.sampling.logprobs_mode
         if self.req.sampling_mask_num:

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from verl_server.columns import MSGPACK
-from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
 from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
@@ -100,6 +100,10 @@ def _base64(value: Any) -> str:
 
 def error_headers(error: Exception) -> dict[str, str]:
     headers = {ERROR_HEADER: type(error).__name__} if isinstance(error, VerlServerError) else {}
+    if isinstance(error, SessionError):
+        headers["x-should-retry"] = "false"  # the SDKs of OpenAI and Anthropic retry 409 otherwise
+    if isinstance(error, SessionUnavailableError):
+        headers["Retry-After"] = "1"
     if isinstance(error, BodyTooLargeError):
         headers["Connection"] = "close"  # the client may still be sending the rest of the body
     return headers

@@ -1,8 +1,9 @@
 """Headers with which routers and clients choose a server, checked for every route.
 
-`X-Session-ID` and `X-SMG-Routing-Key` choose among servers; at the server they have no effect, because the prefix cache
-finds a session's prefix by itself. `X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another
-rank is refused (400). `X-Request-Id` names a request of `/inference/v1/generate`.
+`X-Session-ID` and `X-SMG-Routing-Key` choose among servers. At the server, `X-Session-ID` names a session beside an
+owner's key if its owner created one (`sessions/access`). Otherwise both have no effect: the prefix cache finds a prefix
+by itself. `X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400).
+`X-Request-Id` names a request of `/inference/v1/generate`.
 """
 
 from __future__ import annotations

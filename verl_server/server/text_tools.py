@@ -6,6 +6,7 @@ A text worker makes its `TextTools` from the `TextSetup` that the TokenizerManag
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 
 from verl_server.chat.output import OutputFormat
+from verl_server.chat.session_view import SessionView
 from verl_server.chat.templates import ChatTemplates, Message
 from verl_server.errors import BadRequestError
 from verl_server.server.limits import Limits
@@ -125,6 +127,14 @@ class TextTools:
         """Text -> id of the tokenizer's special tokens, beside `grammars`."""
         self.grammar_refusal = "This process checks no grammars."
         """The reason if `grammars` is None."""
+        self.session: SessionView | None = None
+        """The session of the request that is read."""
+
+    def with_session(self, session: SessionView) -> TextTools:
+        """Return the same tools for a request in a session."""
+        tools = copy.copy(self)
+        tools.session = session
+        return tools
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return (token ids of a conversation, names of the options that its template does not use)."""
@@ -150,6 +160,12 @@ class TextTools:
         if self._templates is None:
             raise NeedsWorkerError
         return name in self._templates.choose(options).variables
+
+    def template_source(self, options: Mapping[str, Any]) -> str:
+        """Return the source of the template that these options choose."""
+        if self._templates is None:
+            raise NeedsWorkerError
+        return self._templates.choose(options).source
 
     def tag_ids(self, tags: Sequence[str]) -> dict[str, int]:
         """Return tag -> id of the tags that are single added tokens of the tokenizer."""

@@ -28,18 +28,15 @@ from verl_server.server.dialects.vllm.reading import INFERENCE
 from verl_server.server.generate_request import GENERATE
 from verl_server.server.grammar_checks import CHECK_GRAMMAR
 from verl_server.server.json_body import MalformedBodyError
+from verl_server.server.sessions.reading import in_session
 from verl_server.server.text_tools import ENCODE, Answer, Job, TextSetup, TextTools
 from verl_server.server.tokenizer import FastTokens, ModelText
 from verl_server.server_args import ServerArgs
 
+_ALONE: tuple[Job[Any], ...] = (GENERATE, ENCODE, CHECK_GRAMMAR, TOKENIZE, DETOKENIZE, INFERENCE)
+_ALSO_IN_SESSIONS: tuple[Job[Any], ...] = (COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)
 _JOBS: dict[str, Job[Any]] = {
-    job.name: job
-    for job in (
-        *(GENERATE, ENCODE, CHECK_GRAMMAR),
-        *(COMPLETION, CHAT, RESPONSES, TOKENIZE, DETOKENIZE),
-        *(MESSAGES, COUNT_TOKENS),
-        *(INFERENCE,),
-    )
+    job.name: job for job in (*_ALONE, *_ALSO_IN_SESSIONS, *(in_session(job) for job in _ALSO_IN_SESSIONS))
 }
 _MOST_MESSAGE_LENGTH = 4096
 """Largest length of an error message in characters. A message may quote the caller's text, which may be long."""

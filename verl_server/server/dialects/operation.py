@@ -36,6 +36,8 @@ class Operation:
     """Other paths of the same handler, for example names of older versions."""
     control: bool = False
     """True for a route that affects the whole server. If an admin key is set, the route requires it."""
+    owner: bool = False
+    """True for a session route, which needs a key of the server, also where ordinary routes are open."""
     body: type[msgspec.Struct] | None = None
     """Struct of the JSON body. Its fields are implemented, except for `id` of a control request, which is internal."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -55,8 +57,11 @@ class Operation:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the implemented fields of the body."""
-        return () if self.body is None else tuple(name for name in self.body.__struct_fields__ if name != "id")
+        """Names of the implemented fields of the body. A message between processes has an `id` that is internal."""
+        if self.body is None:
+            return ()
+        is_internal = self.body.__struct_config__.tag is not None
+        return tuple(name for name in self.body.__struct_fields__ if name != "id" or not is_internal)
 
     def routes(self) -> list[Route]:
         return [Route(path, self.handler, methods=list(self.methods)) for path in self.paths]

@@ -12,6 +12,8 @@ from openai.types.responses import response_create_params
 from tests.server.dialects.openai.conftest import MESSAGES, Caller
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
+from verl_server.server.sessions.service import SessionService
+from verl_server.server.sessions.turns import SessionTurns
 
 
 def words(text: str) -> list[str]:
@@ -59,7 +61,9 @@ SGLANG_RESPONSES = words("chat_template_kwargs request_id session_id priority ex
 
 @pytest.fixture
 def routes(call: Caller) -> dict[str, Operation]:
-    return {each.path: each for each in OpenAIApi(call.stack.manager, call.stack.args).operations()}
+    manager, args = call.stack.manager, call.stack.args
+    turns = SessionTurns(manager, SessionService(manager, args).ledger)
+    return {each.path: each for each in OpenAIApi(manager, args, turns).operations()}
 
 
 @pytest.mark.parametrize(

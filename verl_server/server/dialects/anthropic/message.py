@@ -25,7 +25,7 @@ class MessageWriter:
         self._read = read
         self._request = read.request
         self._model = model
-        self._parser: OutputParser = read.output.parser(whole_calls=not read.request.stream)
+        self._parser: OutputParser | None = None
         self._hides_thinking = read.request.thinking is not None and read.request.thinking.display == "omitted"
         self.id = f"msg_{uuid.uuid4().hex}"
         """Id of the message. It is also the name of the request for `/abort_request`."""
@@ -35,17 +35,23 @@ class MessageWriter:
         self._blocks = 0  # number of blocks that began
         self._has_calls = False
 
+    def _parse(self, state: ReqState) -> OutputParser:
+        """Return the parser of the sample."""
+        if self._parser is None:
+            self._parser = self._read.output.parser(not self._request.stream, state.call_seed)
+        return self._parser
+
     # -- the whole message ----------------------------------------------------------------------------------
 
     async def message(self, state: ReqState) -> dict[str, Any]:
         """Return the whole message of a sample that is done."""
         deltas: list[Delta] = []
         slices = Slices()
-        text = state.text()
+        text, parser = state.text(), self._parse(state)
         for start in range(0, len(text), _PIECE):
-            deltas += self._parser.push(text[start : start + _PIECE])
+            deltas += parser.push(text[start : start + _PIECE])
             await slices.end()
-        parsed = joined([*deltas, *self._parser.finish()])
+        parsed = joined([*deltas, *parser.finish()])
         self._has_calls = bool(parsed.tool_calls)
         content: list[dict[str, Any]] = []
         if parsed.reasoning:
@@ -71,13 +77,13 @@ class MessageWriter:
             frames += [event({"type": "message_start", "message": message}), event({"type": "ping"})]
         # Tokens that arrive during an await belong to the next call.
         text, done = state.text(), state.done
-        slices = Slices()
+        slices, parser = Slices(), self._parse(state)
         for start in range(self._chars, len(text), _PIECE):
-            frames += self._frames(self._parser.push(text[start : start + _PIECE]))
+            frames += self._frames(parser.push(text[start : start + _PIECE]))
             await slices.end()
         self._chars = len(text)
         if done:
-            frames += [*self._frames(self._parser.finish()), *self._close_block()]
+            frames += [*self._frames(parser.finish()), *self._close_block()]
             delta = {"type": "message_delta", "delta": self._stop(state), "usage": _usage(state)}
             frames += [event(delta | self._extra(state)), event({"type": "message_stop"})]
         return b"".join(frames)
@@ -145,6 +151,8 @@ class MessageWriter:
     def _extra(self, state: ReqState) -> dict[str, Any]:
         """Return the fields that are not in Anthropic's API."""
         extra: dict[str, Any] = {}
+        if state.session is not None:
+            extra["meta_info"] = {"session": state.session}
         if self._request.return_token_ids:
             extra |= {"prompt_token_ids": state.req.input_ids, "token_ids": state.output_ids}
         if self._request.return_logprob:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from verl_server.chat.session_view import NextTurn
 from verl_server.chat.tools import read_tool_choice, read_tools
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
@@ -29,6 +30,8 @@ class ReadMessages(msgspec.Struct, kw_only=True):
     unknown_fields: int
     unused_options: list[str]
     """Names of the template variables that the template does not use. They are no error."""
+    next: NextTurn | None = None
+    """In a session: how the prompt is put together. `prompt` is empty then."""
 
 
 class CountedTokens(msgspec.Struct, kw_only=True):
@@ -47,7 +50,7 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
     tools.limits.check_sampling(SamplingParams.parse(params))
     prompt, parallel = _prompt(tools, request)
     # As in Anthropic's API, a message may ask for more tokens than the context has room for.
-    room = tools.bounds.context_length - len(prompt.ids)
+    room = tools.bounds.context_length - prompt.length
     params["max_new_tokens"] = min(request.max_tokens, max(room, 0))
     if prompt.output.grammar is not None:
         params["ebnf"] = prompt.output.grammar
@@ -58,12 +61,13 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
         params["stop"] = [*(request.stop_sequences or ()), end_of_call]
     read = ReadMessages(
         request=request,
-        prompt=tools.prompt(prompt.ids),
+        prompt=prompt.checked(tools),
         sampling_params=params,
         output=msgspec.structs.replace(prompt.output, grammar=None),
         end_of_call=end_of_call,
         unknown_fields=unknown,
         unused_options=prompt.unused_options,
+        next=prompt.next,
     )
     request.messages, request.system, request.tools, request.output_config = [], None, None, None
     return read
@@ -72,7 +76,7 @@ def read_message_request(tools: TextTools, body: bytes) -> ReadMessages:
 def count_tokens(tools: TextTools, body: bytes) -> CountedTokens:
     request, _ = parse_body(parse_json(body), CountTokensRequest)
     prompt, _ = _prompt(tools, request)
-    return CountedTokens(count=len(prompt.ids), unused_options=prompt.unused_options)
+    return CountedTokens(count=prompt.length, unused_options=prompt.unused_options)
 
 
 MESSAGES = Job("messages", read_message_request, ReadMessages)

@@ -25,14 +25,8 @@ from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
 from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
-from verl_server.server.responses import (
-    EventStream,
-    error_headers,
-    json_response,
-    read_body,
-    run_job,
-    unless_disconnected,
-)
+from verl_server.server.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
+from verl_server.server.sessions.turns import ReplyShape, SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -53,8 +47,8 @@ _ERROR_TYPES = {
 
 
 class AnthropicApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
-        self._manager = manager
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+        self._manager, self._turns = manager, turns
         self._args = server_args
 
     def operations(self) -> list[Operation]:
@@ -80,8 +74,11 @@ class AnthropicApi:
                 stream=read.request.stream,
                 return_logprob=read.request.return_logprob,
             )
-            generation = await self._manager.submit_read(
-                ReadRequest(request=wanted, prompts=[read.prompt], is_single=True)
+            generation = await self._turns.submit(
+                request,
+                ReadRequest(request=wanted, prompts=[read.prompt], is_single=True),
+                read.next,
+                ReplyShape("messages", read.output, clamps=True),
             )
         except VerlServerError as error:
             return anthropic_error(error)
@@ -89,11 +86,11 @@ class AnthropicApi:
         if read.request.stream:
             stream = EventStream(_events(generation, writer), generation.close)
             stream.headers.update(headers)
-            return stream
+            return self._turns.mark(stream, generation)
         try:
             await unless_disconnected(request, generation.wait())
             message = await unless_disconnected(request, writer.message(generation.states[0]))
-            return json_response(message, headers=headers)
+            return self._turns.mark(json_response(message, headers=headers), generation)
         except VerlServerError as error:
             return anthropic_error(error)
         finally:
@@ -112,7 +109,7 @@ class AnthropicApi:
         """Return the body of a request, parsed and tokenized."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
-        return await run_job(request, self._manager.text, job, body)
+        return await self._turns.read(request, job, body)
 
 
 async def _events(generation: Generation, writer: MessageWriter) -> AsyncIterator[bytes]:

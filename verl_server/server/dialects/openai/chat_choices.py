@@ -66,7 +66,7 @@ class ChatChoices(Choices):
     async def _message(self, state: ReqState) -> dict[str, Any]:
         if not self._output.is_parsed:
             return {"role": "assistant", "content": state.text(), "reasoning_content": None}
-        parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, whole_calls=True)
+        parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, True, state.call_seed)
         text, slices = state.text(), Slices()
         deltas: list[Delta] = []
         for start in range(0, len(text), _PIECE):
@@ -128,7 +128,7 @@ class ChatChoices(Choices):
             return b'"content":' + orjson.dumps(piece) if piece else b""
         parser = self._parsers.get(state.req.rid)
         if parser is None:
-            parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, whole_calls=False)
+            parser = self._parsers[state.req.rid] = _SampleParser(self._chat, self._output, False, state.call_seed)
         deltas = parser.push(piece)
         if state.done:
             deltas += parser.finish()
@@ -138,8 +138,8 @@ class ChatChoices(Choices):
 class _SampleParser:
     """Parses one sample, and applies the options of the request that remove or delay parts of it."""
 
-    def __init__(self, body: ChatCompletionRequest, output: ChatOutput, whole_calls: bool) -> None:
-        self._parser: OutputParser = output.parser(whole_calls)
+    def __init__(self, body: ChatCompletionRequest, output: ChatOutput, whole_calls: bool, call_seed: str) -> None:
+        self._parser: OutputParser = output.parser(whole_calls, call_seed)
         self._shows_reasoning = body.include_reasoning
         self._delays_reasoning = not body.stream_reasoning
         self._one_call = not body.parallel_tool_calls

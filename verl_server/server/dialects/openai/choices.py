@@ -81,6 +81,8 @@ class Choices(abc.ABC):
             if self._body.return_meta_info:
                 await state.write_candidates()
                 choice["meta_info"] = state.meta_info()
+            elif state.session is not None:
+                choice["meta_info"] = {"session": state.session}
             choices.append(write_json(choice))
             await slices.end()
         response: dict[str, Any] = {"id": self._name(states[0]), "object": self.object_name, "created": self.created}
@@ -128,6 +130,8 @@ class Choices(abc.ABC):
             return frame
         reason = orjson.dumps(finish_fields(state, self.finish_type(index, state)))[1:-1]
         metadata = b',"metadata":' + orjson.dumps(weight_versions([state]))
+        if state.session is not None:
+            reason += b',"meta_info":' + orjson.dumps({"session": state.session})
         return b"%b%b%b,%b}]%b%b}\n\n" % (frame, progress.head, self.last(state), reason, metadata, tail)
 
     def usage_frame(self, states: Sequence[ReqState]) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
@@ -27,6 +28,7 @@ from verl_server.server.dialects.openai.protocol import (
     parse_openai,
 )
 from verl_server.server.json_body import parse_json
+from verl_server.server.session_prompt import plan_completion, prompt_text, refuse_in_session
 from verl_server.server.text_tools import Ids, Job, TextTools
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -40,6 +42,10 @@ class ReadCompletion(msgspec.Struct, kw_only=True):
     prompts: list[Ids]
     is_single: bool
     unknown_fields: int
+    next: NextTurn | None = None
+    """In a session, if the prompt's text follows a stored completion. Otherwise plan it by its ids."""
+    prompt_text: tuple[int, bytes] | None = None
+    """In a session: `NextTurn.text`."""
 
 
 class ReadChat(msgspec.Struct, kw_only=True):
@@ -54,6 +60,8 @@ class ReadChat(msgspec.Struct, kw_only=True):
     unknown_fields: int
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
+    next: NextTurn | None = None
+    """In a session: how the prompt is put together. `prompts[0]` is empty then."""
 
 
 def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
@@ -68,7 +76,14 @@ def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
     if request.logprob_token_ids is not None and request.logprobs is None:
         raise BadRequestError("logprob_token_ids needs logprobs.")
     tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
+    refuse_in_session(
+        tools,
+        echo=request.echo,
+        prompt_logprobs=request.prompt_logprobs is not None,
+        truncate_prompt_tokens=request.truncate_prompt_tokens is not None,
+    )
     prompts, is_single = _split_prompt(request.prompt)
+    refuse_in_session(tools, **{"several prompts": len(prompts) > 1})
     tools.limits.check_samples(len(prompts), 1)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids: Any = tools.encode(texts, request.add_special_tokens) if texts else prompts
@@ -76,7 +91,11 @@ def read_completion(tools: TextTools, body: bytes) -> ReadCompletion:
     read = [tools.prompt(each, keep) for each in ids]
     request.prompt = ""
     request.encode_constraint()
-    return ReadCompletion(request=request, prompts=read, is_single=is_single, unknown_fields=unknown)
+    completion = ReadCompletion(request=request, prompts=read, is_single=is_single, unknown_fields=unknown)
+    if tools.session is not None and texts:
+        completion.next = plan_completion(tools, tools.session, texts[0])
+        completion.prompt_text = prompt_text(texts[0])
+    return completion
 
 
 def read_chat(tools: TextTools, body: bytes) -> ReadChat:
@@ -95,6 +114,11 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
     if request.return_sampling_mask and not request.return_meta_info:
         raise BadRequestError("return_sampling_mask needs return_meta_info=true.")
     tools.limits.check_sampling(SamplingParams.parse(request.sampling_params(request.max_tokens)))
+    refuse_in_session(
+        tools,
+        prompt_logprobs=request.prompt_logprobs is not None,
+        truncate_prompt_tokens=request.truncate_prompt_tokens is not None,
+    )
     prompt = read_openai_prompt(
         tools,
         request.messages,
@@ -116,10 +140,11 @@ def read_chat(tools: TextTools, body: bytes) -> ReadChat:
     request.chat_template_kwargs = request.chat_template = request.documents = request.tool_choice = None
     return ReadChat(
         request=request,
-        prompts=[tools.prompt(prompt.ids, keep)],
+        prompts=[prompt.checked(tools, keep)],
         output=output,
         unknown_fields=unknown,
         unused_options=prompt.unused_options,
+        next=prompt.next,
     )
 
 

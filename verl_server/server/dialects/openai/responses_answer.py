@@ -34,12 +34,13 @@ class ResponseAnswer:
         texts: TokenTexts,
         model: str,
         read: ReadResponse,
+        call_seed: str = "",
     ) -> None:
         request, chat, output = read.request, read.chat, read.output
         self._model = model
         self._request = request
         self._echoed = {name: orjson.Fragment(value) for name, value in read.echoed.items()}
-        self._parser: OutputParser = output.parser(whole_calls=not request.stream)
+        self._parser: OutputParser = output.parser(not request.stream, call_seed)
         self._one_call = not request.parallel_tool_calls
         top = (request.top_logprobs or 0) if request.wants_logprobs else None
         self._logprobs = LogprobWriter(texts, chat, top)
@@ -152,31 +153,36 @@ class ResponseAnswer:
                 reason = state.finish_reason.type if state.finish_reason is not None else "abort"
                 details = {"reason": "max_output_tokens" if reason == "length" else reason}
         sampling = ended.req.sampling
-        return self._echoed | {
-            "id": request.request_id or f"resp_{ended.rid}",
-            "object": "response",
-            "created_at": self._created,
-            "completed_at": None if state is None else time.time(),
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": details,
-            "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": metadata,
-            "model": self._model,
-            "output": self._items.items if state is not None else [],
-            "parallel_tool_calls": request.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-            "service_tier": "default",
-            "store": False,
-            "temperature": sampling.temperature,
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "usage": None if state is None else _usage(state),
-        }
+        session = {} if ended.session is None else {"meta_info": {"session": ended.session}}
+        return (
+            self._echoed
+            | session
+            | {
+                "id": request.request_id or f"resp_{ended.call_seed.replace('/', '_') or ended.rid}",
+                "object": "response",
+                "created_at": self._created,
+                "completed_at": None if state is None else time.time(),
+                "status": status,
+                "background": False,
+                "error": None,
+                "incomplete_details": details,
+                "max_output_tokens": request.max_output_tokens,
+                "max_tool_calls": None,
+                "metadata": metadata,
+                "model": self._model,
+                "output": self._items.items if state is not None else [],
+                "parallel_tool_calls": request.parallel_tool_calls,
+                "previous_response_id": None,
+                "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+                "service_tier": "default",
+                "store": False,
+                "temperature": sampling.temperature,
+                "top_logprobs": request.top_logprobs or 0,
+                "top_p": sampling.top_p,
+                "truncation": "disabled",
+                "usage": None if state is None else _usage(state),
+            }
+        )
 
 
 def _usage(state: ReqState) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The body of `/v1/responses`, and its conversion into a chat: messages, tools and sampling settings.
 
-Responses are not stored, so `store` is false by default, and a request sends the whole conversation.
+Responses are stored in sessions only. Outside a session, a request sends the whole conversation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
@@ -21,14 +22,15 @@ from verl_server.server.dialects.openai.protocol import ChatCompletionRequest, a
 from verl_server.server.json_body import parse_json
 from verl_server.server.text_tools import Ids, Job, TextTools
 
-_NO_STORE = "responses are not stored; send the whole conversation in `input`"
+_NO_STORE = (
+    "responses are stored in sessions only: create one with POST /sessions, or send the whole conversation in `input`"
+)
 _MOST_METADATA, _LONGEST_METADATA = 16, 512
 """Pairs of `metadata`, and characters of a key or a value. Source: OpenAI."""
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 RESPONSES_REFUSED = {
-    "previous_response_id": _NO_STORE,
     "conversation": _NO_STORE,
     "background_options": "the answer is sent when the response ends; use stream",
     "access_programs": "the server has no such programs",
@@ -106,7 +108,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None
     """Number of most likely candidates for each position of the log-probabilities."""
     store: bool | None = None
-    """Only false is served. Null means false, although it means true at OpenAI."""
+    """True is served in sessions, which store every response. Null means false elsewhere, although it means true at
+    OpenAI."""
+    previous_response_id: str | None = None
+    """In a session: the response that `input` follows. Its instructions and tools stay."""
     truncation: Literal["disabled"] | None = None
     """Only "disabled" is served: a conversation that is too long is refused."""
     metadata: dict[str, str] | None = None
@@ -170,11 +175,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             chat.response_format = self.text.format
         return chat
 
-    def check(self) -> None:
+    def check(self, in_session: bool) -> None:
         """Check what the types do not. Raise BadRequestError."""
-        if self.store:
+        if self.previous_response_id is not None and not in_session:
+            raise BadRequestError(f"previous_response_id is not supported here: {_NO_STORE}.")
+        if self.store and not in_session:
             raise BadRequestError(
-                f"store=true is not supported: {_NO_STORE}, and leave `store` out or set it to false."
+                f"store=true is not supported here: {_NO_STORE}, and leave `store` out or set it to false."
             )
         at_least(1, "max_output_tokens", self.max_output_tokens)
         at_least(0, "top_logprobs", self.top_logprobs)
@@ -203,12 +210,28 @@ class ReadResponse(msgspec.Struct, kw_only=True):
     unknown_fields: int
     unused_options: list[str]
     """Names in `chat_template_kwargs` that the template does not use. They are no error."""
+    next: NextTurn | None = None
+    """In a session: how the prompt is put together. `prompts[0]` is empty then."""
+
+
+class _Previous(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+def previous_response(body: bytes) -> str | None:
+    """Return `previous_response_id` of a body. An error of the body is left to `read_responses`."""
+    if b"previous_response_id" not in body:
+        return None
+    try:
+        return msgspec.json.decode(body, type=_Previous).previous_response_id
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
 
 
 def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
     request, unknown = parse_openai(parse_json(body), ResponsesRequest, RESPONSES_REFUSED, RESPONSES_WITHOUT_EFFECT)
     tools.decoder(True)
-    request.check()
+    request.check(tools.session is not None)
     chat = request.chat()
     tools.limits.check_sampling(SamplingParams.parse(chat.sampling_params(chat.max_tokens)))
     effort = request.reasoning.effort if request.reasoning is not None else None
@@ -237,10 +260,11 @@ def read_responses(tools: TextTools, body: bytes) -> ReadResponse:
         request=request,
         chat=chat,
         echoed={name: orjson.dumps(value) for name, value in echoed.items()},
-        prompts=[tools.prompt(prompt.ids)],
+        prompts=[prompt.checked(tools)],
         output=prompt.output,
         unknown_fields=unknown,
         unused_options=prompt.unused_options,
+        next=prompt.next,
     )
 
 

@@ -7,7 +7,7 @@ or into the frames of a stream.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +33,7 @@ from verl_server.server.dialects.openai.responses_request import (
     RESPONSES_WITHOUT_EFFECT,
     ReadResponse,
     ResponsesRequest,
+    previous_response,
 )
 from verl_server.server.dialects.openai.tokenizing import (
     DETOKENIZE,
@@ -54,11 +55,11 @@ from verl_server.server.responses import (
     encoded_response,
     json_response,
     read_body,
-    run_job,
     sse,
     unless_disconnected,
     write_json,
 )
+from verl_server.server.sessions.turns import ReplyShape, SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -71,8 +72,8 @@ _STREAMED = (JSON, EVENTS)
 
 
 class OpenAIApi:
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
-        self._manager = manager
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+        self._manager, self._turns = manager, turns
         self._args = server_args
         self._created = int(time.time())
         self._texts: TokenTexts | None = None
@@ -177,7 +178,9 @@ class OpenAIApi:
             wanted = body.generate_request(body.max_tokens, body.logprobs)
             if body.echo and body.logprobs is not None:
                 wanted.logprob_start_len = 0
-            generation = await self._submit(request, wanted, read, body)
+            generation = await self._submit(
+                request, wanted, read, body, ReplyShape("completions", prompt_text=read.prompt_text)
+            )
         except VerlServerError as error:
             return openai_error(error, CompletionRequest.__struct_fields__)
         return await self._answer(
@@ -195,7 +198,8 @@ class OpenAIApi:
             wanted = body.generate_request(body.max_tokens, top_logprobs, read.output.grammar or "")
             wanted.return_sampling_mask = body.return_sampling_mask
             wanted.sampling_logprobs_mode = body.sampling_logprobs_mode
-            generation = await self._submit(request, wanted, read, body)
+            shape = ReplyShape("chat", read.output, one_call=not body.parallel_tool_calls)
+            generation = await self._submit(request, wanted, read, body, shape)
         except VerlServerError as error:
             return openai_error(error, ChatCompletionRequest.__struct_fields__)
         choices = ChatChoices(self.token_texts(), self._model_name, body, read.output)
@@ -204,30 +208,38 @@ class OpenAIApi:
     async def responses(self, request: Request) -> Response:
         """Return OpenAI's response object. With `stream`, send server-sent events with OpenAI's typed events."""
         try:
-            read = await self.read(request, RESPONSES)
+            read = await self.read(request, RESPONSES, previous_response)
             self._manager.text.warn_of_unused(read.unused_options)
             body, chat = read.request, read.chat
             self.check_model(body.model)
             top_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
             wanted = chat.generate_request(chat.max_tokens, top_logprobs, read.output.grammar or "")
-            generation = await self._submit(request, wanted, read, chat)
+            shape = ReplyShape("responses", read.output, one_call=not body.parallel_tool_calls)
+            generation = await self._submit(request, wanted, read, chat, shape)
         except VerlServerError as error:
             return openai_error(error, ResponsesRequest.__struct_fields__)
-        answer = ResponseAnswer(self.token_texts(), self._model_name, read)
+        answer = ResponseAnswer(self.token_texts(), self._model_name, read, generation.states[0].call_seed)
         if body.stream:
-            return EventStream(answer.frames(generation), generation.close)
+            return self._turns.mark(EventStream(answer.frames(generation), generation.close), generation)
         return await self._whole(request, generation, answer.response(generation.states[0]))
 
-    async def read(self, request: Request, job: Job[R]) -> R:
-        """Return the body of a request, parsed and tokenized."""
+    async def read(
+        self, request: Request, job: Job[R], previous: Callable[[bytes], str | None] = lambda body: None
+    ) -> R:
+        """Return the body of a request, parsed and tokenized. `previous` finds the response that it follows."""
         body = await read_body(request, self._args.max_request_bytes)
         self._manager.check_serving()
-        return await run_job(request, self._manager.text, job, body)
+        return await self._turns.read(request, job, body, previous)
 
-    async def _submit(self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest) -> Generation:
+    async def _submit(
+        self, request: Request, wanted: GenerateReqInput, read: _Read, body: OpenAIRequest, shape: ReplyShape
+    ) -> Generation:
         self._manager.metrics.fields_ignored(request.url.path, read.unknown_fields)
-        return await self._manager.submit_read(
+        return await self._turns.submit(
+            request,
             ReadRequest(request=wanted, prompts=read.prompts, is_single=read.is_single),
+            read.next,
+            shape,
             write_json if body.return_meta_info else None,
         )
 
@@ -244,11 +256,12 @@ class OpenAIApi:
         self, request: Request, body: OpenAIRequest, generation: Generation, choices: Choices
     ) -> Response:
         if body.stream:
-            return EventStream(_frames(generation, choices, body), generation.close)
+            return self._turns.mark(EventStream(_frames(generation, choices, body), generation.close), generation)
         return await self._whole(request, generation, choices.response(generation.states))
 
-    @staticmethod
-    async def _whole(request: Request, generation: Generation, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    async def _whole(
+        self, request: Request, generation: Generation, answer: Coroutine[Any, Any, dict[str, Any]]
+    ) -> Response:
         """Return the response that `answer` builds when the generation has ended."""
 
         async def build() -> dict[str, Any]:
@@ -256,7 +269,8 @@ class OpenAIApi:
             return await answer
 
         try:
-            return json_response(await unless_disconnected(request, build()))
+            response = json_response(await unless_disconnected(request, build()))
+            return self._turns.mark(response, generation)
         except VerlServerError as error:
             return openai_error(error)
         finally:

@@ -35,6 +35,7 @@ from verl_server.server.responses import (
     status_error,
     unless_disconnected,
 )
+from verl_server.server.sessions.turns import ReplyShape, SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 class NativeApi:
     """Handlers of SGLang's routes that do not change the server."""
 
-    def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
-        self._manager = manager
+    def __init__(self, manager: TokenizerManager, server_args: ServerArgs, turns: SessionTurns) -> None:
+        self._manager, self._turns = manager, turns
         self._args = server_args
 
     def operations(self) -> list[Operation]:
@@ -80,17 +81,19 @@ class NativeApi:
             return bad_request(error)
         try:
             self._manager.check_serving()
-            read = await run_job(request, self._manager.text, GENERATE, body)
+            read = await run_job(request, self._manager.text, GENERATE, body)  # token ids need no view of a session
             self._manager.metrics.fields_ignored("/generate", read.unknown_fields)
-            generation = await self._manager.submit_read(read, result_writer(request, read.request.stream))
+            write = result_writer(request, read.request.stream)
+            generation = await self._turns.submit(request, read, None, ReplyShape("generate"), write)
         except MalformedBodyError as error:
             return bad_request(error)
         except VerlServerError as error:
             return _generate_error(error)
         if read.request.stream:
-            return EventStream(self._frames(generation), generation.close)
+            return self._turns.mark(EventStream(self._frames(generation), generation.close), generation)
         try:
-            return result_response(request, await unless_disconnected(request, generation.result()))
+            response = result_response(request, await unless_disconnected(request, generation.result()))
+            return self._turns.mark(response, generation)
         except VerlServerError as error:
             return _generate_error(error)
         finally:

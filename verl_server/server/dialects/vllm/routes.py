@@ -27,6 +27,7 @@ from verl_server.server.responses import (
     sse,
     unless_disconnected,
 )
+from verl_server.server.sessions.turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -77,6 +78,7 @@ class VllmApi:
         """Return {"request_id", "choices", "usage", ...}. Each choice has `token_ids`, `logprobs`, `finish_reason`,
         `stop_reason` and `weight_versions`. With `stream`, each server-sent event has the tokens since the last event,
         and the last event is `[DONE]`."""
+        refuse_session(request, "/inference/v1/generate", "/generate or /v1/completions with token ids")
         body = await read_body(request, self._args.max_request_bytes)
         manager = self._manager
         manager.check_serving()

@@ -1,0 +1,136 @@
+"""`verl-server rollout --agent` and `verl-server trajectories`, as a user runs them, against a fake server."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from tests.rollout.agents.common import says_number
+from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, _Uvicorn
+from verl_server.cli import main
+from verl_server.rollout.agents.cli import read_tasks
+from verl_server.rollout.agents.types import AgentTask
+
+ROOT = Path(__file__).parents[3]
+_AGENT = """
+import httpx
+async def play(session, task):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": f"say {task.input['number']}"}]}
+        answer = await client.post(session.base_url + "/chat/completions", json=body)
+        return answer.json()["choices"][0]["message"]["content"]
+def right(episode):
+    return float(episode.result == str(episode.task.input["number"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeServer]:
+    """A fake server in a thread, because the command has an event loop of its own."""
+    fake = FakeServer(says_number)
+    server = _Uvicorn(uvicorn.Config(fake.app(), port=0, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    for _ in range(1000):
+        if server.started:
+            break
+        thread.join(0.01)
+    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield fake
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_agent.py").write_text(_AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"number": 4}\n{"input": {"number": 5}, "seed": 9}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_SERVER_API_KEY", OWNER_KEY)
+    return tmp_path
+
+
+def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["rollout", "--agent", f"{folder}/my_agent.py:play", "--tasks", "tasks.jsonl", "--group-size", "2"]
+    command += ["--reward", f"{folder}/my_agent.py:right", "--server", fake.url, "--out", "runs/x"]
+    assert main(command) == 0
+    assert "VERL_SERVER_API_KEY" not in os.environ
+    assert re.search(r"4 episodes in 4 attempts, 4 tokens, mean reward\s1\.000", capsys.readouterr().out)
+    assert OWNER_KEY not in "".join(p.read_text() for p in (folder / "runs").rglob("*") if p.is_file())
+    report = (folder / "runs/x/report.html").read_text()
+    assert "mean reward" in report and "play" in report
+
+    assert main(command) == 1  # the folder has a run
+    assert "VERL_SERVER_API_KEY" in capsys.readouterr().err  # the first run took the key out of the environment
+    os.environ["VERL_SERVER_API_KEY"] = OWNER_KEY
+    assert main([*command, "--resume"]) == 0
+    assert "4 episodes in 4 attempts" in capsys.readouterr().out
+
+    assert main(["trajectories", "ls", "runs"]) == 0
+    assert main(["trajectories", "ls", "runs/x"]) == 0
+    assert "1-1" in capsys.readouterr().out
+    for color in ("logprob", "mask", "version"):
+        assert main(["trajectories", "show", "runs/x", "--episode", "1-1", "--color", color]) == 0
+    said = capsys.readouterr().out
+    assert "reward 1" in said and str(ord("5")) in said and "version 7" in said
+    assert main(["trajectories", "stats", "runs/x"]) == 0
+    assert re.search(r"mean reward\s*│ 1 ", capsys.readouterr().out)
+    assert main(["trajectories", "show", "runs/x", "--episode", "9-9"]) == 1
+    assert "no trajectory of the episode 9-9" in capsys.readouterr().err
+
+
+def test_a_program_from_the_command_line(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import os, sys; sys.exit('OPENAI_API_KEY' not in os.environ)"
+    where = ["--tasks", "tasks.jsonl", "--server", fake.url, "--out", "runs/y"]
+    assert main(["rollout", "--agent", f'python -c "{code}"', *where]) == 0
+    assert "mean reward 1.000" in capsys.readouterr().out
+
+
+def test_reasoning_gym_by_name(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
+    (folder / "gym_agent.py").write_text("""
+async def play(session, task):
+    assert "?" in session.environment.observation or session.environment.observation
+    await session.environment.step("no answer")
+""")
+    where = ["--tasks", "reasoning-gym:chain_sum", "--groups", "3", "--server", fake.url, "--out", "runs/z"]
+    assert main(["rollout", "--agent", f"{folder}/gym_agent.py:play", *where]) == 0
+    assert "3 episodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--agent", "no_such_module:play"], "no module 'no_such_module'"),
+        (["--agent", "json:no_such"], "has no function 'no_such'"),
+        (["--agent", "no-such-program x"], "no program 'no-such-program'"),
+        (["--tasks", "missing.jsonl"], "There is no file missing.jsonl"),
+        (["--tasks", "reasoning-gym:no_such"], "reasoning-gym has no task 'no_such'"),
+        (["--groups", "5"], "fewer than --groups 5"),
+        (["--environment", "nothing"], "is no environment"),
+        (["--reward", "environment"], 'reward="environment" needs an environment'),
+    ],
+)
+def test_what_is_wrong_is_said(
+    fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str], change: list[str], says: str
+) -> None:
+    if "reasoning" in str(change):
+        pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (extra `games`)")
+    given: dict[str, str] = {"--agent": f"{folder}/my_agent.py:play", "--tasks": "tasks.jsonl", "--out": "runs/e"}
+    given |= {"--server": fake.url, "--reward": f"{folder}/my_agent.py:right", change[0]: change[1]}
+    assert main(["rollout", *(word for pair in given.items() for word in pair)]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"seed": 7}\n\n"a question"\n{"question": 1, "seed": 2}\n')
+    expected: list[Any] = [AgentTask(seed=7), AgentTask(seed=2, input="a question")]
+    assert read_tasks(file) == [*expected, AgentTask(seed=3, input={"question": 1, "seed": 2})]

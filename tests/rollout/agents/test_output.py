@@ -1,0 +1,112 @@
+"""The folder of a run, and its resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.rollout.agents.common import FAST, Echo, player, run, says_number
+from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, FakeSession, fake_server
+from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.output import read_lines
+from verl_server.rollout.agents.run import arun_agents
+from verl_server.rollout.agents.types import AgentSession, AgentTask, Server
+from verl_server.rollout.trajectory import StopReason, read_jsonl
+from verl_server.session_types import CreateSession
+
+_OPTIONS: dict[str, Any] = {"environment": lambda task: Echo(), "group_size": 2}
+
+
+def test_the_folder_has_all_of_the_run(tmp_path: Path) -> None:
+    result = run(player, 3, out=tmp_path, **_OPTIONS)
+    assert [(t.task.group, t.member) for t in read_jsonl(tmp_path / "trajectories.jsonl")] != []
+    lines = read_lines(tmp_path / "episodes.jsonl")
+    assert sorted((e.task, e.member, e.reason, e.final) for e in lines) == [
+        (i, member, "done", True) for i in range(3) for member in range(2)
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["episodes"], summary["expected"], summary["mean_reward"]) == (6, 6, 1.0)
+    assert len(result.trajectories) == 6
+    settings = json.loads((tmp_path / "run.json").read_text())
+    assert settings["group_size"] == 2 and settings["run"].startswith("run-")
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """Two episodes have ended, the others run when the caller cancels; a torn line and a stray trajectory are left."""
+    played: list[int] = []
+
+    async def stalls(session: AgentSession, task: AgentTask) -> None:
+        played.append(task.seed)
+        await player(session, task)
+        if task.seed >= 2:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with fake_server(says_number) as fake:
+            servers = [Server(fake.url, OWNER_KEY)]
+            options = {"servers": servers, "limits": FAST, "out": tmp_path, "environment": _OPTIONS["environment"]}
+            options |= {"describe": {"agent": "the same"}}
+            tasks = [AgentTask(seed=i) for i in range(4)]
+            ended = asyncio.Event()
+            count: list[Any] = []
+
+            def note(episode: Any) -> None:
+                count.append(episode)
+                if len(count) == 2:
+                    ended.set()
+
+            running = asyncio.ensure_future(arun_agents(stalls, tasks, on_finish=note, **options))
+            await ended.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert fake.sessions == {}
+            assert [e.reason for e in count[2:]] == [StopReason.ABORTED] * 2
+            await left_behind(fake)
+            result = await arun_agents(player, tasks, resume=True, **options)
+            assert sorted(e.task.seed for e in result.episodes) == [2, 3]
+            assert [t.task.seed for t in result.trajectories] == [0, 1, 2, 3]
+            assert fake.sessions.keys() == {"other"}  # a session of the interrupted run was deleted
+
+    async def left_behind(fake: FakeServer) -> None:
+        name = json.loads((tmp_path / "run.json").read_text())["run"]
+        fake.sessions["left"] = FakeSession(CreateSession(group=f"{name}/2"), "left", "vs-left")
+        fake.sessions["other"] = FakeSession(CreateSession(group="another/2"), "other", "vs-other")
+        trajectories = tmp_path / "trajectories.jsonl"
+        stray = read_jsonl(trajectories)[0]
+        stray.task = msgspec.structs.replace(stray.task, group=3)
+        with trajectories.open("ab") as file:
+            file.write(msgspec.json.encode(stray) + b"\n" + b'{"task": {"se')
+        with (tmp_path / "episodes.jsonl").open("ab") as file:
+            file.write(b'{"task": 3, "mem')
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"resume": False}, "has a run already"),
+        ({"seed": 5}, "other settings .seed: 0 there, 5 now"),
+        ({"group_size": 4}, "group_size: 2 there, 4 now"),
+    ],
+)
+def test_another_run_does_not_mix_with_it(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    run(player, 1, out=tmp_path, **_OPTIONS)
+    with pytest.raises(BadRequestError, match=says):
+        run(player, 1, out=tmp_path, **(_OPTIONS | {"resume": True} | change))
+    with pytest.raises(BadRequestError, match="tasks"):
+        run(player, 2, out=tmp_path, **(_OPTIONS | {"resume": True}))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    run(player, 1, out=tmp_path, **_OPTIONS)
+    episodes = tmp_path / "episodes.jsonl"
+    episodes.write_bytes(b"{broken}\n" + episodes.read_bytes())
+    with pytest.raises(BadRequestError, match=r"episodes\.jsonl:1 is damaged"):
+        run(player, 1, out=tmp_path, resume=True, **_OPTIONS)

@@ -1,0 +1,124 @@
+"""A server that was started again holds its sessions until its weights are those that sampled them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import MakeStack, Stack
+from tests.server.sessions.building import caller, plan, turn
+from verl_server.errors import SessionUnavailableError
+from verl_server.server.app import create_app
+from verl_server.server.sessions.service import SessionService
+from verl_server.session_types import CreateSession
+
+OWNER = {"Authorization": "Bearer owner"}
+
+
+class Server:
+    """A server with a session store, without its socket."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.service = SessionService(stack.manager, stack.args)
+        self.ledger = self.service.ledger
+        stack.app = create_app(stack.manager, stack.args, self.ledger)
+
+    def open(self) -> None:
+        self.stack.manager.run_sync(self.service.open(), 20)
+
+    def close(self) -> None:
+        self.stack.manager.run_sync(self.service.close(), 20)
+
+    def turn(self, session_id: str, *args: Any, **fields: Any) -> None:
+        self.stack.manager.run_sync(turn(self.ledger, caller(session_id), *args, **fields), 20)
+
+
+@pytest.fixture
+def start(make_stack: MakeStack, tmp_path: Path) -> Any:
+    def run(**settings: Any) -> Server:
+        return Server(make_stack(api_key="owner", session_store=str(tmp_path / "store"), **settings))
+
+    return run
+
+
+def _with_a_turn(start: Any, version: str) -> str:
+    """Run a server once, with a session whose last turn was sampled by `version`. Return its key."""
+    first = start()
+    first.open()
+    _, key = first.ledger.create(CreateSession(id="s"))
+    first.turn("s", plan([1]), [2], spans=[("other", 0), (version, 0)])
+    first.close()
+    return str(key)
+
+
+def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
+    key = _with_a_turn(start, "v7")
+    server = start()
+    server.open()
+    with pytest.raises(SessionUnavailableError, match=r"serves version default; the session store ends at version v7"):
+        server.ledger.view(caller("s"))
+    with pytest.raises(SessionUnavailableError, match=r"accept_restart\(\), or start with --weight-version v7"):
+        server.ledger.begin(caller("s"), plan([1]), None, b"")
+    # Reading, rewards, new sessions and the key work at once.
+    assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
+    assert server.stack.get("/sessions/s/trajectory", headers=OWNER).json()["branches"][0]["ids"] == [1, 2]
+    assert server.stack.post("/sessions/s/reward", {"reward": 1}, headers=OWNER).status_code == 200
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
+    assert server.stack.get("/v1/models", headers={"x-api-key": key}).status_code == 200
+    server.stack.manager.controls.weights_confirmed = True
+    assert len(server.ledger.view(caller("s")).replies) == 1
+    server.stack.manager.controls.weights_confirmed = False
+    server.ledger.view(caller("s"))  # the gate stays open
+    server.close()
+
+
+def test_the_version_of_the_store_opens_the_gate(start: Any) -> None:
+    _with_a_turn(start, "v7")
+    server = start(weight_version="v7")
+    server.stack.manager.controls.weight_version = "v7"
+    server.open()
+    server.ledger.view(caller("s"))
+    server.close()
+
+
+def test_a_store_without_open_sessions_has_no_gate(start: Any) -> None:
+    _with_a_turn(start, "v7")
+    server = start()
+    server.open()
+    server.stack.post("/sessions/s/finish", {}, headers=OWNER)
+    server.close()
+    again = start()
+    again.open()
+    again.ledger.create(CreateSession(id="new"))
+    again.ledger.view(caller("new"))
+    again.close()
+
+
+def test_sessions_are_refused_until_the_store_was_read(start: Any) -> None:
+    server = start()
+    response = server.stack.post("/sessions", {}, headers=OWNER)
+    assert response.status_code == 503 and "reads its session store" in response.text
+    server.open()
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
+    server.close()
+
+
+def test_metrics_count_sessions(start: Any) -> None:
+    server = start()
+    server.open()
+    server.ledger.create(CreateSession(id="s"))
+    server.turn("s", plan([1]), [2])
+    server.ledger.finish("s")
+    text = server.stack.get("/metrics").text
+    for line in (
+        "verl_server:sessions_created_total{",
+        'verl_server:sessions_ended_total{model_name="',
+        "verl_server:session_turns_total{",
+        'reason="root"} 1.0',
+        "verl_server:session_bytes{",
+    ):
+        assert line in text
+    server.close()

@@ -1,0 +1,408 @@
+"""The ledger of sessions: prompts from stored ids, siblings, branches, children, limits, ends and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from tests.server.sessions.building import Clock, caller, created, finished, floats, ids, node, plan, turn
+from verl_server.errors import (
+    BadRequestError,
+    IdempotencyConflictError,
+    SessionEndedError,
+    SessionExistsError,
+    SessionLimitError,
+    SessionNotFoundError,
+    SessionUnavailableError,
+)
+from verl_server.server.sessions.ledger import Bounds, SessionLedger, TurnTooLargeError
+from verl_server.session_types import CreateSession, RewardBody, SessionLimits
+
+
+def run(coro: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coro, 20))
+
+
+# -- prompts ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_the_parents_sequence_and_what_is_new() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger)
+        first = await turn(ledger, who, plan([1, 2, 3]), [4, 5])
+        assert (first.turn, first.parent, first.shared, first.prompt) == (0, -1, 0, ids([1, 2, 3]))
+        second = ledger.begin(who, plan([6, 7], parent=0, kept=5), None, b"")
+        assert (second.prompt, second.shared) == (ids([1, 2, 3, 4, 5, 6, 7]), 5)
+        await ledger.commit(second, finished(plan([6, 7], parent=0, kept=5), [8]))
+        third = ledger.begin(who, plan([9], parent=1, kept=4), None, b"")
+        assert (third.prompt, third.parent, third.shared) == (ids([1, 2, 3, 4, 9]), 0, 4), "a sibling of turn 1"
+        whole = ledger.begin(who, plan([1, 2, 3, 4, 5, 6, 7, 8, 9], parent=1, kept=-1, began="head"), None, b"")
+        assert (whole.parent, whole.shared) == (1, 8)
+        assert ledger.described(whole, plan([], parent=1, kept=-1, began="head"))["began"] is None
+        retry = ledger.begin(who, plan([], parent=1, kept=7, began="retry"), None, b"")
+        assert (retry.prompt, retry.parent, retry.shared, retry.sibling) == (second.prompt, 0, 5, 1)
+        root = ledger.begin(who, plan([], parent=0, kept=3, began="retry"), None, b"")
+        assert (root.prompt, root.parent, root.shared, root.sibling) == (first.prompt, -1, 0, 1)
+        assert ledger.sequence(who.session_id, 1) == ids(range(1, 9))
+        assert [ledger.sequence(who.session_id, 1, kept) for kept in range(9)] == [
+            ids(range(1, 1 + kept)) for kept in range(9)
+        ]
+
+    run(main())
+
+
+def test_sequences_of_random_trees() -> None:
+    """Every prompt and sequence is what a table with whole copies has."""
+
+    async def main() -> None:
+        draw = random.Random(0)
+        ledger = SessionLedger()
+        who = created(ledger)
+        known: list[list[int]] = []
+        for i in range(200):
+            parent = draw.randrange(-1, i)
+            added = [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
+            kept = 0 if parent < 0 else draw.choice([-1, draw.randrange(len(known[parent]) + 1)])
+            prompt = added if kept < 0 or parent < 0 else known[parent][:kept] + added
+            output = [draw.randrange(3) for _ in range(draw.randrange(5))]
+            opened = await turn(ledger, who, plan(added, parent, kept), output)
+            assert opened.prompt == ids(prompt)
+            if kept < 0 <= parent:
+                assert (
+                    opened.prompt[: 4 * opened.shared]
+                    == ids(known[opened.parent] if opened.parent >= 0 else [])[: 4 * opened.shared]
+                )
+            known.append(prompt + output)
+            assert ledger.sequence(who.session_id, i) == ids(known[i])
+            some = draw.randrange(len(known[i]) + 1)
+            assert ledger.sequence(who.session_id, i, some) == ids(known[i][:some])
+        for stored, sequence in zip(ledger.stored_turns(ledger.find(who.session_id)), known, strict=True):
+            assert stored.prompt_ids() + stored.output_ids() == sequence
+            assert stored.output_logprobs() == [-0.5] * len(stored.output_ids())
+
+    run(main())
+
+
+def test_a_parent_that_has_not_finished_is_refused() -> None:
+    ledger = SessionLedger()
+    who = created(ledger)
+    ledger.begin(who, plan([1]), None, b"")
+    with pytest.raises(SessionNotFoundError, match="no finished turn 0"):
+        ledger.begin(who, plan([2], parent=0, kept=1), None, b"")
+
+
+# -- the tree -----------------------------------------------------------------------------------------------
+
+
+def test_turns_with_equal_prompts_are_siblings_with_seeds_of_their_own() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger, seed=7)
+        next = plan([1], new_nodes=node("head", 0) + node("hi"))
+        three = [ledger.begin(who, next, None, b"") for _ in range(3)]
+        assert [each.sibling for each in three] == [0, 1, 2]
+        assert len({each.seed for each in three}) == 3
+        for each in three:
+            await ledger.commit(each, finished(next, [2]))
+            assert ledger.described(each, next)["child"] is None
+        assert len(ledger.view(who).nodes) == 5 * 44, "one head, one message, three replies"
+        again = ledger.begin(who, plan([1], after_node=1, matched_messages=1, began="retry"), None, b"")
+        assert again.sibling == 3
+        other = SessionLedger()
+        same = other.begin(created(other, seed=7), next, None, b"")
+        assert same.seed == three[0].seed, "a seed depends on the session's seed and on the tree only"
+
+    run(main())
+
+
+def test_the_first_turn_that_continues_a_sequence_continues_its_branch() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger)
+        branches = []
+        for added, parent, kept in [([1], -1, 0), ([3], 0, 2), ([4], 0, 2), ([5], 1, 4), ([6], 1, 1), ([9], -1, 0)]:
+            next = plan(added, parent, kept)
+            branches.append(ledger.described(await turn(ledger, who, next, [2]), next)["branch"])
+        assert branches == [0, 0, 1, 0, 2, 3]
+
+    run(main())
+
+
+def test_a_conversation_without_common_messages_is_a_child() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger)
+        main_turn, sub = plan([1]), plan([2])
+        assert ledger.described(await turn(ledger, who, main_turn, [5]), main_turn)["child"] is None
+        described = ledger.described(await turn(ledger, who, sub, [6]), sub)
+        assert (described["child"], described["began"]) == ("auto-1", "child")
+        later = plan([7], parent=1, kept=2)
+        assert ledger.described(await turn(ledger, who, later, [8]), later)["child"] == "auto-1"
+        twice = ledger.begin(who, sub, None, b"")
+        assert (twice.sibling, ledger.described(twice, sub)["child"]) == (1, "auto-1")
+
+    run(main())
+
+
+def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger, limits=SessionLimits(max_turns=2), seed=1)
+        helper = caller(who.session_id, "helper")
+        assert ledger.view(helper).replies == []
+        opened = await turn(ledger, helper, plan([1]), [2])
+        assert opened.session_id == f"{who.session_id}.helper"
+        assert ledger.view(who).replies == []
+        assert [each.turn for each in ledger.view(helper).replies] == [0]
+        await turn(ledger, who, plan([1]), [2])
+        with pytest.raises(SessionLimitError, match="max_turns=2"):
+            ledger.view(helper)
+        assert [each.id for each in ledger.family(ledger.find(who.session_id))] == [who.session_id, opened.session_id]
+        ledger.delete(who.session_id)
+        assert not ledger.knows(opened.session_id)
+        assert ledger.memory == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "auto-1", "x" * 65])
+def test_a_bad_name_of_a_child_is_refused(name: str) -> None:
+    ledger = SessionLedger()
+    with pytest.raises(BadRequestError, match="X-Session-Child"):
+        ledger.view(caller(created(ledger).session_id, name))
+
+
+# -- limits -------------------------------------------------------------------------------------------------
+
+
+def test_limits() -> None:
+    async def main() -> None:
+        clock = Clock()
+        ledger = SessionLedger(clock=clock)
+        who = created(ledger, limits=SessionLimits(max_tokens=5, max_context=8, max_concurrent=2, seconds=60))
+        opened = ledger.begin(who, plan([1, 2]), None, b"")
+        assert opened.max_new_tokens == 5
+        second = ledger.begin(who, plan([1, 2, 3, 4]), None, b"")
+        assert second.max_new_tokens == 4
+        with pytest.raises(SessionUnavailableError, match="max_concurrent=2"):
+            ledger.view(who)
+        ledger.cancel(second)
+        await ledger.commit(opened, finished(plan([1, 2]), [1, 1]))
+        assert ledger.begin(who, plan([9], parent=0, kept=4), None, b"").max_new_tokens == 3
+        with pytest.raises(SessionLimitError, match="max_context=8"):
+            ledger.begin(who, plan([1] * 8), None, b"")
+        await turn(ledger, who, plan([1]), [1, 1, 1])
+        with pytest.raises(SessionLimitError, match=r"session ses_\w+ has used its max_tokens=5|max_tokens=5"):
+            ledger.view(who)
+        clock.now += 61
+        with pytest.raises(SessionEndedError, match="seconds=60"):
+            ledger.view(who)
+        with pytest.raises(SessionEndedError, match=r"expired \(seconds\)"):
+            ledger.view(who)
+
+    run(main())
+
+
+def test_bounds_of_the_server() -> None:
+    async def main() -> None:
+        ledger = SessionLedger(Bounds(max_sessions=2, max_turn_tokens=4, max_nodes=2))
+        who = created(ledger)
+        created(ledger)
+        with pytest.raises(SessionUnavailableError, match="max_sessions"):
+            created(ledger)
+        with pytest.raises(TurnTooLargeError, match="max_session_turn_tokens"):
+            ledger.begin(who, plan([1] * 4), None, b"")
+        with pytest.raises(SessionLimitError, match="2 messages"):
+            ledger.begin(who, plan([1], new_nodes=node("a") + node("b") + node("c")), None, b"")
+        assert ledger.find(who.session_id).in_flight == 0
+
+    run(main())
+
+
+def test_memory_is_bounded_and_freed() -> None:
+    async def main() -> None:
+        ledger = SessionLedger(Bounds(memory_bytes=20_000))
+        who = created(ledger)
+        with pytest.raises(SessionUnavailableError, match="session_memory_bytes"):
+            for _ in range(100):
+                await turn(ledger, who, plan([1] * 100), [2] * 100)
+        ledger.finish(who.session_id)
+        with pytest.raises(SessionUnavailableError):
+            created(ledger)
+        ledger.find(who.session_id).fetched = True
+        created(ledger)
+        assert not ledger.knows(who.session_id)
+
+    run(main())
+
+
+def test_sessions_expire_and_are_forgotten() -> None:
+    clock = Clock()
+    ledger = SessionLedger(Bounds(ttl=100, retention=10), clock=clock)
+    idle, timed, other = (
+        created(ledger, limits=SessionLimits(idle_seconds=5)),
+        created(ledger, limits=SessionLimits(seconds=50)),
+        created(ledger),
+    )
+    running = ledger.begin(other, plan([1]), None, b"")
+    clock.now += 6
+    ledger.sweep()
+    assert [ledger.find(each.session_id).state for each in (idle, timed, other)] == ["expired", "open", "open"]
+    ledger.find(idle.session_id).fetched = True
+    clock.now += 101
+    ledger.sweep()
+    assert ledger.find(timed.session_id).reason == "seconds"
+    assert not ledger.knows(idle.session_id)
+    assert ledger.find(other.session_id).state == "open", "a turn runs"
+    ledger.cancel(running)
+    ledger.sweep()
+    assert ledger.find(other.session_id).reason == "session_ttl"
+
+
+# -- keys, ends, rewards, replays ---------------------------------------------------------------------------
+
+
+def test_a_finished_session_has_no_key_and_aborts_its_turns() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        session, key = ledger.create(CreateSession())
+        assert ledger.of_key(key) == session.id
+        who, aborted = caller(session.id), []
+        next = plan([1])
+        opened = ledger.begin(who, next, None, b"", abort=lambda: aborted.append(True))
+        ledger.finish(session.id)
+        assert aborted == [True]
+        assert ledger.of_key(key) is None
+        await ledger.commit(opened, finished(next, [2], aborted=True))
+        assert [each.aborted for each in ledger.stored_turns(session)] == [True]
+        with pytest.raises(SessionEndedError):
+            ledger.view(who)
+        assert ledger.finish(session.id, "again").reason == "done"
+
+    run(main())
+
+
+def test_a_turn_of_a_deleted_session_is_refused() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger)
+        opened = ledger.begin(who, plan([1]), None, b"")
+        ledger.delete(who.session_id)
+        with pytest.raises(SessionNotFoundError):
+            await ledger.commit(opened, finished(plan([1]), [2]))
+        ledger.cancel(opened)
+        assert ledger.memory == 0
+
+    run(main())
+
+
+def test_ids_and_bodies() -> None:
+    ledger = SessionLedger()
+    created(ledger, id="mine")
+    with pytest.raises(SessionExistsError):
+        created(ledger, id="mine")
+    for fields in ({"id": "a.b"}, {"id": ""}, {"metadata": {"x": "y" * 20000}}, {"limits": SessionLimits(max_turns=0)}):
+        with pytest.raises(BadRequestError):
+            created(ledger, **fields)
+
+
+def test_rewards_replace_and_add() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who = created(ledger)
+        await turn(ledger, who, plan([1]), [2])
+        assert ledger.reward(who.session_id, RewardBody(1.0)) == 1.0
+        assert ledger.reward(who.session_id, RewardBody(0.5)) == 0.5
+        assert ledger.reward(who.session_id, RewardBody(2.0, name="style")) == 2.5
+        assert ledger.reward(who.session_id, RewardBody(9.0, turn=0)) == 2.5
+        with pytest.raises(BadRequestError, match="no finished turn 1"):
+            ledger.reward(who.session_id, RewardBody(1.0, turn=1))
+
+    run(main())
+
+
+def test_an_idempotency_key_finds_its_turns() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who, key, body = created(ledger), b"key", b"b" * 16
+        assert ledger.replay(who, key, body) is None
+        await turn(ledger, who, plan([1]), [2], key=key, body=body)
+        await turn(ledger, who, plan([1]), [3], key=key, body=body)
+        assert [each.output_ids() for each in ledger.replay_all(who, key, body)] == [[2], [3]]
+        with pytest.raises(IdempotencyConflictError):
+            ledger.replay(who, key, b"x" * 16)
+        assert ledger.replay(created(ledger), key, body) is None, "another session"
+
+    run(main())
+
+
+def test_previous_response() -> None:
+    async def main() -> None:
+        ledger = SessionLedger()
+        who, other = created(ledger), created(ledger)
+        await turn(ledger, who, plan([1]), [2])
+        assert ledger.view(who, f"resp_{who.session_id}_0").previous == 0
+        for bad in (
+            f"resp_{who.session_id}_1",
+            f"resp_{other.session_id}_0",
+            "resp_",
+            "x",
+            f"resp_{who.session_id}_-1",
+        ):
+            with pytest.raises(SessionNotFoundError, match="previous_response_id"):
+                ledger.view(who, bad)
+
+    run(main())
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def test_a_token_takes_at_most_24_bytes() -> None:
+    """2,000 turns of 32 prompt and 32 sampled tokens with two messages each."""
+    sessions, turns, new = 20, 100, 32
+
+    async def main() -> tuple[SessionLedger, int]:
+        ledger = SessionLedger()
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for s in range(sessions):
+            who = created(ledger)
+            for i in range(turns):
+                added = list(range(1000 * s, 1000 * s + new))
+                next = plan(
+                    added,
+                    parent=i - 1,
+                    kept=2 * new * i,
+                    new_nodes=node(f"{s} {i}"),
+                    after_node=2 * i - 1,
+                    options=bytes([111] * 16),
+                    began="root" if i == 0 else None,
+                )
+                opened = ledger.begin(who, next, None, b"b" * 16)
+                done = finished(
+                    next,
+                    added,
+                    logprobs=floats([-0.25 - i] * new),
+                    rid=f"{who.session_id}:{i:032d}",
+                    times=(i + 0.5, i + 0.6, i + 0.7),
+                    spans=[(f"v{i // 10}", 0)],
+                    body=i.to_bytes(16, "little"),
+                )
+                await ledger.commit(opened, done)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return ledger, after - before
+
+    ledger, used = run(main())
+    tokens = sessions * turns * 2 * new
+    assert used / tokens <= 24, f"{used / tokens:.1f} bytes a token"
+    assert 0.8 < ledger.memory / used < 1.5, "the ledger's own count is about right"

@@ -1,0 +1,264 @@
+"""The message tree of a session: digests of messages, the records of the tree, and the match of a conversation.
+
+The session ledger stores the tree as bytes and appends to it: `NextTurn.new_nodes`, and one node for each reply. A text
+worker gets a copy and finds the messages of a request in it (`MessageTree.match`). No text is stored: two messages are
+the same if their digests are.
+
+Digests leave out what clients change on the way: ids of calls, the order of keys in arguments, white space around the
+content, null against "" against an absent key, `developer` against `system`. The reasoning has a digest of its own,
+because many clients do not send it back.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from verl_server.chat.templates import Message
+from verl_server.chat.tools import Tool
+
+HEAD, SYSTEM, USER, ASSISTANT, TOOL, OTHER = range(6)
+_ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_HEAD_OPTIONS = ("tools", "documents", "chat_template")
+"""Template options that change the beginning of a prompt. They belong to the head, the others to one turn."""
+NO_REASONING = bytes(8)
+
+NODE = struct.Struct("<iiB3s16s8sii")
+"""A record of the tree, 44 bytes: parent, turn (-1: not a reply), role, flags, digest, digest of the reasoning, and two
+numbers that only the ledger uses. In `NextTurn.new_nodes`, a parent of -1-i is the i-th record of this field."""
+
+
+class MessageKey(NamedTuple):
+    """What two messages must share to be the same message."""
+
+    role: int
+    digest: bytes
+    reasoning: bytes
+    """`NO_REASONING` if there is none."""
+
+    def fits(self, node: Node) -> bool:
+        """Return True if a client that received the message of `node` may have sent this message."""
+        return self.digest == node.digest and self.reasoning in (NO_REASONING, node.reasoning)
+
+
+class Node(NamedTuple):
+    """A record of the tree."""
+
+    parent: int
+    turn: int
+    role: int
+    digest: bytes
+    reasoning: bytes
+
+
+class Match(NamedTuple):
+    """The path of a conversation in the tree."""
+
+    path: list[int]
+    """Nodes from the start on: the start itself, then one node for each matched message. Empty: the head is unknown."""
+    ends: list[int]
+    """All nodes that fit the last matched message; `path` ends with the preferred one."""
+
+    @property
+    def matched(self) -> int:
+        """Number of the messages that matched."""
+        return max(len(self.path) - 1, 0)
+
+
+class MessageTree:
+    """The nodes of a session, for one request."""
+
+    def __init__(self, nodes: bytes, undelivered: AbstractSet[int] = frozenset()) -> None:
+        """`undelivered`: turns whose reply no client received in full. Others are preferred."""
+        self.nodes = [Node(*record[:3], *record[4:6]) for record in NODE.iter_unpack(nodes)]
+        self._undelivered = undelivered
+        self._children: dict[int, list[int]] = defaultdict(list)
+        for i, node in enumerate(self.nodes):
+            self._children[node.parent].append(i)
+
+    def children(self, node: int) -> list[int]:
+        """Return the nodes that follow a node, in the order in which they were appended."""
+        return self._children.get(node, [])
+
+    def replies_to(self, node: int) -> list[int]:
+        """Return the turns whose prompt ends with this node."""
+        return [self.nodes[child].turn for child in self.children(node) if self.nodes[child].turn >= 0]
+
+    def heads(self, digest: bytes | None = None) -> list[int]:
+        """Return the nodes of heads, of all or of those with this digest."""
+        roots = [i for i in self.children(-1) if self.nodes[i].role == HEAD]
+        return [i for i in roots if digest is None or self.nodes[i].digest == digest]
+
+    def reply(self, turn: int) -> int | None:
+        """Return the node of a turn's reply."""
+        return next((i for i, node in enumerate(self.nodes) if node.turn == turn), None)
+
+    def path_to(self, node: int) -> list[int]:
+        """Return the nodes from the head to `node`."""
+        path = [node]
+        while (node := self.nodes[node].parent) >= 0:
+            path.append(node)
+        return path[::-1]
+
+    def turn_through(self, node: int) -> int:
+        """Return the latest turn whose prompt or reply holds this node, or else the nearest node above; or -1."""
+        while node >= 0:
+            below = [node]
+            while below:
+                last = below.pop()
+                if self.nodes[last].turn >= 0:
+                    return self.nodes[last].turn
+                below += self.children(last)
+            node = self.nodes[node].parent
+        return -1
+
+    def match(self, starts: Sequence[int], keys: Sequence[MessageKey]) -> Match:
+        """Follow a conversation behind the nodes `starts` as far as its messages are known.
+
+        All nodes that fit are followed. Among those that fit the last matched message, the path with more equal
+        reasoning is preferred, then the one with fewer undelivered replies, then the latest.
+        """
+        ranks = {start: (0, 0) for start in starts}  # node -> (equal reasoning, -undelivered replies) on its path
+        depth = 0
+        for key in keys:
+            fitting: dict[int, tuple[int, int]] = {}
+            for node, (equal, delivered) in ranks.items():
+                for child in self.children(node):
+                    known = self.nodes[child]
+                    if key.fits(known):
+                        late = known.turn in self._undelivered
+                        fitting[child] = (equal + (key.reasoning == known.reasoning), delivered - late)
+            if not fitting:
+                break
+            ranks, depth = fitting, depth + 1
+        if not ranks:
+            return Match([], [])
+        best = max(ranks, key=lambda node: (*ranks[node], node))
+        path = [best]
+        for _ in range(depth):
+            path.append(self.nodes[path[-1]].parent)
+        return Match(path[::-1], sorted(ranks))
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
+    """Return the keys of messages in OpenAI's shape."""
+    keys = []
+    calls: list[Any] = []
+    results = 0
+    for message in messages:
+        role = str(message.get("role"))
+        ordinal = None
+        if role == "assistant":
+            calls, results = [call.get("id") for call in _calls(message)], 0
+        elif role == "tool":
+            # The id of a call is not compared: the ordinal of the call says which result this is.
+            call_id = message.get("tool_call_id")
+            ordinal, results = calls.index(call_id) if call_id in calls else results, results + 1
+        shown = [_call_key(call) for call in _calls(message)]
+        digest = _message_digest(role, _text(message.get("content")), shown, ordinal)
+        keys.append(MessageKey(_ROLES.get(role, OTHER), digest, reasoning_digest(_reasoning(message))))
+    return keys
+
+
+def reply_digest(content: str, calls: Sequence[tuple[str, str]]) -> bytes:
+    """Return the digest of a reply with calls (name, arguments as text), as `message_keys` has it."""
+    return _message_digest("assistant", content, [(name, _canonical(arguments)) for name, arguments in calls], None)
+
+
+def reasoning_digest(reasoning: str | None) -> bytes:
+    """Return the digest of a reply's reasoning, 8 bytes. `NO_REASONING` if there is no text."""
+    stripped = (reasoning or "").strip()
+    return _digest(stripped, 8) if stripped else NO_REASONING
+
+
+def head_digest(tools: Sequence[Tool], options: Mapping[str, Any]) -> bytes:
+    """Return the digest of what a template writes before the messages: tools, documents, and the template itself."""
+    definitions = [tool.definition for tool in tools]
+    return _digest(_json([definitions, options.get("documents"), options.get("chat_template")]))
+
+
+def options_digest(options: Mapping[str, Any]) -> bytes:
+    """Return the digest of the template options of one turn, without those of the head."""
+    return _digest(_json({name: value for name, value in sorted(options.items()) if name not in _HEAD_OPTIONS}))
+
+
+def text_digest(text: str) -> bytes:
+    """Return the digest of the text of a completion's prompt and output."""
+    return _digest(text)
+
+
+def _message_digest(role: str, content: str, calls: Sequence[tuple[str, str]], ordinal: int | None) -> bytes:
+    role = "system" if role == "developer" else role
+    return _digest(_json([role, content.strip(), list(calls), ordinal]))
+
+
+def _digest(text: str, size: int = 16) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)
+
+
+def _reasoning(message: Message) -> str | None:
+    given = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
+    return None if given is None else str(given)
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
+def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    return str(function.get("name")), _canonical(function.get("arguments"))
+
+
+def _canonical(arguments: Any) -> str:
+    """Return a call's arguments as JSON with sorted keys, or the text as it is if it is no JSON object."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+        if isinstance(value, dict):
+            return json.dumps(_plain_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return arguments if isinstance(arguments, str) else repr(arguments)
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return the value with whole numbers as integers: JavaScript clients write 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_plain_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain_numbers(each) for key, each in value.items()}
+    return value
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def chain(keys: Sequence[MessageKey], head: bytes | None = None) -> bytes:
+    """Return the records of messages that follow each other, behind a new head if given: `NextTurn.new_nodes`."""
+    new = [MessageKey(HEAD, head, NO_REASONING)] if head is not None else []
+    return b"".join(
+        NODE.pack(-i, -1, key.role, b"", key.digest, key.reasoning, 0, 0) for i, key in enumerate([*new, *keys])
+    )

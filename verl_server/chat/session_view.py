@@ -1,0 +1,105 @@
+"""What a text worker gets of a session, and what it returns: the values around `next_turn.plan_next_turn`.
+
+The session ledger of the server makes a `SessionView` for each request and puts the prompt of a `NextTurn` together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Ids32 = bytes
+"""Token ids as little-endian int32."""
+
+
+class CompletionText(msgspec.Struct, frozen=True, array_like=True):
+    """The text of a completion, as lengths and digests."""
+
+    prompt_length: int
+    """Characters."""
+    prompt: bytes
+    """`history.text_digest` of the prompt's text."""
+    shown_length: int
+    shown: bytes
+    """`history.text_digest` of the output's text that the client was shown."""
+    hidden: str
+    """Text of the sampled tokens that the client was not shown: a stop string, and what follows it."""
+
+
+class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What the next prompt needs of a finished turn."""
+
+    turn: int
+    parent: int
+    prompt_tokens: int
+    output_tokens: int
+    generation_prompt: int
+    """Last ids of the prompt that only open the answer; -1: not known."""
+    end_token: int
+    """Last sampled id if it is one of the model's end tokens, else -1."""
+    in_reasoning: bool
+    """The turn ended inside an open reasoning part."""
+    aborted: bool
+    delivered: bool
+    calls: list[tuple[str, str]]
+    """(id, name) of its tool calls, in order."""
+    options: bytes
+    """Digest of the template options of its prompt."""
+    text: CompletionText | None = None
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    """A snapshot of a session for the text worker that plans the next prompt."""
+
+    history: Literal["stored", "template"]
+    nodes: bytes
+    """The message tree: records of chat/history.py."""
+    replies: list[ReplyFacts]
+    end_tokens: list[int]
+    previous: int | None = None
+    """The turn that previous_response_id names: matching starts behind it."""
+
+
+class NextTurn(msgspec.Struct, frozen=True):
+    """How the prompt of the next turn is put together: the first `kept` ids of the parent's sequence, then `added`."""
+
+    parent: int
+    """The turn whose sequence the prompt begins with; -1: none. If `kept` ends within the prompt of this turn (a retry,
+    an edited reply), the new turn is its sibling: the ledger takes the turn's own parent instead."""
+    kept: int
+    """-1: `added` is the whole prompt, and the ledger compares it with the parent's sequence."""
+    added: Ids32
+    generation_prompt: int
+    """See `ReplyFacts`."""
+    new_nodes: bytes
+    """Node records of the new messages, `history.NODE`. A parent of -1-i is the i-th record of this field."""
+    after_node: int
+    """The node that the first new message follows; -1: a root."""
+    matched_messages: int
+    began: str | None
+    """Why a branch begins here: None (it does not), "root", "edited", "retry", "head", "template", "child". With `kept`
+    -1, no branch begins if all of the parent's sequence stays."""
+    head: bytes
+    """Digest of tools and template: the root of the tree."""
+    options: bytes
+    messages: bytes = b""
+    """The new messages as msgpack, for the journal."""
+    text: tuple[int, bytes] | None = None
+    """Completions: (characters, `history.text_digest`) of the prompt's text."""
+    continued: str = ""
+    """Content of the last message that this turn continues. The reply's message is this text and the output."""
+
+
+class ReplyMessage(msgspec.Struct, frozen=True):
+    """A finished turn as the client was shown it."""
+
+    digest: bytes
+    reasoning: bytes
+    calls: list[tuple[str, str, str]]
+    """(id, name, arguments)."""
+    in_reasoning: bool
+    text: str
+    """The text that the client was shown, with reasoning and calls as they were sampled."""
+    hidden: str = ""
+    """Text of sampled tokens behind `text` that the client was not shown."""

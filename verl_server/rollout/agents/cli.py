@@ -1,0 +1,216 @@
+"""`verl-server rollout --agent`: any async function or program plays tasks through sessions of rollout servers.
+
+verl-server rollout --agent my_agent:play --tasks reasoning-gym:chain_sum --model-path MODEL --out runs/x
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.episode import Progress
+from verl_server.rollout.agents.output import read_lines, summarize_lines
+from verl_server.rollout.agents.program import take_from_environment
+from verl_server.rollout.agents.progress import ProgressView
+from verl_server.rollout.agents.report import write_run_report
+from verl_server.rollout.agents.rewards import Reward
+from verl_server.rollout.agents.run import arun_agents
+from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.env_factory import load_function
+from verl_server.rollout.environments.named import environment_named, is_named
+
+_FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
+_GROUPS = 16
+
+
+@dataclass(frozen=True)
+class AgentRolloutArgs:
+    """Let an agent play tasks with a policy, each episode in a session that records its tokens."""
+
+    agent: str
+    """MODULE:function or FILE.py:function, an `async def (session, task)`; or the command of a program, in quotes."""
+    tasks: str
+    """FILE.jsonl with one task a line (`seed`, `input`, `environment`; or any other JSON value, the task's `input`),
+    reasoning-gym:NAME or textarena:NAME."""
+    out: Path
+    """Folder of the run."""
+    groups: int | None = None
+    """Number of tasks, from the first. Default: all lines of the file, or 16."""
+    group_size: int = 1
+    """Episodes of each task."""
+    first_seed: int = 0
+    """Task i of a named environment has the seed first_seed + i."""
+    environment: str | None = None
+    """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME or the URL of an OpenEnv server."""
+    reward: str | None = None
+    """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. Default:
+    `environment` if there is one, `exit` for a program."""
+    server: tuple[str, ...] = ()
+    """URLs of running servers. Their key is VERL_SERVER_API_KEY of the environment, or in `--api-key-file`."""
+    api_key_file: Path | None = None
+    """File with the servers' API key or admin key."""
+    model_path: str | None = None
+    """Model of a server that is launched for this run, in place of `--server`."""
+    resume: bool = False
+    """Continue the run in `--out`. Episodes that have ended are not played again."""
+    retries: int = 2
+    """Further attempts of an episode that ended without a reward."""
+    max_concurrency: int | None = None
+    """Most episodes at one time. None is no bound."""
+    temperature: float = 1.0
+    """Sampling temperature for requests that set none."""
+    seed: int = 0
+    """Seed of the sessions."""
+    limits: AgentLimits = field(default_factory=AgentLimits)
+    pass_env: tuple[str, ...] = ()
+    """Names of variables that a program receives beside its own."""
+    allow_open_server: bool = False
+    """Accept servers that generate without a key, where an agent can sample outside its session."""
+
+
+def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> int:
+    """Play the run and print a summary. Returns the exit status: 1 if no episode has a reward."""
+    console = console or Console()
+    key = take_from_environment("VERL_SERVER_API_KEY")  # no agent inherits it, nor reads it in /proc
+    servers = _servers(args, key)
+    agent = load_agent(args.agent)
+    tasks, environment = load_tasks(args)
+    reward = _reward(args.reward, agent, environment)
+    try:
+        asyncio.run(_played(args, servers, agent, tasks, environment, reward, console))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print(f"Interrupted. The same command with --resume continues {args.out}.", highlight=False)
+        return 130
+    summary = summarize_lines(read_lines(args.out / "episodes.jsonl"))
+    mean = "none" if summary["mean_reward"] is None else f"{summary['mean_reward']:.3f}"
+    console.print(
+        f"{summary['episodes']} episodes in {summary['attempts']} attempts, {summary['tokens']} tokens, "
+        f"mean reward {mean}, ends {summary['reasons']}. Files: {args.out}",
+        highlight=False,
+    )
+    for entry in [e for e in read_lines(args.out / "episodes.jsonl") if e.final and e.error][:5]:
+        console.print(f"  {entry.task}-{entry.member} {entry.reason}: {entry.error}", highlight=False, markup=False)
+    return 0 if summary["scored"] else 1
+
+
+async def _played(
+    args: AgentRolloutArgs,
+    servers: list[Server] | None,
+    agent: AgentFunction | list[str],
+    tasks: list[AgentTask],
+    environment: EnvironmentFactory | None,
+    reward: Reward,
+    console: Console,
+) -> AgentRun:
+    progress = Progress()
+    done = sum(entry.final for entry in read_lines(args.out / "episodes.jsonl")) if args.resume else 0
+    view = ProgressView(progress, len(tasks) * args.group_size - done, console)
+    async with view.shown():
+        run = await arun_agents(
+            agent,
+            tasks,
+            servers=servers,
+            model_path=args.model_path,
+            reward=reward,
+            environment=environment,
+            group_size=args.group_size,
+            limits=args.limits,
+            retries=args.retries,
+            max_concurrency=args.max_concurrency,
+            sampling_params={"temperature": args.temperature},
+            seed=args.seed,
+            out=args.out,
+            resume=args.resume,
+            on_finish=view.note,
+            allow_open_server=args.allow_open_server,
+            pass_env=args.pass_env,
+            progress=progress,
+            describe={"tasks_from": args.tasks, "environment": args.environment, "model_path": args.model_path},
+        )
+    write_run_report(args.out)
+    return run
+
+
+def load_agent(text: str) -> AgentFunction | list[str]:
+    """The function that the text names, or the words of its command."""
+    if _FUNCTION.fullmatch(text):
+        return load_function(text, "agent")
+    words = shlex.split(text)
+    if not words:
+        raise BadRequestError("--agent is empty. Name MODULE:function, or a command in quotes.")
+    return words
+
+
+def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFactory | None]:
+    """The tasks, and the environment that they play in."""
+    if is_named(args.tasks):
+        if args.environment is not None:
+            raise BadRequestError(f"--tasks {args.tasks} has its own environment: remove --environment.")
+        count = _GROUPS if args.groups is None else args.groups
+        return [AgentTask(seed=args.first_seed + i) for i in range(count)], _factory(args.tasks)
+    tasks = read_tasks(Path(args.tasks))[: args.groups]
+    if args.groups is not None and len(tasks) < args.groups:
+        raise BadRequestError(f"{args.tasks} has {len(tasks)} tasks, fewer than --groups {args.groups}.")
+    return tasks, None if args.environment is None else _factory(args.environment)
+
+
+def read_tasks(path: Path) -> list[AgentTask]:
+    """One task for each line of a JSONL file."""
+    if not path.is_file():
+        raise BadRequestError(f"There is no file {path}. --tasks is FILE.jsonl, reasoning-gym:NAME or textarena:NAME.")
+    tasks = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            content = msgspec.json.decode(line)
+            is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
+            tasks.append(msgspec.convert(content, AgentTask) if is_task else AgentTask(seed=number - 1, input=content))
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f"{path}:{number} is no task: {error}") from None
+    if not tasks:
+        raise BadRequestError(f"{path} has no tasks.")
+    return tasks
+
+
+def _factory(name: str) -> EnvironmentFactory:
+    make = environment_named(name)
+    return lambda task: make(task.environment)
+
+
+def _reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
+    if text is None:
+        if environment is None and callable(agent):
+            raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")
+        return "exit" if environment is None else "environment"
+    if text == "exit":
+        return "exit"
+    if text == "environment":
+        return "environment"
+    return load_function(text, "reward")
+
+
+def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
+    """The running servers, None if one is launched."""
+    if not args.server:
+        return None
+    if args.api_key_file is not None:
+        key = args.api_key_file.read_text().strip()
+    if not key:
+        raise BadRequestError("The servers' key is missing: set VERL_SERVER_API_KEY, or name --api-key-file.")
+    return [Server(url, key) for url in args.server]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import tyro
+
+    return rollout_agents(tyro.cli(AgentRolloutArgs, args=argv, prog="verl-server rollout"))

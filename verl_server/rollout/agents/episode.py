@@ -1,0 +1,363 @@
+"""`AgentPlayer`: plays one attempt of an agent at a task, from the environment's reset to the deletion of the session.
+
+`run.py` calls `play` for every attempt. The order at the end is fixed: the agent is ended as a whole, the session is
+finished (which ends generations that the agent left behind), the trajectory is read, the reward is computed and
+recorded, the session is deleted. A fault ends its own episode only, with a recorded reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    ServerUnavailableError,
+    SessionEndedError,
+    SessionNotFoundError,
+    VerlServerError,
+)
+from verl_server.rollout.agents import rewards
+from verl_server.rollout.agents.gateway import EnvironmentGateway, GuardedEnvironment, Referee
+from verl_server.rollout.agents.program import run_program
+from verl_server.rollout.agents.servers import PROBE_SECONDS, ServerPool
+from verl_server.rollout.agents.sessions_client import SessionsClient
+from verl_server.rollout.agents.types import (
+    AgentEpisode,
+    AgentFunction,
+    AgentLimits,
+    AgentSession,
+    EnvironmentFactory,
+)
+from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.rollout.launched import Exit
+from verl_server.rollout.trajectory import StopReason
+from verl_server.session_types import CreatedSession, CreateSession, SessionInfo, SessionLimits
+
+T = TypeVar("T")
+
+_LIMIT_REASONS = {
+    "max_turns": StopReason.MAX_TURNS,
+    "max_tokens": StopReason.MAX_TOKENS,
+    "max_context": StopReason.CONTEXT_FULL,
+}
+_SERVER_SLACK = 60.0
+"""Seconds by which the server's own bounds of a session exceed the runner's: they clean up after a dead runner."""
+
+
+@dataclass
+class End(Exception):
+    """Why an episode ended."""
+
+    reason: StopReason
+    error: str | None = None
+    result: Any = None
+    exit_code: int | None = None
+    output: str = ""
+
+
+@dataclass
+class Progress:
+    """What runs now, for a live display."""
+
+    running: int = 0
+    referees: set[Referee] = field(default_factory=set)
+
+    @property
+    def in_environment(self) -> int:
+        """Episodes that wait for their environment now."""
+        return sum(referee.waiting > 0 for referee in self.referees)
+
+
+@dataclass(frozen=True)
+class AgentPlayer:
+    """What all episodes of a run have in common."""
+
+    run: str
+    """Name of the run: the first part of its sessions' groups."""
+    agent: AgentFunction | Sequence[str]
+    reward: rewards.Reward
+    environment: EnvironmentFactory | None
+    limits: AgentLimits
+    sampling_params: Mapping[str, Any]
+    pool: ServerPool
+    gateway: EnvironmentGateway
+    logs: Path
+    pass_env: Sequence[str]
+    progress: Progress
+    clock: Callable[[], float]
+
+    async def play(self, episode: AgentEpisode) -> None:
+        """Play an attempt and fill in its end. A cancelled attempt ends as ABORTED and raises CancelledError."""
+        start = self.clock()
+        referee: Referee | None = None
+        self.progress.running += 1
+        try:
+            if self.environment is not None:
+                referee = await self._opened(self.environment, episode)
+                self.progress.referees.add(referee)
+            await self._in_session(episode, referee)
+        except End as end:
+            _note(episode, end)
+        except asyncio.CancelledError:
+            episode.reason = episode.reason or StopReason.ABORTED
+            raise
+        finally:
+            self.progress.running -= 1
+            if referee is not None:
+                self.progress.referees.discard(referee)
+                await referee.close()
+                episode.events = referee.events
+            episode.seconds = self.clock() - start
+
+    async def _opened(self, make: EnvironmentFactory, episode: AgentEpisode) -> Referee:
+        try:
+            environment = make(episode.task)
+        except Exception as error:
+            raise End(StopReason.ENV_ERROR, f"The environment was not made: {error}") from error
+        referee = Referee(environment, self.limits.environment_seconds, self.clock)
+        try:
+            await referee.reset(episode.task.seed)
+        except BaseException as error:
+            await referee.close()
+            if isinstance(error, EnvError | BadRequestError):
+                raise _environment_end(error) from error
+            raise
+        return referee
+
+    async def _in_session(self, episode: AgentEpisode, referee: Referee | None) -> None:
+        limits = self.limits
+        request = CreateSession(
+            group=f"{self.run}/{episode.index}",
+            metadata={"task": episode.index, "member": episode.member, "attempt": episode.attempt},
+            limits=SessionLimits(
+                max_turns=limits.max_turns,
+                max_tokens=limits.max_tokens,
+                max_context=limits.max_context,
+                max_concurrent=limits.max_concurrent,
+                seconds=limits.seconds + _SERVER_SLACK,
+                idle_seconds=limits.idle_seconds + limits.seconds + _SERVER_SLACK,
+            ),
+            sampling_params=dict(self.sampling_params),
+            seed=episode.seed,
+        )
+        try:
+            async with self.pool.session(request, limits.restart_timeout) as (client, created):
+                episode.session, episode.server = created.id, client.url
+                try:
+                    end = await self._agent_end(client, created, episode, referee)
+                except asyncio.CancelledError:
+                    episode.reason = StopReason.ABORTED
+                    await _shielded(self._dropped(client, created.id))
+                    raise
+                await self._closed(client, created.id, episode, referee, end)
+        except (ServerDiedError, ServerUnavailableError) as error:
+            raise End(StopReason.SESSION_LOST, str(error)) from error
+
+    # -- the agent ------------------------------------------------------------------------------------------
+
+    async def _agent_end(
+        self, client: SessionsClient, created: CreatedSession, episode: AgentEpisode, referee: Referee | None
+    ) -> End:
+        """Run the agent until it or one of its bounds ends. The agent is gone when this returns."""
+        session = AgentSession(
+            session_id=created.id,
+            base_url=client.url + created.base_url,
+            anthropic_base_url=client.url + created.anthropic_base_url,
+            api_key=created.key,
+            environment=GuardedEnvironment(referee) if referee is not None else None,
+        )
+        agent = asyncio.ensure_future(self._run_agent(session, episode, referee))
+        activity = asyncio.ensure_future(self._watched(client, created.id, referee))
+        waits: list[asyncio.Future[Any]] = [agent, activity] + ([referee.fault] if referee is not None else [])
+        try:
+            await asyncio.wait(waits, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if referee is not None and referee.fault.done():
+                return _environment_end(referee.fault.result())
+            if agent.done():
+                return await self._own_end(agent, client)
+            if activity.done():
+                return activity.result()
+            return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
+        finally:
+            activity.cancel()
+            await _shielded(self._ended(agent))
+
+    async def _run_agent(self, session: AgentSession, episode: AgentEpisode, referee: Referee | None) -> Any:
+        if callable(self.agent):
+            return await self.agent(session, episode.task)
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(self.gateway.serving(referee)) if referee is not None else None
+            return await run_program(
+                self.agent,
+                session,
+                episode.task,
+                limits=self.limits,
+                log=self.logs / f"{episode.name}.log",
+                environment_url=url,
+                pass_env=self.pass_env,
+                about={"task": episode.index, "member": episode.member, "attempt": episode.attempt},
+            )
+
+    async def _ended(self, agent: asyncio.Future[Any]) -> None:
+        """Cancel the agent and wait for its end. A function that ignores its cancellation is left behind."""
+        agent.cancel()
+        bound = self.limits.kill_grace if callable(self.agent) else None  # the end of a program has its own bound
+        await asyncio.wait([agent], timeout=bound)
+        if agent.done() and not agent.cancelled():
+            agent.exception()  # it was read: asyncio logs nothing
+
+    async def _own_end(self, agent: asyncio.Future[Any], client: SessionsClient) -> End:
+        """The end of an agent that returned, raised or exited."""
+        if agent.cancelled():
+            return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
+        error = agent.exception()
+        if error is None:
+            result = agent.result()
+            return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
+        text = f"{type(error).__name__}: {error}"[:2000]
+        if _server_failed(error) or not await client.is_alive():
+            return End(StopReason.GENERATION_ERROR, text)
+        return End(StopReason.AGENT_ERROR, text)
+
+    async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:
+        """Return when the agent is idle for too long, or its session is lost."""
+        idle = self.limits.idle_seconds
+        seen: Any = None
+        active = answered = time.monotonic()
+        while True:
+            await asyncio.sleep(min(5.0, idle / 4))
+            now = time.monotonic()
+            try:
+                info = await client.get(session_id)
+            except (ServerDiedError, ServerUnavailableError) as error:
+                self.pool.lost(client)
+                if now - answered > self.limits.restart_timeout:
+                    return End(StopReason.SESSION_LOST, str(error))
+                active = now  # the agent waits for the server
+                continue
+            except (SessionNotFoundError, SessionEndedError) as error:
+                return End(StopReason.SESSION_LOST, str(error))
+            except VerlServerError:
+                continue
+            answered = now
+            if info.state != "open":
+                return End(StopReason.SESSION_LOST, f"The session is {info.state} ({info.reason}).")
+            calls = referee.calls if referee is not None else 0
+            facts = (info.active, info.turns, info.tokens, calls)
+            if facts != seen or info.in_flight or (referee is not None and referee.waiting):
+                seen, active = facts, now
+            elif now - active >= idle:
+                return End(
+                    StopReason.IDLE,
+                    f"No generation and no call of the environment for {idle:.3g} s (AgentLimits.idle_seconds).",
+                )
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    async def _closed(
+        self, client: SessionsClient, session_id: str, episode: AgentEpisode, referee: Referee | None, end: End
+    ) -> None:
+        try:
+            info = await self._retried(lambda: client.finish(session_id, str(end.reason)))
+            episode.trajectory = await self._retried(lambda: client.trajectory(session_id))
+        except (ServerDiedError, ServerUnavailableError, SessionNotFoundError) as error:
+            lost = error if end.reason is not StopReason.SESSION_LOST else end.error
+            raise End(StopReason.SESSION_LOST, f"{lost} (the agent's end: {end.reason})") from error
+        episode.turns, episode.tokens = info.turns, info.tokens
+        if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR):
+            end.reason = self._limit_reason(info) or end.reason
+        _note(episode, end)
+        if referee is not None:
+            episode.environment_reward = referee.reward
+        if rewards.is_scored(self.reward, end.reason):
+            try:
+                episode.reward = await rewards.compute(self.reward, episode, self.limits.reward_seconds)
+            except BadRequestError as error:
+                episode.error = f"No reward: {error}"
+        with contextlib.suppress(VerlServerError):  # the run's own files have the reward, and the server cleans up
+            if episode.reward is not None:
+                await client.reward(session_id, episode.reward)
+            await client.delete(session_id)
+
+    async def _dropped(self, client: SessionsClient, session_id: str) -> None:
+        with contextlib.suppress(VerlServerError):
+            await client.finish(session_id, str(StopReason.ABORTED))
+            await client.delete(session_id)
+
+    async def _retried(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call while the server is away, for at most `restart_timeout`."""
+        deadline = time.monotonic() + self.limits.restart_timeout
+        while True:
+            try:
+                return await work()
+            except (ServerDiedError, ServerUnavailableError):
+                if time.monotonic() + PROBE_SECONDS > deadline:
+                    raise
+                await asyncio.sleep(PROBE_SECONDS)
+
+    def _limit_reason(self, info: SessionInfo) -> StopReason | None:
+        """The limit of the session that refused the agent's last request."""
+        if info.limit is not None:
+            return _LIMIT_REASONS.get(info.limit)
+        if self.limits.max_turns is not None and info.turns >= self.limits.max_turns:
+            return StopReason.MAX_TURNS
+        if self.limits.max_tokens is not None and info.tokens >= self.limits.max_tokens:
+            return StopReason.MAX_TOKENS
+        return None
+
+
+def _note(episode: AgentEpisode, end: End) -> None:
+    episode.reason, episode.error = end.reason, end.error
+    episode.result, episode.exit_code, episode.output = end.result, end.exit_code, end.output
+
+
+def _environment_end(error: Exception) -> End:
+    timed_out = isinstance(error, EnvTimeoutError)
+    return End(StopReason.ENV_TIMEOUT if timed_out else StopReason.ENV_ERROR, str(error))
+
+
+def _exit_end(exit: Exit) -> End:
+    lines = "\n".join(exit.output.splitlines()[-10:])
+    if exit.code == 0:
+        return End(StopReason.DONE, exit_code=0, output=exit.output)
+    if exit.code is not None and exit.code < 0:
+        error = f"Signal {-exit.code} ended the program. Its last lines:\n{lines}"
+        return End(StopReason.AGENT_KILLED, error, exit_code=exit.code, output=exit.output)
+    cause = exit.error or f"The program ended with exit code {exit.code}"
+    reason = StopReason.AGENT_KILLED if exit.error and "killed" in exit.error else StopReason.AGENT_ERROR
+    return End(reason, f"{cause}. Its last lines:\n{lines}", exit_code=exit.code, output=exit.output)
+
+
+def _server_failed(error: BaseException) -> bool:
+    """True if an SDK's error, or its cause, says that the server failed (status 5xx)."""
+    seen: BaseException | None = error
+    while seen is not None:
+        status = getattr(seen, "status_code", None)
+        if isinstance(status, int) and status >= 500:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+async def _shielded(work: Awaitable[T]) -> T:
+    """Await to the end even if this task is cancelled meanwhile; the cancellation is raised afterwards."""
+    future = asyncio.ensure_future(work)
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if future.cancelled():
+                raise
+            cancelled = True
+    if cancelled:
+        future.exception()
+        raise asyncio.CancelledError
+    return future.result()

@@ -1,0 +1,249 @@
+"""An agent's environment without its rewards: `GuardedEnvironment` for functions, `EnvironmentGateway` for programs.
+
+The runner resets the environment once and sums the rewards. The agent receives observations only, and cannot start a
+second episode. A program reaches its environment behind a random URL of the gateway:
+
+    GET  URL/observation            → {"observation": text, "done": bool}
+    POST URL/step {"text": text}    → {"observation": text, "done": bool}
+    GET  URL/tools                  → {"tools": [...]}
+    POST URL/call {"name": name, "arguments": {...}} → {"result": text}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from verl_server.errors import BadRequestError
+from verl_server.ipc.sockets import bind_socket
+from verl_server.rollout.environment import EnvError, EnvTimeoutError
+from verl_server.rollout.environments.text import TextEnvironment
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+class GuardedEnvironment:
+    """One episode of an environment, as the agent sees it. The rewards stay with the runner (`Referee`)."""
+
+    def __init__(self, referee: Referee) -> None:
+        self.__referee = referee
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Tools in the shape of OpenAI's `tools`."""
+        return self.__referee.tools
+
+    @property
+    def observation(self) -> str:
+        """The newest observation."""
+        return self.__referee.observation
+
+    @property
+    def done(self) -> bool:
+        """True if the episode is over."""
+        return self.__referee.done
+
+    async def step(self, text: str) -> tuple[str, bool]:
+        """Play the policy's text. Returns (observation, done). Raises BadRequestError after the episode's end."""
+        return await self.__referee.step(text)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool and return its result as text."""
+        return await self.__referee.call(name, arguments)
+
+
+class Referee:
+    """The runner's side of one episode: bounds each call, sums rewards, and notes the fault that ended the episode."""
+
+    def __init__(
+        self, environment: TextEnvironment, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`seconds` bounds each call of the environment."""
+        self._environment = environment
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self.tools: list[dict[str, Any]] = []
+        self.observation = ""
+        self.done = False
+        self.reward = 0.0
+        self.calls = 0
+        """Calls that began. With `waiting`, it shows that the agent is active."""
+        self.waiting = 0
+        """Calls that run now."""
+        self.fault: asyncio.Future[EnvError] = asyncio.get_running_loop().create_future()
+        """Set by the first fault of the environment."""
+        self.events: list[tuple[str, float, float]] = []
+
+    async def reset(self, seed: int | None) -> None:
+        """Start the episode. Raises EnvError."""
+        self.observation = await self._bounded("reset", self._environment.reset(seed))
+        self.tools = self._environment.tools
+
+    async def step(self, text: str) -> tuple[str, bool]:
+        async with self._lock:
+            if self.done:
+                raise BadRequestError("The episode is over: the environment accepts no other step.")
+            self.observation, reward, self.done = await self._bounded("step", self._environment.step(text))
+            self.reward += reward or 0.0
+            return self.observation, self.done
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        names = [tool.get("function", {}).get("name") for tool in self.tools]
+        if name not in names:
+            raise BadRequestError(f"There is no tool {name!r}. The tools: {', '.join(map(str, names)) or 'none'}.")
+        return await self._bounded("call", self._environment.call(name, arguments))
+
+    async def close(self) -> None:
+        """Close the environment within its bound. Raises nothing."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._seconds):
+                await self._environment.close()
+
+    async def _bounded(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        if self.fault.done():
+            work.close()
+            raise self.fault.result()
+        self.calls += 1
+        self.waiting += 1
+        start = self._clock()
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await work
+        except TimeoutError:
+            raise self._failed(
+                EnvTimeoutError(
+                    f"The environment did not answer `{what}` within {self._seconds:.3g} s "
+                    "(AgentLimits.environment_seconds)."
+                )
+            ) from None
+        except BadRequestError:
+            raise  # the agent's fault: the episode goes on
+        except EnvError as error:
+            raise self._failed(error) from None
+        except Exception as error:
+            raise self._failed(
+                EnvError(f"The environment's `{what}` raised {type(error).__name__}: {error}")
+            ) from error
+        finally:
+            self.waiting -= 1
+            self.events.append(("env", start, self._clock()))
+
+    def _failed(self, error: EnvError) -> EnvError:
+        if not self.fault.done():
+            self.fault.set_result(error)
+        return error
+
+
+class EnvironmentGateway:
+    """Serves the environments of programs on the loopback address. Use `running`."""
+
+    def __init__(self) -> None:
+        self._referees: dict[str, Referee] = {}
+        self._url = ""
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[EnvironmentGateway]:
+        """Serve on this event loop until the block ends."""
+        paths = {
+            "/{token}/observation": ("GET", self._observation),
+            "/{token}/step": ("POST", self._step),
+            "/{token}/tools": ("GET", self._tools),
+            "/{token}/call": ("POST", self._call),
+        }
+        app = Starlette(routes=[Route(path, handler, methods=[method]) for path, (method, handler) in paths.items()])
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        server = _Server(config)
+        with bind_socket("127.0.0.1", 0) as sock:
+            self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            serving = asyncio.create_task(server.serve([sock]))
+            try:
+                yield self
+            finally:
+                server.should_exit = True
+                await serving
+
+    @contextlib.contextmanager
+    def serving(self, referee: Referee) -> Iterator[str]:
+        """Yield the URL of one episode's environment, which ends with the block."""
+        token = secrets.token_urlsafe(24)
+        self._referees[token] = referee
+        try:
+            yield f"{self._url}/{token}"
+        finally:
+            del self._referees[token]
+
+    async def _observation(self, request: Request) -> Response:
+        return await self._answer(request, self._observed)
+
+    async def _observed(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+        return {"observation": referee.observation, "done": referee.done}
+
+    async def _step(self, request: Request) -> Response:
+        return await self._answer(request, self._stepped)
+
+    async def _stepped(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(body.get("text"), str):
+            raise BadRequestError('The body must be {"text": TEXT}.')
+        observation, done = await referee.step(body["text"])
+        return {"observation": observation, "done": done}
+
+    async def _tools(self, request: Request) -> Response:
+        return await self._answer(request, self._listed)
+
+    async def _listed(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+        return {"tools": referee.tools}
+
+    async def _call(self, request: Request) -> Response:
+        return await self._answer(request, self._called)
+
+    async def _called(self, referee: Referee, body: dict[str, Any]) -> dict[str, Any]:
+        arguments = body.get("arguments", {})
+        if not isinstance(body.get("name"), str) or not isinstance(arguments, dict):
+            raise BadRequestError('The body must be {"name": NAME, "arguments": {...}}.')
+        return {"result": await referee.call(body["name"], arguments)}
+
+    async def _answer(self, request: Request, work: Callable[[Referee, dict[str, Any]], Any]) -> Response:
+        referee = self._referees.get(request.path_params["token"])
+        if referee is None:
+            return JSONResponse({"error": "There is no such environment, or its episode is over."}, 404)
+        try:
+            return JSONResponse(await work(referee, await _body(request)))
+        except BadRequestError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except EnvError as error:
+            return JSONResponse({"error": str(error)}, 502)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the program that this server runs in."""
+        yield
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    if request.method == "GET":
+        return {}
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise BadRequestError(f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"The body is not a JSON object: {error}") from None

@@ -1,0 +1,236 @@
+"""The folder of an agent run: settings, trajectories, episodes and a summary; and what a resumed run skips.
+
+    run.json            settings without keys, and a digest of the tasks
+    trajectories.jsonl  a `Trajectory` for each branch of each final attempt
+    episodes.jsonl      a line for each attempt, in the order of their ends
+    agents/             the output of programs, TASK-MEMBER-ATTEMPT.log
+    summary.json        figures of the whole run
+
+An episode's trajectories are written before its line in episodes.jsonl. Trajectories without such a line are removed
+when the run is resumed, and so is a line that was cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.types import AgentEpisode, AgentTask
+from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
+from verl_server.session_types import Branch
+
+
+class EpisodeLine(msgspec.Struct, kw_only=True):
+    """One line of episodes.jsonl."""
+
+    task: int
+    """Number of the task."""
+    member: int
+    attempt: int
+    session: str
+    server: str
+    reason: StopReason
+    error: str | None
+    exit_code: int | None
+    reward: float | None
+    environment_reward: float | None
+    seconds: float
+    tokens: int
+    turns: int
+    branches: int
+    final: bool
+    """True if no other attempt follows. A resumed run plays a (task, member) without a final line again."""
+
+
+class RunFolder:
+    """Writes one run. `finished` has the final lines of the run that is resumed."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], tasks: Sequence[AgentTask], resume: bool) -> None:
+        """Create or reopen the folder. `settings` are what must be equal in a resumed run, without keys.
+
+        Raises BadRequestError if the folder has a run already and `resume` is False, or another run.
+        """
+        self.folder = folder
+        self.logs = folder / "agents"
+        self._run_file = folder / "run.json"
+        self._trajectories = folder / "trajectories.jsonl"
+        self._episodes = folder / "episodes.jsonl"
+        self.finished: dict[tuple[int, int], EpisodeLine] = {}
+        wanted = json.loads(msgspec.json.encode(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)}))
+        self.logs.mkdir(parents=True, exist_ok=True)
+        if not self._run_file.exists():
+            self.id = settings_id()
+            _write(self._run_file, {"run": self.id} | wanted)
+            return
+        if not resume:
+            raise BadRequestError(
+                f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
+            )
+        found = json.loads(self._run_file.read_text())
+        self.id = str(found.pop("run"))
+        different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        if different:
+            texts = [f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in different]
+            raise BadRequestError(f"{folder} is a run with other settings ({'; '.join(texts)}). Name another folder.")
+        self._recover()
+
+    def add(self, episode: AgentEpisode) -> list[Trajectory]:
+        """Record an attempt that has ended. Returns its trajectories; only a final attempt's are written."""
+        branches = episode_trajectories(episode)
+        if episode.final:
+            append_jsonl(self._trajectories, branches)
+        append_jsonl(self._episodes, [line(episode, len(branches))])
+        return branches
+
+    def lines(self) -> list[EpisodeLine]:
+        """All attempts so far, with those before the resumption."""
+        return read_lines(self._episodes)
+
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories so far, with those before the resumption."""
+        return read_jsonl(self._trajectories) if self._trajectories.exists() else []
+
+    def write_summary(self, seconds: float, expected: int) -> dict[str, Any]:
+        """Write summary.json and return it. `expected` is the number of episodes of the whole run."""
+        summary = summarize_lines(self.lines()) | {"expected": expected, "seconds": seconds}
+        _write(self.folder / "summary.json", summary)
+        return summary
+
+    def _recover(self) -> None:
+        """Remove what an interruption left half-written."""
+        lines = list(_whole_lines(self._episodes, EpisodeLine))
+        _rewrite(self._episodes, lines)
+        self.finished = {(entry.task, entry.member): entry for entry in lines if entry.final}
+        kept = {(entry.task, entry.member, entry.attempt) for entry in lines if entry.final}
+        trajectories = _whole_lines(self._trajectories, Trajectory)
+        _rewrite(self._trajectories, (t for t in trajectories if (t.task.group, t.member, t.attempt) in kept))
+
+
+def settings_id() -> str:
+    """A new random name of a run. It is the first part of its sessions' groups."""
+    return f"run-{os.urandom(6).hex()}"
+
+
+def tasks_digest(tasks: Sequence[AgentTask]) -> str:
+    """A digest of all tasks, in order."""
+    return hashlib.blake2b(msgspec.json.encode(list(tasks), order="sorted"), digest_size=16).hexdigest()
+
+
+def line(episode: AgentEpisode, branches: int) -> EpisodeLine:
+    """The line of episodes.jsonl for an attempt."""
+    assert episode.reason is not None
+    return EpisodeLine(
+        task=episode.index,
+        member=episode.member,
+        attempt=episode.attempt,
+        session=episode.session,
+        server=episode.server,
+        reason=episode.reason,
+        error=episode.error,
+        exit_code=episode.exit_code,
+        reward=episode.reward,
+        environment_reward=episode.environment_reward,
+        seconds=round(episode.seconds, 3),
+        tokens=episode.tokens,
+        turns=episode.turns,
+        branches=branches,
+        final=episode.final,
+    )
+
+
+def read_lines(path: Path) -> list[EpisodeLine]:
+    """The attempts in an episodes.jsonl, [] if there is no file."""
+    return list(_whole_lines(path, EpisodeLine))
+
+
+def summarize_lines(lines: Sequence[EpisodeLine]) -> dict[str, Any]:
+    """Figures of a run from its attempts."""
+    final = [entry for entry in lines if entry.final]
+    rewards = [entry.reward for entry in final if entry.reward is not None]
+    return {
+        "episodes": len(final),
+        "attempts": len(lines),
+        "scored": len(rewards),
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "reasons": dict(Counter(str(entry.reason) for entry in final).most_common()),
+        "reasons_of_attempts": dict(Counter(str(entry.reason) for entry in lines).most_common()),
+        "tokens": sum(entry.tokens for entry in lines),
+        "turns": sum(entry.turns for entry in lines),
+        "branches": sum(entry.branches for entry in final),
+    }
+
+
+def episode_trajectories(episode: AgentEpisode) -> list[Trajectory]:
+    """One `Trajectory` for each branch that the server exported. Every branch has the episode's reward."""
+    if episode.trajectory is None:
+        return []
+    return [_trajectory(episode, branch) for branch in episode.trajectory.branches]
+
+
+def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
+    versions = [""] * len(branch.ids)
+    for span in branch.weight_versions:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    turns = [
+        Turn(
+            observation={},
+            observation_span=(turn.start, turn.prompt_end),
+            action_span=(turn.prompt_end, turn.end),
+            action={"calls": turn.calls} if turn.calls else {},
+            finish_reason=turn.finish_reason,
+        )
+        for turn in branch.turns
+    ]
+    events = [Event(*event) for event in episode.events] if branch.branch == 0 else []
+    return Trajectory(
+        task=Task(seed=episode.task.seed, group=episode.index, sampling_seed=episode.seed),
+        tokens=list(branch.ids),
+        loss_mask=list(branch.loss_mask),
+        logprobs=list(branch.logprobs),
+        weight_versions=versions,
+        turns=turns,
+        reward=episode.reward,
+        stop_reason=episode.reason,
+        error=episode.error,
+        events=events,
+        session=branch.session,
+        branch=branch.branch,
+        member=episode.member,
+        attempt=episode.attempt,
+    )
+
+
+def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
+    """Records up to the first line that is cut off. Raises BadRequestError for a line in the middle that is damaged."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                yield msgspec.json.decode(text, type=kind)
+            except msgspec.DecodeError as error:
+                raise BadRequestError(f"{path}:{number} is damaged: {error}. Remove the line, or the run.") from None
+
+
+def _rewrite(path: Path, records: Iterable[Any]) -> None:
+    """Replace a file at once with these records."""
+    new = path.with_suffix(".tmp")
+    new.unlink(missing_ok=True)
+    append_jsonl(new, records)
+    os.replace(new, path)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(new, path)

@@ -1,0 +1,90 @@
+"""The live view of an agent run: a table in a terminal, a line every few seconds elsewhere.
+
+`cli.py` shows it. `Progress` (episode.py) says what runs now; the episodes that ended are counted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from verl_server.rollout.agents.episode import Progress
+from verl_server.rollout.agents.types import AgentEpisode
+
+_REFRESH_SECONDS = 0.25
+_LINE_SECONDS = 5.0
+
+
+class ProgressView:
+    """Counts the ends of episodes. `note` is the `on_finish` of the run."""
+
+    def __init__(self, progress: Progress, expected: int, console: Console) -> None:
+        """`expected` is the number of episodes that this run will play."""
+        self._progress = progress
+        self._expected = expected
+        self._console = console
+        self._start = time.monotonic()
+        self._reasons: Counter[str] = Counter()
+        self._rewards: list[float] = []
+        self._tokens = 0
+        self._done = self._failed = self._retried = 0
+
+    def note(self, episode: AgentEpisode) -> None:
+        """Count an attempt that has ended."""
+        self._tokens += episode.tokens
+        if not episode.final:
+            self._retried += 1
+            return
+        self._reasons[str(episode.reason)] += 1
+        if episode.reward is None:
+            self._failed += 1
+        else:
+            self._done += 1
+            self._rewards.append(episode.reward)
+
+    def facts(self) -> dict[str, str]:
+        """What the view shows, by name."""
+        seconds = max(1e-9, time.monotonic() - self._start)
+        waiting = self._progress.in_environment
+        reward = f"{sum(self._rewards) / len(self._rewards):.3f}" if self._rewards else "-"
+        return {
+            "running": str(self._progress.running - waiting),
+            "in environment": str(waiting),
+            "done": f"{self._done} of {self._expected}",
+            "failed": str(self._failed),
+            "retried": str(self._retried),
+            "tokens/s": f"{self._tokens / seconds:.0f}",
+            "reward": reward,
+            "seconds": f"{seconds:.0f}",
+        }
+
+    @contextlib.asynccontextmanager
+    async def shown(self) -> AsyncIterator[None]:
+        """Show the view until the block ends."""
+        if not self._console.is_terminal:
+            task = asyncio.ensure_future(self._lines())
+            try:
+                yield
+            finally:
+                task.cancel()
+            return
+        with Live(get_renderable=self._table, console=self._console, refresh_per_second=1 / _REFRESH_SECONDS):
+            yield
+
+    def _table(self) -> RenderableType:
+        facts = self.facts()
+        table = Table(*facts)
+        table.add_row(*facts.values())
+        return table
+
+    async def _lines(self) -> None:
+        while True:
+            await asyncio.sleep(_LINE_SECONDS)
+            self._console.print("  ".join(f"{name} {value}" for name, value in self.facts().items()), highlight=False)

@@ -1,0 +1,252 @@
+"""`run_agents`: any async function, or any program, plays tasks through sessions of a rollout server.
+
+Trainers, `verl-server rollout --agent` and users call it. Every episode has a session of its own, whose ids, loss mask
+and log-probabilities the server records. An episode that ends for a reason outside the policy has no reward and is
+tried again in a new session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.rollout.agents.episode import AgentPlayer, Progress
+from verl_server.rollout.agents.gateway import EnvironmentGateway
+from verl_server.rollout.agents.output import RunFolder, episode_trajectories, settings_id
+from verl_server.rollout.agents.program import check_program, memory_hidden
+from verl_server.rollout.agents.rewards import Reward
+from verl_server.rollout.agents.servers import ServerPool
+from verl_server.rollout.agents.types import (
+    AgentEpisode,
+    AgentFunction,
+    AgentLimits,
+    AgentRun,
+    AgentTask,
+    EnvironmentFactory,
+    Server,
+)
+from verl_server.rollout.trajectory import StopReason, Trajectory
+
+_RETRY_PAUSE = 0.05
+"""Seconds before the second attempt; each further attempt waits twice as long."""
+
+
+def run_agents(agent: AgentFunction | Sequence[str], tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
+    """Play all tasks and return when the last episode has ended. The options are those of `arun_agents`."""
+    return asyncio.run(arun_agents(agent, tasks, **options))
+
+
+async def arun_agents(
+    agent: AgentFunction | Sequence[str],
+    tasks: Sequence[AgentTask],
+    *,
+    servers: Sequence[Server] | None = None,
+    model_path: str | None = None,
+    reward: Reward = "environment",
+    environment: EnvironmentFactory | None = None,
+    group_size: int = 1,
+    limits: AgentLimits | None = None,
+    retries: int = 2,
+    max_concurrency: int | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    resume: bool = False,
+    on_finish: Callable[[AgentEpisode], None] | None = None,
+    allow_open_server: bool = False,
+    pass_env: Sequence[str] = (),
+    progress: Progress | None = None,
+    describe: Mapping[str, Any] | None = None,
+) -> AgentRun:
+    """Play each task `group_size` times, every episode in a session of its own.
+
+    `agent` is an async function `(session, task)`, or the command of a program as a list. Without `servers`, a server
+    for `model_path` is launched with a random key. `reward` is a function of the ended episode, "environment" (the sum
+    of the rewards that the runner saw) or "exit" (1.0 for exit code 0, else 0.0). `retries` bounds the further
+    attempts of an episode without a reward. `seed` and the places of task and member settle every session's seed.
+    `out` is a folder for the run's files; with `resume`, episodes that have ended there are not played again.
+    `describe` is added to run.json and must be equal in a resumed run.
+
+    Raises BadRequestError for input that cannot work, and if a server generates for callers without a key, unless
+    `allow_open_server`. Faults of single episodes raise nothing.
+    """
+    agent = _checked(agent, pass_env)
+    limits = limits or AgentLimits()
+    if reward == "environment" and environment is None:
+        raise BadRequestError('reward="environment" needs an environment. Pass one, or a reward function, or "exit".')
+    if reward == "exit" and callable(agent):
+        raise BadRequestError('reward="exit" is for programs. Pass a reward function, or reward="environment".')
+    if group_size < 1 or retries < 0 or (max_concurrency is not None and max_concurrency < 1):
+        raise BadRequestError("group_size and max_concurrency must be at least 1, and retries at least 0.")
+    if resume and out is None:
+        raise BadRequestError("resume needs the folder `out` of the run.")
+    settings = {
+        "agent": getattr(agent, "__qualname__", repr(agent)) if callable(agent) else list(agent),
+        "reward": reward if isinstance(reward, str) else getattr(reward, "__qualname__", "function"),
+        "group_size": group_size,
+        "seed": seed,
+        "sampling_params": dict(sampling_params or {}),
+        "limits": msgspec.to_builtins(limits),
+    } | dict(describe or {})
+    folder = RunFolder(out, settings, tasks, resume) if out is not None else None
+    start = time.monotonic()
+    progress = progress or Progress()
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(_servers(servers, model_path))
+        if not allow_open_server:
+            await pool.check_closed()
+        logs = folder.logs if folder is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        player = AgentPlayer(
+            run=folder.id if folder is not None else settings_id(),
+            agent=agent,
+            reward=reward,
+            environment=environment,
+            limits=limits,
+            sampling_params=sampling_params or {},
+            pool=pool,
+            gateway=await stack.enter_async_context(EnvironmentGateway().running()),
+            logs=logs,
+            pass_env=pass_env,
+            progress=progress,
+            clock=lambda: time.monotonic() - start,
+        )
+        if not callable(agent):
+            stack.enter_context(memory_hidden())
+        if resume:
+            await _delete_leftovers(pool, player.run)
+        stack.enter_context(_background(pool.watch()))
+        run = _Run(player, folder, retries, on_finish)
+        places = [(i, member) for i in range(len(tasks)) for member in range(group_size)]
+        finished = folder.finished if folder is not None else {}
+        slots = asyncio.Semaphore(max_concurrency or max(1, len(places)))
+
+        async def play(index: int, member: int) -> None:
+            async with slots:
+                await run.play(tasks[index], index, member, session_seed(seed, index, member))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place in places:
+                    if place not in finished:
+                        group.create_task(play(*place))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if folder is not None:
+                folder.write_summary(time.monotonic() - start, len(places))
+    trajectories = folder.trajectories() if folder is not None else run.trajectories
+    trajectories.sort(key=lambda t: (t.task.group, t.member, t.branch))
+    return AgentRun(run.episodes, trajectories, time.monotonic() - start)
+
+
+def session_seed(seed: int, index: int, member: int) -> int:
+    """Seed of the session of one member of a task's group. Attempts at the same place share it."""
+    digest = hashlib.blake2b(f"{seed}/{index}/{member}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class _Run:
+    """The attempts of one call."""
+
+    def __init__(
+        self,
+        player: AgentPlayer,
+        folder: RunFolder | None,
+        retries: int,
+        on_finish: Callable[[AgentEpisode], None] | None,
+    ) -> None:
+        self._player = player
+        self._folder = folder
+        self._retries = retries
+        self._on_finish = on_finish
+        self.episodes: list[AgentEpisode] = []
+        self.trajectories: list[Trajectory] = []
+
+    async def play(self, task: AgentTask, index: int, member: int, seed: int) -> None:
+        """Attempt a task until an attempt has a reward, or none is left."""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                await asyncio.sleep(_RETRY_PAUSE * 2 ** (attempt - 1))
+            episode = AgentEpisode(task, index, member, attempt, seed)
+            try:
+                await self._player.play(episode)
+            except asyncio.CancelledError:
+                self._keep(episode)  # not final: a resumed run plays it again
+                raise
+            scored = episode.reason is not None and episode.reason.is_scored
+            episode.final = scored or episode.reward is not None or attempt == self._retries
+            self._keep(episode)
+            if episode.final:
+                return
+
+    def _keep(self, episode: AgentEpisode) -> None:
+        episode.reason = episode.reason or StopReason.ABORTED
+        self.episodes.append(episode)
+        if self._folder is not None:
+            self._folder.add(episode)
+        elif episode.final:
+            self.trajectories += episode_trajectories(episode)
+        if self._on_finish is not None:
+            self._on_finish(episode)
+
+
+def _checked(agent: AgentFunction | Sequence[str], pass_env: Sequence[str]) -> AgentFunction | list[str]:
+    if isinstance(agent, str):
+        raise BadRequestError(f"Pass the command as a list, for example {agent.split()!r}, or an async function.")
+    if not callable(agent):
+        return check_program(agent, pass_env)
+    target = agent if inspect.isroutine(agent) else type(agent).__call__
+    if not inspect.iscoroutinefunction(target) and not inspect.iscoroutinefunction(getattr(agent, "func", None)):
+        raise BadRequestError(f"{agent!r} is no async function: write `async def agent(session, task)`.")
+    return agent
+
+
+@contextlib.asynccontextmanager
+async def _servers(servers: Sequence[Server] | None, model_path: str | None) -> AsyncIterator[ServerPool]:
+    if servers is not None:
+        if model_path is not None:
+            raise BadRequestError("Pass servers or model_path, not both: a running server has its model.")
+        async with ServerPool(servers) as pool:
+            yield pool
+        return
+    if model_path is None:
+        raise BadRequestError("Pass servers=[Server(url, api_key)], or model_path to launch a server.")
+    from verl_server.engine.http import HttpServerEngineAdapter
+
+    key = secrets.token_urlsafe(32)
+    engine = await asyncio.to_thread(HttpServerEngineAdapter, model_path=model_path, port=0, api_key=key)
+    try:
+        assert engine.url is not None
+        async with ServerPool([Server(engine.url, key)]) as pool:
+            yield pool
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+
+
+async def _delete_leftovers(pool: ServerPool, run: str) -> None:
+    """Delete the sessions that an interrupted run left on the servers."""
+    for client in pool.clients:
+        with contextlib.suppress(VerlServerError):
+            for info in await client.list():
+                if info.group.startswith(f"{run}/"):
+                    await client.delete(info.id)
+
+
+@contextlib.contextmanager
+def _background(work: Any) -> Any:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()

@@ -1,0 +1,95 @@
+"""`ServerPool`: the servers of an agent run. Each session is at home on one of them.
+
+A new session goes to the server that answers and has the fewest sessions of this run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailableError
+from verl_server.rollout.agents.sessions_client import SessionsClient
+from verl_server.rollout.agents.types import Server
+from verl_server.session_types import CreatedSession, CreateSession
+
+PROBE_SECONDS = 1.0
+"""Seconds between two questions to a server that is away."""
+
+
+class ServerPool:
+    """Used on one event loop, with `async with`."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        if not servers:
+            raise BadRequestError("servers is empty: name at least one Server(url, api_key).")
+        self.clients = [SessionsClient(server.url, server.api_key) for server in servers]
+        self._open = dict.fromkeys(self.clients, 0)
+        self._away: set[SessionsClient] = set()
+
+    async def __aenter__(self) -> ServerPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self.clients:
+            await client.close()
+
+    async def check_closed(self) -> None:
+        """Raise BadRequestError if one of the servers generates for callers without a key."""
+        for client in self.clients:
+            if await client.is_open():
+                raise BadRequestError(
+                    f"The server at {client.url} generates for anybody: an agent could sample outside its session. "
+                    "Start it with --api-key-file (an admin key alone leaves generation open), or accept this with "
+                    "allow_open_server=True (--allow-open-server)."
+                )
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, request: CreateSession, seconds: float
+    ) -> AsyncIterator[tuple[SessionsClient, CreatedSession]]:
+        """Create a session on the server with the fewest. It counts as open inside the block.
+
+        Raises ServerDiedError or ServerUnavailableError if no server takes it within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            client = min(self._candidates(), key=lambda c: self._open[c])
+            self._open[client] += 1
+            try:
+                try:
+                    created = await client.create(request)
+                    self._away.discard(client)
+                except (ServerDiedError, ServerUnavailableError) as error:
+                    if isinstance(error, ServerDiedError):
+                        self._away.add(client)
+                    if time.monotonic() > deadline:
+                        raise
+                    if len(self._away) == len(self.clients) or not isinstance(error, ServerDiedError):
+                        await asyncio.sleep(min(PROBE_SECONDS, max(0.0, deadline - time.monotonic())))
+                        await self._probe()
+                    continue
+                yield client, created
+                return
+            finally:
+                self._open[client] -= 1
+
+    async def watch(self) -> None:
+        """Ask the servers that are away again, for ever."""
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            await self._probe()
+
+    def lost(self, client: SessionsClient) -> None:
+        """Send no new session to a server until it answers again."""
+        self._away.add(client)
+
+    def _candidates(self) -> list[SessionsClient]:
+        return [client for client in self.clients if client not in self._away] or self.clients
+
+    async def _probe(self) -> None:
+        for client in list(self._away):
+            if await client.is_alive():
+                self._away.discard(client)

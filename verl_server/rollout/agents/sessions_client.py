@@ -1,0 +1,163 @@
+"""`SessionsClient`: the owner's side of sessions on one server, over HTTP.
+
+`run_agents` and `verl-server trajectories` use it. It holds an owner's key, which no agent receives.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from verl_server.errors import (
+    BadRequestError,
+    ServerDiedError,
+    SessionEndedError,
+    SessionError,
+    SessionNotFoundError,
+    VerlServerError,
+    error_for_status,
+)
+from verl_server.session_types import (
+    CreatedSession,
+    CreateSession,
+    FinishBody,
+    RewardBody,
+    SessionInfo,
+    SessionList,
+    SessionTrajectory,
+)
+
+T = TypeVar("T")
+
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+_PAGE = 1000
+"""Sessions of one page of `GET /sessions`."""
+
+
+class SessionsClient:
+    """Used on one event loop, with `async with`. Methods raise ServerDiedError if the server does not answer."""
+
+    def __init__(self, url: str, api_key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`api_key` is the server's API key or admin key. `transport` replaces the network in tests."""
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=_TIMEOUT,
+            limits=httpx.Limits(max_connections=256),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def create(self, request: CreateSession) -> CreatedSession:
+        """Open a session. Raises BadRequestError if the server has no key, hence no sessions."""
+        return await self._sent("POST", "/sessions", CreatedSession, request)
+
+    async def reward(self, session_id: str, reward: float, name: str = "reward") -> None:
+        """Record a reward. The same name replaces an earlier value."""
+        await self._sent("POST", f"/sessions/{session_id}/reward", Any, RewardBody(reward=reward, name=name))
+
+    async def finish(self, session_id: str, reason: str) -> SessionInfo:
+        """End the session: running generations are aborted and recorded, and the session key ends."""
+        return await self._sent("POST", f"/sessions/{session_id}/finish", SessionInfo, FinishBody(reason=reason))
+
+    async def trajectory(self, session_id: str) -> SessionTrajectory:
+        """Return the session's branches."""
+        return await self._sent("GET", f"/sessions/{session_id}/trajectory", SessionTrajectory)
+
+    async def get(self, session_id: str) -> SessionInfo:
+        """Return a session with its children and its tree of turns."""
+        return await self._sent("GET", f"/sessions/{session_id}", SessionInfo)
+
+    async def list(self, group: str | None = None) -> list[SessionInfo]:
+        """Return all sessions, or those of a group."""
+        found: list[SessionInfo] = []
+        after: str | None = None
+        while True:
+            params = {"limit": str(_PAGE)} | ({"group": group} if group else {}) | ({"after": after} if after else {})
+            page = await self._sent("GET", "/sessions", SessionList, params=params)
+            found += page.sessions
+            after = page.next
+            if after is None:
+                return found
+
+    async def delete(self, session_id: str) -> None:
+        """Remove the session. A session that is gone already is no error."""
+        try:
+            await self._sent("DELETE", f"/sessions/{session_id}", Any)
+        except SessionNotFoundError:
+            return
+
+    async def is_open(self) -> bool:
+        """True if the server generates for callers without a key."""
+        try:
+            async with httpx.AsyncClient(
+                timeout=_TIMEOUT, trust_env=False, transport=self._client._transport
+            ) as client:
+                answer = await client.post(f"{self.url}/generate", json={})
+        except httpx.HTTPError as error:
+            raise self._died(error) from None
+        return answer.status_code not in (401, 403)
+
+    async def is_alive(self) -> bool:
+        """True if the server answers."""
+        try:
+            answer = await self._client.get("/health", timeout=5.0)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def __aenter__(self) -> SessionsClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _sent(
+        self, method: str, path: str, kind: type[T], body: Any = None, params: dict[str, str] | None = None
+    ) -> T:
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            answer = await self._client.request(method, path, content=content, params=params, headers=headers)
+        except httpx.HTTPError as error:
+            raise self._died(error) from None
+        if answer.status_code >= 400:
+            raise self._refusal(answer)
+        try:
+            return msgspec.json.decode(answer.content or b"null", type=kind)
+        except msgspec.DecodeError as error:
+            raise VerlServerError(f"{self.url} answered {method} {path} with other data: {error}") from None
+
+    def _died(self, error: Exception) -> ServerDiedError:
+        return ServerDiedError(f"The server at {self.url} does not answer: {error!r}")
+
+    def _refusal(self, answer: httpx.Response) -> VerlServerError:
+        text = f"{self.url} answered HTTP {answer.status_code}: {_message(answer)}"
+        kinds: dict[int, type[SessionError]] = {404: SessionNotFoundError, 410: SessionEndedError}
+        if answer.status_code in kinds:
+            return kinds[answer.status_code](text)
+        return error_for_status(answer.status_code, text, BadRequestError)
+
+
+def _message(answer: httpx.Response) -> str:
+    """The text of an error in any dialect's shape."""
+    try:
+        content = answer.json()
+    except ValueError:
+        return answer.text[:500]
+    for key in ("error", "message", "detail"):
+        value = content.get(key) if isinstance(content, dict) else None
+        if isinstance(value, dict):
+            value = value.get("message")
+        if value:
+            return str(value)[:500]
+    return str(content)[:500]

@@ -1,0 +1,177 @@
+"""What callers pass to `run_agents`, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.environment import check_seconds
+from verl_server.rollout.environments.text import TextEnvironment
+from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.session_types import SessionTrajectory
+
+if TYPE_CHECKING:
+    from verl_server.rollout.agents.gateway import GuardedEnvironment
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. A group of episodes plays it."""
+
+    seed: int = 0
+    """Seed of the environment's episode."""
+    input: Any = None
+    """What the agent is told: any JSON value."""
+    environment: dict[str, Any] = {}
+    """Options for the environment of this task. The agent does not see them."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A rollout server and an owner's key of it."""
+
+    url: str
+    api_key: str = field(repr=False)
+    """The server's API key or admin key. No agent receives it."""
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """Bounds of one episode. Times are in seconds. An episode that reaches a bound of its session is scored."""
+
+    max_turns: int | None = None
+    """Most generations. The episode ends as MAX_TURNS."""
+    max_tokens: int | None = None
+    """Most sampled tokens. The episode ends as MAX_TOKENS."""
+    max_context: int | None = None
+    """Most tokens of a prompt with its output. The episode ends as CONTEXT_FULL."""
+    max_concurrent: int = 16
+    """Most generations of one episode at one time."""
+    seconds: float = 3600.0
+    """Time for the episode. It ends as TIME_LIMIT."""
+    idle_seconds: float = 600.0
+    """Time without a generation and without a call of the environment. The episode ends as IDLE."""
+    environment_seconds: float = 60.0
+    """Time for one call of the environment. The episode ends as ENV_TIMEOUT."""
+    reward_seconds: float = 60.0
+    """Time for the reward function."""
+    restart_timeout: float = 300.0
+    """Time for a server that went away to come back. The episode ends as SESSION_LOST."""
+    kill_grace: float = 5.0
+    """Time between SIGTERM and SIGKILL at the end of a program."""
+    cpu_seconds: int | None = None
+    """CPU time of each process of a program."""
+    memory_bytes: int | None = None
+    """Address space of each process of a program."""
+    processes: int | None = None
+    """Processes and threads of the user, as RLIMIT_NPROC counts them."""
+    open_files: int = 1024
+    """Open files of each process of a program."""
+    file_bytes: int = 2**30
+    """Size of a file that a program writes."""
+    log_bytes: int = 2**20
+    """Bytes of a program's output that are kept."""
+
+    def __post_init__(self) -> None:
+        seconds = [f.name for f in fields(self) if f.name.endswith(("seconds", "timeout", "grace"))]
+        check_seconds("AgentLimits", self, seconds)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in seconds and value is not None and value < 1:
+                raise BadRequestError(f"AgentLimits.{f.name} must be at least 1, not {value}.")
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """What an agent receives: the addresses and the key of its own session, and its environment."""
+
+    session_id: str
+    base_url: str
+    """For OpenAI clients."""
+    anthropic_base_url: str
+    """For Anthropic clients."""
+    api_key: str = field(repr=False)
+    """The session key. It permits generation in this session only."""
+    environment: GuardedEnvironment | None = None
+    """The environment without its rewards, None if the run has none."""
+
+    def openai(self, **options: Any) -> Any:
+        """Return an `openai.AsyncOpenAI` client of this session. Needs the extra `agents`."""
+        try:
+            from openai import AsyncOpenAI
+        except ImportError as error:
+            raise BadRequestError("AgentSession.openai needs openai: pip install 'verl-server[agents]'.") from error
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def anthropic(self, **options: Any) -> Any:
+        """Return an `anthropic.AsyncAnthropic` client of this session. Needs the extra `agents`."""
+        try:
+            from anthropic import AsyncAnthropic
+        except ImportError as error:
+            raise BadRequestError(
+                "AgentSession.anthropic needs anthropic: pip install 'verl-server[agents]'."
+            ) from error
+        return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+
+@dataclass
+class AgentEpisode:
+    """One attempt of an agent at a task."""
+
+    task: AgentTask
+    index: int
+    """Number of the task, which is the number of its group."""
+    member: int
+    """Number of the episode in its group."""
+    attempt: int
+    """Number of attempts before this one."""
+    seed: int
+    """Seed of the session's samples."""
+    session: str = ""
+    server: str = ""
+    """URL of the session's server."""
+    reason: StopReason | None = None
+    error: str | None = None
+    exit_code: int | None = None
+    """Exit code of a program; negative: the signal that ended it."""
+    result: Any = None
+    """What an agent function returned. It is no reward by itself."""
+    output: str = ""
+    """The last lines that a program wrote."""
+    reward: float | None = None
+    environment_reward: float | None = None
+    """Sum of the rewards that the runner saw in the environment, None without an environment."""
+    seconds: float = 0.0
+    tokens: int = 0
+    """Sampled tokens."""
+    turns: int = 0
+    final: bool = False
+    """True if no other attempt follows."""
+    trajectory: SessionTrajectory | None = None
+    """The session's tokens as the server recorded them."""
+    events: list[tuple[str, float, float]] = field(default_factory=list)
+    """(kind, start, end) of the waits for the environment, in seconds since the run began."""
+
+    @property
+    def name(self) -> str:
+        """TASK-MEMBER-ATTEMPT."""
+        return f"{self.index}-{self.member}-{self.attempt}"
+
+
+@dataclass
+class AgentRun:
+    """The result of `run_agents`."""
+
+    episodes: list[AgentEpisode]
+    """Every attempt that this call made, in the order of their ends."""
+    trajectories: list[Trajectory]
+    """The branches of the final attempts, in the order of tasks and members. A resumed run includes earlier ones."""
+    seconds: float
+
+
+AgentFunction = Callable[[AgentSession, AgentTask], Awaitable[Any]]
+RewardFunction = Callable[[AgentEpisode], "float | Awaitable[float]"]
+EnvironmentFactory = Callable[[AgentTask], TextEnvironment]

@@ -1,0 +1,49 @@
+"""An environment behind an OpenEnv server, as text: `RemoteEnvironment` with one key for observations and actions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from verl_server.errors import BadRequestError
+from verl_server.rollout.environment import EnvTimeouts, RemoteEnvironment
+
+
+class OpenEnvEnvironment:
+    """A `TextEnvironment`. An observation without the text's key is shown as JSON."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        observation_key: str = "text",
+        action_key: str = "text",
+        timeouts: EnvTimeouts | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are passed to the environment's `reset`."""
+        self._remote = RemoteEnvironment(url, timeouts)
+        self._observation_key = observation_key
+        self._action_key = action_key
+        self._options = options
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return []
+
+    async def reset(self, seed: int | None) -> str:
+        return self._text((await self._remote.reset(seed, **self._options)).observation)
+
+    async def step(self, text: str) -> tuple[str, float | None, bool]:
+        result = await self._remote.step({self._action_key: text})
+        return self._text(result.observation), result.reward, result.done
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        raise BadRequestError("This environment has no tools: play it with step(text).")
+
+    async def close(self) -> None:
+        await self._remote.close()
+
+    def _text(self, observation: dict[str, Any]) -> str:
+        value = observation.get(self._observation_key)
+        return value if isinstance(value, str) else json.dumps(observation)

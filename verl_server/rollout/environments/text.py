@@ -1,0 +1,39 @@
+"""`TextEnvironment`: the environment of an agent, in text and tool calls.
+
+`rollout.agents` plays it for one episode and keeps its rewards from the agent. The other modules of this folder
+implement it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class TextEnvironment(Protocol):
+    """One episode at a time. Faults are raised as `rollout.environment.EnvError`."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Tools in the shape of OpenAI's `tools`. [] for a plain text game."""
+        ...
+
+    async def reset(self, seed: int | None) -> str:
+        """Start the episode and return its first observation."""
+        ...
+
+    async def step(self, text: str) -> tuple[str, float | None, bool]:
+        """Play the policy's text. Returns (observation, reward or None, done)."""
+        ...
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool and return its result as text."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the environment holds. May be called twice."""
+        ...
+
+
+MakeEnvironment = Callable[[dict[str, Any]], TextEnvironment]
+"""Makes an environment for one episode. The argument has the task's own environment options."""

@@ -1,0 +1,130 @@
+"""Programs that are not trusted: they run with limits, in a given environment, and ended with all of their descendants.
+
+Agents that are programs and the code tool use it. `launcher.py` is the process between this one and the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_TAIL_BYTES = 4000
+_EXIT_SECONDS = 15.0
+"""Time for the launcher to end all descendants, beside the grace."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What the launcher runs."""
+
+    argv: list[str]
+    env: dict[str, str]
+    """The whole environment."""
+    cwd: str
+    limits: dict[str, int]
+    """Names of RLIMIT_… and their values."""
+    log: Path
+    """File for the output."""
+    log_bytes: int
+    grace: float
+    """Seconds between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a program."""
+
+    code: int | None
+    """Exit code; negative: a signal. None: the program did not start, or the launcher was killed."""
+    output: str
+    """The last lines of its output."""
+    error: str | None = None
+    launcher_was_killed: bool = False
+
+
+async def launch(program: Program) -> Exit:
+    """Run a program to its end. A cancelled call ends the program and all of its descendants first."""
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-I", "-S", str(_LAUNCHER)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+        start_new_session=True,  # Ctrl-C reaches the runner only, which then ends the programs
+    )
+    assert launcher.stdin is not None and launcher.stdout is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        launcher.stdin.write(msgspec.json.encode(program, enc_hook=str) + b"\n")
+        await launcher.stdin.drain()
+    reading = asyncio.ensure_future(launcher.stdout.read())
+    try:
+        answer = await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        launcher.stdin.close()  # the launcher ends everything
+        await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
+        raise
+    launcher.stdin.close()
+    await _ended(launcher, reading, program.grace + _EXIT_SECONDS)
+    return _exit(answer, await asyncio.to_thread(tail, program.log))
+
+
+async def _ended(launcher: asyncio.subprocess.Process, reading: asyncio.Future[bytes], seconds: float) -> None:
+    """Wait for the launcher. A second cancellation does not interrupt this wait."""
+
+    async def wait() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await reading
+                await launcher.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                launcher.kill()
+            await launcher.wait()
+
+    waiting = asyncio.ensure_future(wait())
+    while not waiting.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(waiting)
+
+
+def _exit(answer: bytes, output: str) -> Exit:
+    try:
+        result = json.loads(answer.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return Exit(None, output, "the launcher of the program was killed", launcher_was_killed=True)
+    if "error" in result:
+        return Exit(None, output, result["error"])
+    return Exit(result["code"], output)
+
+
+def kill_marked(variable: str) -> int:
+    """Kill every process whose environment has this NAME=VALUE. Returns the number of them.
+
+    It finds what a program left behind after it had killed its own launcher.
+    """
+    killed, mark = 0, variable.encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+    return killed
+
+
+def tail(log: Path) -> str:
+    """The last lines of a program's output, "" if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,277 @@
+"""The routes of a session's owner: create, list, read, reward, finish and delete sessions, and read trajectories.
+
+`app.operations` mounts them. `AuthMiddleware` has checked that the caller has an owner's key: a session key reaches
+none of these routes.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from verl_server.columns import MSGPACK
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.server.dialects.operation import JSON, POST, Operation
+from verl_server.server.json_body import parse_json
+from verl_server.server.responses import encoded_response, json_response, message_error, read_body
+from verl_server.server.sessions.ledger import SessionLedger, describe
+from verl_server.server.sessions.session import Session
+from verl_server.server.slices import Slices
+from verl_server.session_types import (
+    Branch,
+    CreatedSession,
+    CreateSession,
+    FinishBody,
+    RewardBody,
+    SessionInfo,
+    SessionList,
+    SessionTrajectory,
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PAGE, _LARGEST_PAGE = 100, 1000
+_STATES = ("open", "finished", "expired")
+_LIST_QUERY = {
+    "group": "only sessions of this group",
+    "state": "only sessions in this state: open, finished or expired",
+    "limit": f"sessions on a page; default {_PAGE}, at most {_LARGEST_PAGE}",
+    "after": "`next` of the page before",
+}
+_TRAJECTORY_QUERY = {
+    "mask": "`once` (default): a sampled token has mask 1 in the first branch that holds it; `every`: in each",
+    "retries": "`true`: also branches that a retry of the client replaced before it received them",
+    "children": "`false`: without child sessions",
+    "format": "`columns`: ids, masks and log-probabilities as columns, which `Accept: application/msgpack` has, too",
+}
+
+
+class Reward(msgspec.Struct, frozen=True):
+    """Answer of `POST /sessions/{id}/reward`: the sum of the rewards of the whole session."""
+
+    reward: float | None
+
+
+class SessionApi:
+    def __init__(self, ledger: SessionLedger, weight_version: Callable[[], str], max_request_bytes: int) -> None:
+        self._ledger, self._weight_version, self._limit = ledger, weight_version, max_request_bytes
+
+    def operations(self) -> list[Operation]:
+        one = "/sessions/{session_id}"
+        return [
+            Operation("/sessions", self.create, POST, owner=True, body=CreateSession, answer=CreatedSession),
+            Operation("/sessions", self.list_sessions, owner=True, query=_LIST_QUERY, answer=SessionList),
+            Operation(one, self.read, owner=True, answer=SessionInfo),
+            Operation(one, self.delete, ("DELETE",), owner=True),
+            Operation(f"{one}/reward", self.reward, POST, owner=True, body=RewardBody, answer=Reward),
+            Operation(f"{one}/finish", self.finish, POST, owner=True, body=FinishBody, answer=SessionInfo),
+            Operation(
+                f"{one}/trajectory",
+                self.trajectory,
+                owner=True,
+                query=_TRAJECTORY_QUERY,
+                answer=SessionTrajectory,
+                media_types=(JSON, MSGPACK),
+            ),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Return 201 and the new session with its key, which no other answer holds. 409 if the id exists."""
+        try:
+            session, key = self._ledger.create(await self._body(request, CreateSession))
+            await self._ledger.store.flushed()
+        except VerlServerError as error:
+            return message_error(error)
+        seconds = session.limits.seconds
+        created = CreatedSession(
+            id=session.id,
+            key=key,
+            base_url=f"/s/{key}/v1",
+            anthropic_base_url=f"/s/{key}",
+            expires=None if seconds is None else session.record.created + seconds,
+            weight_version=self._weight_version(),
+        )
+        return _answer(created, 201)
+
+    async def list_sessions(self, request: Request) -> Response:
+        """Return the sessions, oldest first, without children and turns."""
+        query = request.query_params
+        try:
+            limit = _number(query.get("limit", str(_PAGE)))
+            state, group, after = query.get("state"), query.get("group"), query.get("after")
+            if state is not None and state not in _STATES:
+                raise BadRequestError(f"state must be one of {', '.join(_STATES)}, not {state[:40]!r}.")
+        except VerlServerError as error:
+            return message_error(error)
+        slices, page = Slices(), []
+        begun = after is None or not self._ledger.knows(after)
+        for session in [*self._ledger.sessions()]:
+            await slices.end()
+            if not begun:
+                begun = session.id == after
+            elif (state in (None, session.state)) and (group in (None, session.record.group)):
+                page.append(session)
+                if len(page) > limit:
+                    break
+        listed = [each.info() for each in page[:limit]]
+        return _answer(SessionList(listed, listed[-1].id if len(page) > limit else None))
+
+    async def read(self, request: Request) -> Response:
+        """Return a session with its children and the tree of its turns, without their tokens."""
+        try:
+            session = self._find(request)
+        except VerlServerError as error:
+            return message_error(error)
+        return self._described(session)
+
+    async def delete(self, request: Request) -> Response:
+        """Return {} after the session, its children and its key were forgotten. 404 if there is no such session."""
+        try:
+            self._ledger.delete(self._find(request).id)
+            await self._ledger.store.flushed()
+        except VerlServerError as error:
+            return message_error(error)
+        return json_response({})
+
+    async def reward(self, request: Request) -> Response:
+        """Record a reward of the session or of one turn. The same name and turn replace an earlier value."""
+        try:
+            total = self._ledger.reward(self._find(request).id, await self._body(request, RewardBody))
+            await self._ledger.store.flushed()
+        except VerlServerError as error:
+            return message_error(error)
+        return _answer(Reward(total))
+
+    async def finish(self, request: Request) -> Response:
+        """End a session: running turns are aborted and recorded, and its key ends. Return the session."""
+        try:
+            body = await self._body(request, FinishBody)
+            session = self._ledger.finish(self._find(request).id, body.reason)
+            await self._ledger.settled(session)
+            await self._ledger.store.flushed()
+        except VerlServerError as error:
+            return message_error(error)
+        return self._described(session)
+
+    async def trajectory(self, request: Request) -> Response:
+        """Return all branches of a session and its children, ready to train on."""
+        query = request.query_params
+        try:
+            session = self._find(request)
+            mask = query.get("mask", "once")
+            if mask not in ("once", "every"):
+                raise BadRequestError(f"mask must be once or every, not {mask[:40]!r}.")
+            retries, children = _truth(query, "retries", False), _truth(query, "children", True)
+        except VerlServerError as error:
+            return message_error(error)
+        family = self._ledger.family(session) if children else [session]
+        found: list[Branch] = []
+        slices = Slices()
+        for each in family:
+            found += await self._branches(each, mask, retries, len(found))
+            await slices.end()
+        root = session.root
+        session.fetched = root.state != "open"
+        binary = MSGPACK in request.headers.get("accept", "")
+        columns = binary or query.get("format") == "columns"
+        head = SessionTrajectory(
+            session.id, root.state, root.reason, session.reward, root.record.group, root.record.metadata, []
+        )
+        return await _written(head, found, columns=columns, binary=binary)
+
+    async def _branches(self, session: Session, mask: Any, retries: bool, first: int) -> list[Branch]:
+        from verl_server.server.sessions.trajectory import branches
+
+        turns = self._ledger.stored_turns(session)
+        rewards: dict[int, list[RewardBody]] = {}
+        for (turn, name), each in session.rewards.items():
+            if turn is not None:
+                rewards.setdefault(turn, []).append(RewardBody(each.reward, turn, name))
+        children = {each.turn: each.child for each in turns}
+        named: list[Branch] = []
+        slices = Slices()
+        for branch in branches(turns, mask, retries):
+            await slices.end()
+            child = children[branch.turns[-1].turn]
+            own = [reward for turn in branch.turns for reward in rewards.get(turn.turn, ())]
+            named.append(
+                msgspec.structs.replace(
+                    branch,
+                    branch=first + len(named),
+                    session=session.id if child is None else f"{session.id}.{child}",
+                    rewards=own,
+                )
+            )
+        return named
+
+    def _find(self, request: Request) -> Session:
+        return self._ledger.find(request.path_params["session_id"])
+
+    def _described(self, session: Session) -> Response:
+        return _answer(describe(session, self._ledger.family(session)))
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        given = parse_json(await read_body(request, self._limit))
+        if isinstance(given, dict):
+            given = {name: value for name, value in given.items() if value is not None}
+        try:
+            return msgspec.convert(given, kind)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+
+
+def _answer(content: msgspec.Struct, status_code: int = 200) -> Response:
+    return encoded_response(msgspec.json.encode(content), JSON, status_code)
+
+
+def _number(text: str) -> int:
+    if not (text.isdigit() and len(text) < 10 and 1 <= int(text) <= _LARGEST_PAGE):
+        raise BadRequestError(f"limit must be 1 to {_LARGEST_PAGE}, not {text[:40]!r}.")
+    return int(text)
+
+
+def _truth(query: Any, name: str, default: bool) -> bool:
+    value = query.get(name, str(default).lower())
+    if value not in ("true", "false"):
+        raise BadRequestError(f"{name} must be true or false, not {value[:40]!r}.")
+    return bool(value == "true")
+
+
+async def _written(head: SessionTrajectory, found: list[Branch], *, columns: bool, binary: bool) -> Response:
+    """Return the trajectory, encoded one branch at a time, so that the loop can do other work."""
+
+    async def json() -> AsyncIterator[bytes]:
+        yield msgspec.json.encode(head).removesuffix(b"]}")
+        for i, branch in enumerate(found):
+            yield (b"," if i else b"") + _json(_fields(branch, columns))
+        yield b"]}"
+
+    async def packed() -> AsyncIterator[bytes]:
+        start = msgspec.msgpack.encode(head)
+        yield (
+            start[:-1] + b"\xdd" + struct.pack(">I", len(found))
+        )  # an array of a 32-bit length, instead of an empty one
+        for branch in found:
+            yield msgspec.msgpack.encode(_fields(branch, columns))
+
+    return StreamingResponse(packed() if binary else json(), media_type=MSGPACK if binary else JSON)
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return orjson.dumps(fields, default=lambda column: base64.b64encode(column).decode("ascii"))
+
+
+def _fields(branch: Branch, columns: bool) -> dict[str, Any]:
+    fields = {name: getattr(branch, name) for name in branch.__struct_fields__}
+    fields |= {name: msgspec.to_builtins(fields[name]) for name in ("turns", "weight_versions", "rewards")}
+    if columns:
+        for name, code in (("ids", "i"), ("loss_mask", "B"), ("logprobs", "f")):
+            fields[name] = struct.pack(f"<{len(fields[name])}{code}", *fields[name])
+    return fields

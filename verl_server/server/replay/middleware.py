@@ -1,0 +1,298 @@
+"""`ReplayMiddleware`: a generation that comes again is not sampled again.
+
+It stands between `AuthMiddleware` and the routes, and applies to requests to generate that have the header
+`Idempotency-Key` or belong to a session. The application answers into an `AnswerLog`, and the client's connection reads
+the log: a connection that breaks loses nothing for `replay_grace` seconds. The rules, by what arrives:
+
+- a key that came before, with the same body: the connection joins the running answer, or gets the kept one;
+- the same key with another body: 409;
+- a key whose turn is in the session's ledger, although its answer is no longer kept: 409, never a second sample;
+- a retry of an SDK without a key (`x-stainless-retry-count` above 0) in a session: it joins the one request of the same
+  body whose connection was lost before its reply was complete. With none or several of them it is sampled anew.
+
+The header `Last-Event-ID` of a request with a key continues a stream behind that event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlServerError
+from verl_server.server.replay.answer_log import AnswerLog
+from verl_server.server.replay.entries import Entries, Entry
+from verl_server.server.responses import message_error
+
+logger = logging.getLogger(__name__)
+
+KEY_HEADER = "idempotency-key"
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate")
+"""Routes that generate, and whose answer may be sent again."""
+_MOST_KEY = 255
+_MOST_ENTRY_BYTES = 16 * 2**20
+_NOTICE_SECONDS = 0.05
+"""Longest wait for the server to notice that the connection of the request before was lost."""
+
+
+@dataclass
+class ReplayInfo:
+    """`scope["state"]["replay"]`, for the routes."""
+
+    key: bytes | None
+    """16 bytes: a hash of the idempotency key."""
+    body: bytes
+    """16 bytes: a hash of the request."""
+    on_delivered: Callable[[], None] | None = None
+    """The routes set it. It is called when a connection took the whole answer."""
+
+
+class ReplayMiddleware:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        grace: float,
+        ttl: float,
+        most_bytes: int,
+        most_body: int,
+        is_answered: Callable[[Any, bytes, bytes], bool],
+        cumulative_events: bool,
+    ) -> None:
+        """`is_answered(session, key, body)` is True if the session's ledger has the turn of a key.
+
+        It raises IdempotencyConflictError if the body was another one. `cumulative_events`: an event of `/generate`
+        holds everything so far.
+        """
+        self._app, self._most_body, self._is_answered = app, most_body, is_answered
+        self._cumulative = cumulative_events
+        self.entries = Entries(grace, ttl, most_bytes, _MOST_ENTRY_BYTES)
+        self._running: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        session = scope.get("state", {}).get("session")
+        key = headers.get(KEY_HEADER)
+        if key is None and session is None:
+            await self._app(scope, receive, send)
+            return
+        read = await self._read(receive)
+        if read.rest is not None:  # the body is too large or has not arrived: the route says so
+            await self._app(scope, read.rest, send)
+            return
+        try:
+            entry = await self._entry(scope, headers, session, key, read.body)
+            start = _first_piece(headers, entry, key is not None)
+        except VerlServerError as error:
+            await message_error(error)(scope, receive, send)
+            return
+        await self._follow(entry, start, receive, send)
+
+    # -- which answer ------------------------------------------------------------------------------------------
+
+    async def _entry(self, scope: Scope, headers: Headers, session: Any, key: str | None, body: bytes) -> Entry:
+        """Return the entry that answers a request: a new one, or one that it joins."""
+        if key is not None and not 0 < len(key) <= _MOST_KEY:
+            raise BadRequestError(f"Idempotency-Key must have 1 to {_MOST_KEY} characters.")
+        caller = (
+            _caller_digest(headers, session),
+            *((session.session_id, session.child or "") if session else ("", "")),
+        )
+        digest = _digest(scope["path"], headers, body)
+        hashed = None if key is None else hashlib.blake2b(key.encode(), digest_size=16).digest()
+        if hashed is not None:
+            entry = self.entries.find(caller, hashed)
+            if entry is not None:
+                return self._known(entry, digest)
+            if session is not None and self._is_answered(session, hashed, digest):
+                raise IdempotencyConflictError(
+                    "The request of this idempotency key was answered, and its answer is no longer kept. Its turn is "
+                    "in the session's trajectory. Use a new key to sample again."
+                )
+        elif _is_retry(headers):
+            lost = await self._lost(caller, digest)
+            if lost is not None:
+                return lost
+        return self._begin(scope, caller, hashed, digest, body)
+
+    def _known(self, entry: Entry, digest: bytes) -> Entry:
+        if entry.digest != digest:
+            raise IdempotencyConflictError(
+                "The idempotency key came before with another request. Use a new key for each request."
+            )
+        if self.entries.is_too_large(entry):
+            raise IdempotencyConflictError("The answer of this idempotency key is too large to be sent again.")
+        return entry
+
+    async def _lost(self, caller: Any, digest: bytes) -> Entry | None:
+        """Return the one request of the same body whose connection was lost, or None."""
+        same = self.entries.same(caller, digest)
+        if len(same) == 1 and not same[0].is_lost:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(same[0].lost.wait(), _NOTICE_SECONDS)
+        lost = [each for each in self.entries.same(caller, digest) if each.is_lost and not each.readers]
+        return lost[0] if len(lost) == 1 and not self.entries.is_too_large(lost[0]) else None
+
+    # -- the application ---------------------------------------------------------------------------------------
+
+    def _begin(self, scope: Scope, caller: Any, key: bytes | None, digest: bytes, body: bytes) -> Entry:
+        """Start the application for a request that is not known."""
+        supersedes = self._cumulative and scope["path"] == "/generate"
+        entry = Entry(caller, key, digest, AnswerLog(numbers_events=key is not None, supersedes=supersedes))
+        self.entries.add(entry)
+        info = ReplayInfo(key, digest)
+        inner: MutableMapping[str, Any] = {**scope, "state": {**scope.get("state", {}), "replay": info}}
+        task = asyncio.ensure_future(self._run(entry, inner, info, body))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return entry
+
+    async def _run(self, entry: Entry, scope: Scope, info: ReplayInfo, body: bytes) -> None:
+        was_read = False
+
+        async def receive() -> Message:
+            nonlocal was_read
+            if not was_read:
+                was_read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await entry.abandoned.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if entry.abandoned.is_set():
+                raise OSError("nobody waits for this answer")
+            entry.on_delivered = info.on_delivered
+            entry.log.send(dict(message))
+
+        try:
+            await self._app(scope, receive, send)
+        except OSError:
+            pass  # abandoned
+        except Exception:
+            logger.exception("%s failed.", scope["path"])
+        finally:
+            entry.on_delivered = info.on_delivered
+            entry.log.end()
+            self.entries.ended(entry)
+
+    # -- the connection ----------------------------------------------------------------------------------------
+
+    async def _follow(self, entry: Entry, place: int, receive: Receive, send: Send) -> None:
+        """Send the log of an entry from piece `place` on, until its end or until the client disconnects."""
+        self.entries.joined(entry)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        complete = False
+        try:
+            complete = await self._send_all(entry.log, place, gone, send)
+        except OSError:
+            pass  # the connection broke
+        finally:
+            gone.cancel()
+            self.entries.left(entry, complete=complete)
+        if complete and entry.on_delivered is not None and not entry.log.is_broken:
+            entry.on_delivered()
+
+    async def _send_all(self, log: AnswerLog, place: int, gone: asyncio.Future[None], send: Send) -> bool:
+        """Return True when everything was sent, and False if the client disconnected before."""
+        started = False
+        while True:
+            if gone.done():
+                return False
+            if log.start is not None and not started:
+                started = True
+                await send(_continued(log.start) if place else log.start)
+            while started and place < len(log.pieces):
+                piece = log.pieces[place]
+                place += 1
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if gone.done():
+                    return False
+            if log.is_complete:
+                if started:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return started
+            change = asyncio.ensure_future(log.next_change().wait())
+            await asyncio.wait((change, gone), return_when=asyncio.FIRST_COMPLETED)
+            change.cancel()
+
+    # -- the body ----------------------------------------------------------------------------------------------
+
+    async def _read(self, receive: Receive) -> _Read:
+        """Read the whole body. Beyond the bound, return a `receive` that repeats what was read."""
+        messages: list[Message] = []
+        size = 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if message["type"] != "http.request" or size > self._most_body:
+                return _Read(b"", _repeated(messages, receive))
+            if not message.get("more_body", False):
+                return _Read(b"".join(each.get("body", b"") for each in messages), None)
+
+
+@dataclass(frozen=True)
+class _Read:
+    body: bytes
+    rest: Receive | None
+
+
+def _repeated(messages: list[Message], receive: Receive) -> Receive:
+    left = list(messages)
+
+    async def repeat() -> Message:
+        return left.pop(0) if left else await receive()
+
+    return repeat
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _caller_digest(headers: Headers, session: Any) -> bytes:
+    if session is not None:
+        return bytes(session.scope_key)
+    given = headers.get("authorization") or headers.get("x-api-key") or ""
+    return hashlib.blake2b(given.encode(), digest_size=16).digest()
+
+
+def _digest(path: str, headers: Headers, body: bytes) -> bytes:
+    """Return the hash of what determines an answer."""
+    hashed = hashlib.blake2b(body, digest_size=16)
+    for part in (path, headers.get("accept", "")):
+        hashed.update(b"\0" + part.encode())
+    return hashed.digest()
+
+
+def _is_retry(headers: Headers) -> bool:
+    count = headers.get("x-stainless-retry-count", "")
+    return count.isdigit() and int(count[:9]) > 0
+
+
+def _first_piece(headers: Headers, entry: Entry, has_key: bool) -> int:
+    """Return the number of pieces that the client already has."""
+    last = headers.get("last-event-id")
+    if last is None or not has_key:
+        return 0
+    if not last.isdigit() or len(last) > 9:
+        raise BadRequestError(f"Last-Event-ID must be the `id` of an event of this answer, not {last[:40]!r}.")
+    return min(int(last), len(entry.log.pieces))
+
+
+def _continued(start: Message) -> Message:
+    """Return the start of an answer that is sent from the middle on, which has another length."""
+    headers = [(name, value) for name, value in start.get("headers", []) if name.lower() != b"content-length"]
+    return {**start, "headers": headers}

@@ -1,0 +1,1 @@
+"""Sessions: what agents sampled, turn by turn, with exact token ids."""

@@ -1,0 +1,169 @@
+"""Which session a request belongs to, and what a session key permits.
+
+A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
+owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
+error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits the routes of
+`SESSION_ROUTES` in its own session, and nothing else: a new route is closed until somebody lists it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from verl_server.errors import BadRequestError
+from verl_server.server.responses import bad_request, error_object, json_response
+from verl_server.server.sessions.contract import SessionCaller
+from verl_server.server.sessions.ledger import KEY_PREFIX, SessionLedger
+
+SESSION_HEADER = "X-Session-ID"
+CHILD_HEADER = "X-Session-Child"
+SESSION_ROUTES = {
+    "/v1/chat/completions": ("POST",),
+    "/v1/completions": ("POST",),
+    "/v1/messages": ("POST",),
+    "/v1/messages/count_tokens": ("POST",),
+    "/v1/responses": ("POST",),
+    "/generate": ("POST",),
+    "/inference/v1/generate": ("POST",),
+    "/v1/models": ("GET", "HEAD"),
+}
+"""Path -> methods that a session key permits. GET of `/v1/models/NAME` and of the open routes is permitted, too."""
+_OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping", "/liveness")
+"""Paths that start with one of these prefixes need no key."""
+_MODEL = "/v1/models/"
+_OWNER_PATH = re.compile(r"/+(sessions|open_session|close_session)(/.*)?")
+"""Paths of the session routes, which need an owner's key."""
+_IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
+_KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
+_STATE = "session_key"
+"""Name in `scope["state"]` of the key that was in the path, until `SessionAccess` reads it."""
+_HIDDEN = f"{KEY_PREFIX}..."
+_NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
+
+
+def is_open(path: str) -> bool:
+    """Return True if the path needs no key."""
+    return path.startswith(_OPEN_PREFIXES)
+
+
+def is_owner_path(path: str) -> bool:
+    """Return True for a path of the session routes."""
+    return _OWNER_PATH.fullmatch(path) is not None
+
+
+def unauthorized() -> Response:
+    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer", "x-should-retry": "false"})
+
+
+def without_owner_key() -> Response:
+    """Return the answer of a session route on a server without keys."""
+    return _forbidden(_NO_KEY)
+
+
+def _forbidden(message: str) -> Response:
+    return json_response(error_object(message, 403, "Forbidden"), 403, {"x-should-retry": "false"})
+
+
+class SessionPathMiddleware:
+    """Removes a session key from the path of each request, and hides other session keys in path and query."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            key = _take_key(scope)
+            if key is not None:
+                scope.setdefault("state", {})[_STATE] = key
+        await self._app(scope, receive, send)
+
+
+class SessionAccess:
+    """Reads the session of each request. `owner_keys` are the server's keys; without one, there are no sessions."""
+
+    def __init__(self, ledger: SessionLedger, owner_keys: list[str]) -> None:
+        self._ledger = ledger
+        self._owner_keys = [key.encode() for key in owner_keys]
+
+    def resolve(self, scope: Scope, sent_keys: list[bytes], is_owner: bool) -> Response | bool:
+        """Find the session of a request, and set `scope["state"]["session"]`. Remove a key from the path.
+
+        Return a refusal; True if a session key permits the request; or False: the ordinary rules decide. `sent_keys`
+        are the keys of the headers. `is_owner`: an owner's key is among them.
+        """
+        in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
+        if not self._owner_keys:
+            return False if in_path is None else unauthorized()
+        keys = {key for key in sent_keys if key.startswith(KEY_PREFIX.encode()) and key not in self._owner_keys}
+        if in_path is not None:
+            keys.add(in_path)
+        headers = Headers(scope=scope)
+        if not keys:
+            if is_owner:
+                self._resolve_header(scope, headers, sent_keys)
+            return False
+        session_id = self._ledger.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
+        if session_id is None:
+            return unauthorized()
+        if not _is_permitted(scope["method"], scope["path"]):
+            return _forbidden(
+                f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
+                "the owner's key."
+            )
+        key_hash = self._ledger.find(session_id).record.key_hash
+        return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
+
+    def _resolve_header(self, scope: Scope, headers: Headers, sent_keys: list[bytes]) -> None:
+        """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
+        named = headers.get(SESSION_HEADER)
+        if named is not None and self._ledger.knows(named) and scope["path"] in SESSION_ROUTES:
+            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
+            self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
+
+    def _enter(
+        self, scope: Scope, session_id: str, child: str | None, is_owner: bool, scope_key: bytes
+    ) -> Response | None:
+        if child is not None and _CHILD_NAME.fullmatch(child) is None:
+            return bad_request(BadRequestError(f"{CHILD_HEADER} must be 1 to 64 letters, digits, '_' or '-'."))
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["session"] = SessionCaller(session_id, child, is_owner, scope_key)
+        return None
+
+
+_CHILD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _is_permitted(method: str, path: str) -> bool:
+    if is_open(path) or path.startswith(_MODEL):
+        return method in ("GET", "HEAD")
+    return method in SESSION_ROUTES.get(path, ())
+
+
+def _take_key(scope: Scope) -> bytes | None:
+    """Remove `/s/KEY` from the path in place, and hide other session keys in it. Return the key.
+
+    A path that begins like this and is malformed loses its key, too; the key that is returned is then of no session.
+    """
+    path: str = scope["path"]
+    found = _IN_PATH.fullmatch(path)
+    key: bytes | None = None
+    if found is not None:
+        slashes, text, rest = found.groups()
+        is_well_formed = path.startswith("/s/") and slashes == "/" and _KEY.fullmatch(text) and rest.startswith("/")
+        key = text.encode("utf-8", "surrogateescape") if is_well_formed else b""
+        path = rest or "/"
+    path = _KEY.sub(_HIDDEN, path)
+    if path != scope["path"]:
+        scope["path"] = path
+        scope["raw_path"] = quote(path, safe="/:@!$&'()*+,;=~-._").encode()
+    query: bytes = scope.get("query_string", b"")
+    if KEY_PREFIX.encode() in query:
+        scope["query_string"] = _KEY.sub(_HIDDEN, query.decode("latin-1")).encode("latin-1")
+    return key

@@ -1,0 +1,200 @@
+"""The records of a session's history: what the ledger applies, and what the journal stores.
+
+Each change of a session is one record. The ledger builds it, applies it to its memory and hands it to the store; a
+restarted server reads the same records and applies them in the same order. A record on disk is
+
+    u32 length | u32 crc32 of the rest | u8 kind | msgpack payload       (little-endian)
+
+where the length counts the kind and the payload.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.session_view import CompletionText
+from verl_server.errors import VerlServerError
+from verl_server.session_types import History, SessionLimits
+
+FORMAT = 1
+FRAME = struct.Struct("<II")
+_LARGEST = 2**31
+"""Bytes: a length beyond it is no length."""
+
+
+class HeaderRecord(msgspec.Struct, frozen=True):
+    """First record of each file."""
+
+    format: int
+    vocabulary: int
+    tokenizer: bytes
+    """Digest of the tokenizer, 16 bytes."""
+    model_path: str
+
+
+class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A session was created."""
+
+    id: str
+    key_hash: bytes
+    created: float
+    parent: str | None = None
+    group: str = ""
+    metadata: dict[str, Any] = {}
+    limits: SessionLimits = SessionLimits()
+    history: History = "stored"
+    sampling: dict[str, Any] = {}
+    forced: dict[str, Any] = {}
+    seed: int | None = None
+
+
+class BeginRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A turn began. If no `TurnRecord` follows, it was interrupted or cancelled."""
+
+    session: str
+    turn: int
+    key: bytes | None = None
+    body: bytes | None = None
+
+
+class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A turn has finished."""
+
+    session: str
+    turn: int
+    parent: int
+    shared: int
+    """First tokens of the prompt that are the parent's sequence."""
+    prompt: bytes
+    """int32 ids behind the shared ones."""
+    output: bytes
+    """int32 ids."""
+    logprobs: bytes
+    """float32, one for each output id."""
+    spans: tuple[tuple[str, int], ...]
+    finish: tuple[str, str | int | None]
+    times: tuple[float, float, float]
+    generation_prompt: int = 0
+    end_token: int = -1
+    flags: int = 0
+    prompt_node: int = -1
+    reply_node: int = -1
+    sibling: int = 0
+    branch: int = 0
+    options: bytes = b""
+    calls: bytes | None = None
+    """JSON: list of {"id", "name", "arguments"}."""
+    key: bytes | None = None
+    body: bytes | None = None
+    dialect: str = ""
+    rid: str = ""
+    child: str | None = None
+    first_node: int = 0
+    """Index of the first record of `nodes` in the session's message tree."""
+    nodes: bytes = b""
+    """Records of the message tree that no earlier turn stored."""
+    completion: CompletionText | None = None
+    messages: bytes = b""
+    """The new messages as msgpack. The ledger does not keep them."""
+    reply: str = ""
+    """The reply's text. The ledger does not keep it."""
+
+
+class DeliveredRecord(msgspec.Struct, frozen=True):
+    """The whole reply of a turn reached the client's socket."""
+
+    session: str
+    turn: int
+
+
+class RewardRecord(msgspec.Struct, frozen=True):
+    session: str
+    reward: float
+    turn: int | None
+    name: str
+
+
+class FinishRecord(msgspec.Struct, frozen=True):
+    session: str
+    state: str
+    """ "finished" or "expired"."""
+    reason: str
+    time: float
+
+
+class DeleteRecord(msgspec.Struct, frozen=True):
+    session: str
+
+
+class EndRecord(msgspec.Struct, frozen=True):
+    """Last record of a snapshot. `records`: number of records before it."""
+
+    records: int
+
+
+Record = (
+    HeaderRecord
+    | SessionRecord
+    | BeginRecord
+    | TurnRecord
+    | DeliveredRecord
+    | RewardRecord
+    | FinishRecord
+    | DeleteRecord
+    | EndRecord
+)
+_KINDS: dict[int, type[msgspec.Struct]] = {
+    1: HeaderRecord,
+    2: SessionRecord,
+    3: BeginRecord,
+    4: TurnRecord,
+    5: RewardRecord,
+    6: FinishRecord,
+    7: DeleteRecord,
+    8: EndRecord,
+    9: DeliveredRecord,
+}
+_KIND_OF = {struct_type: kind for kind, struct_type in _KINDS.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in _KINDS.items()}
+
+
+class DamagedRecordError(VerlServerError):
+    """Bytes of a journal are no record. `end`: True if the file may simply end here, in a record that was cut off."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+def payload(record: Record) -> bytes:
+    """Return kind and msgpack payload, without length and checksum."""
+    return bytes((_KIND_OF[type(record)],)) + _ENCODER.encode(record)
+
+
+def frame(body: bytes) -> bytes:
+    """Return length and checksum of a payload. The writer calls it in its thread: crc32 releases the interpreter."""
+    return FRAME.pack(len(body), zlib.crc32(body))
+
+
+def read_record(data: bytes | memoryview, offset: int) -> tuple[Any, int]:
+    """Return the record at `offset`, and the offset behind it. Raise DamagedRecordError, also at a record cut off."""
+    if len(data) - offset < FRAME.size:
+        raise DamagedRecordError(f"{len(data) - offset} bytes are less than a record's head")
+    length, checksum = FRAME.unpack_from(data, offset)
+    start, end = offset + FRAME.size, offset + FRAME.size + length
+    if not 1 <= length < _LARGEST or end > len(data):
+        raise DamagedRecordError(f"a record of {length} bytes goes beyond the end of the file")
+    body = data[start:end]
+    if zlib.crc32(body) != checksum:
+        raise DamagedRecordError("the checksum is wrong")
+    decoder = _DECODERS.get(body[0])
+    if decoder is None:
+        raise DamagedRecordError(f"the kind {body[0]} is unknown")
+    try:
+        return decoder.decode(body[1:]), end
+    except msgspec.DecodeError as error:
+        raise DamagedRecordError(f"the payload is malformed: {error}") from None

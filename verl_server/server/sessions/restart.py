@@ -1,0 +1,60 @@
+"""Sessions of an earlier run: reading them from the store, and the gate that holds them until the weights are known.
+
+A server that was started again serves the weights that it loads, and its sessions were sampled from pushed ones. Turns
+therefore wait until an update or the owner has confirmed the weights, or the version is the one of the last turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from verl_server.server.sessions.journal_files import DamagedStoreError
+from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.records import SessionRecord
+
+logger = logging.getLogger(__name__)
+
+
+class RestartGate:
+    """Says why sessions cannot continue now. `weight_version` and `is_confirmed` return the server's state."""
+
+    def __init__(self, weight_version: Callable[[], str], is_confirmed: Callable[[], bool]) -> None:
+        self._weight_version, self._is_confirmed = weight_version, is_confirmed
+        self._expected: str | None = None
+
+    def close(self, version: str | None) -> None:
+        """Close the gate until the weights are confirmed or have this version. None: leave it open."""
+        self._expected = version
+
+    def __call__(self) -> str | None:
+        if self._expected is None:
+            return None
+        if self._is_confirmed() or self._weight_version() == self._expected:
+            self._expected = None
+            return None
+        return (
+            f"The server was started again and serves version {self._weight_version()}; the session store ends at "
+            f"version {self._expected}: push weights (heal), call accept_restart(), or start with --weight-version "
+            f"{self._expected}."
+        )
+
+
+def restore(ledger: SessionLedger, records: Iterable[Any]) -> int:
+    """Apply the records of earlier runs. Return their number. Raise DamagedStoreError if they do not fit together.
+
+    A record of a session that was deleted is skipped: a turn may end after its session.
+    """
+    count = 0
+    for record in records:
+        if isinstance(record, SessionRecord) or ledger.knows(record.session):
+            try:
+                ledger.apply(record)
+            except (KeyError, IndexError) as error:
+                raise DamagedStoreError(
+                    f"The session store is damaged: {type(record).__name__} without {error}."
+                ) from None
+        count += 1
+    ledger.restored()
+    return count

@@ -1,0 +1,168 @@
+"""The branches of a session: linear paths through its tree of turns, as ids, loss mask and log-probabilities.
+
+The route of a session's trajectory calls `branches` for each session and writes what it yields. Nothing is rendered or
+tokenized here: the ids are those that were read and sampled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from verl_server.server.sessions.contract import StoredTurn
+from verl_server.server.sessions.turn import common_prefix
+from verl_server.session_types import Branch, BranchKind, BranchTurn, VersionSpan
+
+
+def branches(turns: Sequence[StoredTurn], mask: Literal["once", "every"], retries: bool) -> Iterator[Branch]:
+    """Yield the branches of the finished turns of a session: first the main ones, then forks, then retries.
+
+    A branch ends with a turn that no other turn continues. The first branch of each conversation is its main one. A
+    turn whose reply no client received, and which was sampled again, is a retry: it is left out unless `retries`.
+
+    With `mask` "once", a sampled token has loss mask 1 in the first of the yielded branches that holds it, and 0 in the
+    others; with "every", it has 1 in all. The caller fills in `session` and `rewards`.
+    """
+    tree = _Tree(turns)
+    found = [(tree.kind(path), path) for path in tree.paths()]
+    kinds: tuple[BranchKind, ...] = ("main", "fork", "retry") if retries else ("main", "fork")
+    named: set[str | None] = set()
+    chosen: list[tuple[BranchKind, list[_Part]]] = []
+    for kind, path in found:
+        child = path[-1].turn.child
+        if kind == "main" and child in named:
+            kind = "fork"
+        elif kind == "main":
+            named.add(child)
+        if kind in kinds:
+            chosen.append((kind, path))
+    masked: dict[int, int] = defaultdict(int)  # turn -> number of its first sampled tokens that a branch has masked
+    earlier: list[bytes] = []
+    for i, (kind, path) in enumerate(sorted(chosen, key=lambda each: kinds.index(each[0]))):
+        yield _branch(i, kind, path, masked, earlier, every=mask == "every")
+
+
+class _Part:
+    """What a branch has of a turn: the turn's own tokens up to `end`, a place in the branch."""
+
+    def __init__(self, turn: StoredTurn, end: int) -> None:
+        self.turn = turn
+        self.start = turn.shared
+        self.prompt_end = min(turn.prompt_tokens, end)
+        self.end = end
+        self.is_whole = end == turn.prompt_tokens + turn.output_tokens
+
+    @property
+    def sampled(self) -> int:
+        return self.end - self.prompt_end
+
+
+class _Tree:
+    """The turns of a session by id."""
+
+    def __init__(self, turns: Sequence[StoredTurn]) -> None:
+        self._turns = {turn.turn: turn for turn in turns}
+        self._children: dict[int, list[StoredTurn]] = defaultdict(list)
+        for turn in turns:
+            self._children[turn.parent].append(turn)
+
+    def paths(self) -> list[list[_Part]]:
+        """Return the path of each branch, in the order in which a walk from the roots finds them."""
+        paths = [self._path(turn) for turn in self._turns.values() if not self._is_continued(turn)]
+        return sorted(paths, key=lambda path: [part.turn.turn for part in path])
+
+    def _is_continued(self, turn: StoredTurn) -> bool:
+        tokens = turn.prompt_tokens + turn.output_tokens
+        return any(child.shared == tokens for child in self._children[turn.turn])
+
+    def _path(self, last: StoredTurn) -> list[_Part]:
+        path: list[_Part] = []
+        turn: StoredTurn | None = last
+        end = last.prompt_tokens + last.output_tokens
+        while turn is not None:
+            if turn is last or end > turn.shared:  # a fork may begin before the turn's own tokens
+                path.append(_Part(turn, end))
+            end = min(end, turn.shared)
+            turn = self._turns.get(turn.parent)
+        return path[::-1]
+
+    def kind(self, path: list[_Part]) -> BranchKind:
+        """Return "retry" for a turn that was sampled again because its reply was lost, otherwise "main"."""
+        turn = path[-1].turn
+        if turn.delivered or self._children[turn.turn]:
+            return "main"
+        same = (turn.shared, turn.prompt_tokens)
+        for other in self._children[turn.parent]:
+            is_later = other.turn > turn.turn and (other.shared, other.prompt_tokens) == same
+            if is_later and other.prompt_ids() == turn.prompt_ids():
+                return "retry"
+        return "main"
+
+
+def _branch(
+    index: int,
+    kind: BranchKind,
+    path: Sequence[_Part],
+    masked: dict[int, int],
+    earlier: list[bytes],
+    *,
+    every: bool,
+) -> Branch:
+    """Return one branch. Add its tokens to those that the earlier branches have."""
+    last = path[-1]
+    ids = [*last.turn.prompt_ids(), *last.turn.output_ids()]
+    mask, logprobs = [0] * len(ids), [0.0] * len(ids)
+    spans: list[VersionSpan] = []
+    first_own = len(ids)
+    for part in path:
+        count, before = part.sampled, masked[part.turn.turn]
+        if not count:
+            continue
+        logprobs[part.prompt_end : part.end] = part.turn.output_logprobs()[:count]
+        new = 0 if every else min(before, count)
+        mask[part.prompt_end + new : part.end] = [1] * (count - new)
+        if count > before:
+            first_own = min(first_own, part.prompt_end + before)
+            masked[part.turn.turn] = count
+        spans += _spans(part)
+    sequence = array("i", ids).tobytes()
+    shared = max((common_prefix(sequence, other) for other in earlier), default=0)
+    earlier.append(sequence)
+    return Branch(
+        branch=index,
+        kind=kind,
+        session="",
+        turns=[_place(part) for part in path],
+        shared_tokens=min(shared, first_own),
+        ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        weight_versions=spans,
+    )
+
+
+def _place(part: _Part) -> BranchTurn:
+    turn = part.turn
+    return BranchTurn(
+        turn=turn.turn,
+        start=part.start,
+        prompt_end=part.prompt_end,
+        end=part.end,
+        finish_reason=turn.finish[0] if part.is_whole else "cut",
+        calls=msgspec.json.decode(turn.calls) if turn.calls and part.is_whole else [],
+    )
+
+
+def _spans(part: _Part) -> list[VersionSpan]:
+    """Return the spans of the sampled tokens that the branch has of a turn."""
+    starts = [start for _, start in part.turn.spans]
+    ends = [*starts[1:], part.turn.output_tokens]
+    return [
+        VersionSpan(version, part.prompt_end + start, part.prompt_end + min(end, part.sampled))
+        for (version, start), end in zip(part.turn.spans, ends, strict=True)
+        if start < part.sampled
+    ]

@@ -1,0 +1,137 @@
+"""`Turn`: one finished generation of a session, in few bytes.
+
+The ledger holds one for each turn. Of the prompt it keeps only the ids behind those that the parent's sequence (prompt
+and output) has too; `sequence` joins them.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_server.chat.session_view import CompletionText
+from verl_server.server.sessions.records import TurnRecord
+
+IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
+"""Bits of `Turn.flags`."""
+
+_TIMES = struct.Struct("<3d")
+_FIXED_BYTES = 700
+"""Bytes of a turn beside its ids, log-probabilities and calls."""
+
+
+@dataclass(slots=True)
+class Turn:
+    parent: int
+    """-1: a root."""
+    shared: int
+    """First tokens of the prompt that are the parent's sequence."""
+    prompt: bytes
+    """int32 ids of the prompt behind the shared ones."""
+    output: bytes
+    logprobs: bytes
+    spans: tuple[tuple[str, int], ...]
+    finish: tuple[str, str | int | None]
+    times: bytes
+    generation_prompt: int
+    end_token: int
+    flags: int
+    prompt_node: int
+    reply_node: int
+    sibling: int
+    branch: int
+    options: bytes
+    calls: bytes | None
+    key: bytes | None
+    body: bytes | None
+    dialect: str
+    rid: str
+    child: str | None
+    completion: CompletionText | None
+
+    @classmethod
+    def of(cls, record: TurnRecord, shared_values: dict[object, object]) -> Turn:
+        """Return the turn of a record. `shared_values` holds values that many turns have in common once."""
+
+        def once(value: object) -> object:
+            return shared_values.setdefault(value, value)
+
+        spans = tuple((sys.intern(version), start) for version, start in record.spans)
+        return cls(
+            parent=record.parent,
+            shared=record.shared,
+            prompt=record.prompt,
+            output=record.output,
+            logprobs=record.logprobs,
+            spans=once(spans) if len(spans) == 1 else spans,  # type: ignore[arg-type]
+            finish=once(tuple(record.finish)),  # type: ignore[arg-type]
+            times=_TIMES.pack(*record.times),
+            generation_prompt=record.generation_prompt,
+            end_token=record.end_token,
+            flags=record.flags,
+            prompt_node=record.prompt_node,
+            reply_node=record.reply_node,
+            sibling=record.sibling,
+            branch=record.branch,
+            options=once(record.options),  # type: ignore[arg-type]
+            calls=record.calls,
+            key=record.key,
+            body=record.body,
+            dialect=sys.intern(record.dialect),
+            rid=record.rid,
+            child=None if record.child is None else sys.intern(record.child),
+            completion=record.completion,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.shared + len(self.prompt) // 4
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output) // 4
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequence."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def accepted_first_finished(self) -> tuple[float, float, float]:
+        accepted, first, finished = _TIMES.unpack(self.times)
+        return accepted, first, finished
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        payload = len(self.prompt) + len(self.output) + len(self.logprobs) + len(self.calls or b"")
+        text = 0 if self.completion is None else 300 + len(self.completion.hidden)
+        return _FIXED_BYTES + payload + len(self.rid) + text
+
+
+def sequence(turns: Sequence[Turn | None], turn: int, kept: int | None = None) -> bytes:
+    """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
+    pieces: list[bytes] = []
+    limit = sys.maxsize if kept is None else kept
+    while turn >= 0 and limit > 0:
+        each = turns[turn]
+        assert each is not None, "a parent is a finished turn"
+        if limit > each.shared:
+            own = each.prompt + each.output
+            pieces.append(own[: 4 * (limit - each.shared)])
+        limit, turn = min(limit, each.shared), each.parent
+    return b"".join(reversed(pieces))
+
+
+def common_prefix(first: bytes, second: bytes) -> int:
+    """Return the number of int32 ids at the start that are equal in both."""
+    low, high = 0, min(len(first), len(second)) // 4
+    while low < high:  # compare halves: memcmp is fast, a loop over ids is not
+        middle = (low + high + 1) // 2
+        if first[4 * low : 4 * middle] == second[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

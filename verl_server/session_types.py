@@ -1,0 +1,183 @@
+"""What a session is on the wire: the bodies of `/sessions` and its trajectory.
+
+The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1, log-probabilities the
+sampling distribution's (docs/architecture.md). Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+History = Literal["stored", "template"]
+SessionState = Literal["open", "finished", "expired"]
+BranchKind = Literal["main", "fork", "retry"]
+
+
+class SessionLimits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Bounds of a session. None: the server's own bound."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """Sampled tokens of the session and its children."""
+    max_context: int | None = None
+    """Tokens of the longest prompt with its output."""
+    max_concurrent: int = 16
+    """Generations that run at once, children included."""
+    seconds: float | None = None
+    idle_seconds: float | None = None
+
+
+class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Body of `POST /sessions`."""
+
+    id: str | None = None
+    """Name of the session: letters, digits, "_" and "-". Default: a random one."""
+    group: str = ""
+    """Any name by which `GET /sessions` selects, for example the run and the task."""
+    metadata: dict[str, Any] = {}
+    """Any JSON object of at most 16 KiB. It is returned with the session and with its trajectory."""
+    limits: SessionLimits = SessionLimits()
+    """Bounds of the session and its children."""
+    history: History = "stored"
+    """`stored`: the next prompt keeps the sampled ids; `template`: it is what the chat template renders."""
+    sampling_params: dict[str, Any] = {}
+    """Sampling parameters for requests that do not set them."""
+    forced_sampling_params: dict[str, Any] = {}
+    """Sampling parameters that win over those of a request."""
+    seed: int | None = None
+    """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
+
+
+class CreatedSession(msgspec.Struct, frozen=True):
+    """Reply to `POST /sessions`. `key` is shown only once."""
+
+    id: str
+    key: str
+    base_url: str
+    """Path for OpenAI clients: "/s/KEY/v1"."""
+    anthropic_base_url: str
+    """Path for Anthropic clients: "/s/KEY"."""
+    expires: float | None
+    weight_version: str
+
+
+class TurnInfo(msgspec.Struct, frozen=True):
+    """One node of the session's tree, without its tokens."""
+
+    turn: int
+    parent: int
+    """-1: a root."""
+    shared: int
+    """First tokens of the prompt that are the parent's prompt and output."""
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str
+    sibling: int
+    spans: list[tuple[str, int]]
+    """(weight version, index of the first sampled token under it), in order."""
+    calls: list[dict[str, Any]]
+    times: tuple[float, float, float]
+    """Accepted, first token, finished."""
+    delivered: bool = True
+    aborted: bool = False
+    resampled: bool = False
+
+
+class SessionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A session in `GET /sessions` and, with children and turns, in `GET /sessions/{id}`."""
+
+    id: str
+    group: str
+    state: SessionState
+    reason: str
+    turns: int
+    tokens: int
+    """Sampled tokens."""
+    reward: float | None
+    created: float
+    active: float
+    metadata: dict[str, Any] = {}
+    in_flight: int = 0
+    """Generations that run now."""
+    limit: str | None = None
+    """Field of `SessionLimits` that refused or cut a generation last."""
+    children: list[str] = []
+    tree: list[TurnInfo] = []
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Reply to `GET /sessions`. `next` goes into `after` for the next page; None: the end."""
+
+    sessions: list[SessionInfo]
+    next: str | None
+
+
+class RewardBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /sessions/{id}/reward`. The same name and turn replace an earlier value."""
+
+    reward: float
+    """Any finite number."""
+    turn: int | None = None
+    """The turn that the reward is for. Default: the whole session."""
+    name: str = "reward"
+    """The rewards of the whole session add up over their names."""
+
+
+class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /sessions/{id}/finish`."""
+
+    reason: str = "done"
+    """Any text, which is returned with the session."""
+
+
+class BranchTurn(msgspec.Struct, frozen=True):
+    """A turn's place in its branch: ids[start:prompt_end] are new prompt, ids[prompt_end:end] were sampled."""
+
+    turn: int
+    start: int
+    prompt_end: int
+    end: int
+    finish_reason: str
+    """ "cut" if another branch has the rest of the turn."""
+    calls: list[dict[str, Any]] = []
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Sampled tokens ids[start:end] are of one weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """One linear path through a session's tree, ready to train on."""
+
+    branch: int
+    kind: BranchKind
+    session: str
+    turns: list[BranchTurn]
+    shared_tokens: int
+    """First ids that an earlier branch has too, with its loss mask there."""
+    ids: Any
+    """list of int, or an int32 column."""
+    loss_mask: Any
+    """list of 0 and 1, or a uint8 column: 1 for a token that was sampled and is masked in no earlier branch."""
+    logprobs: Any
+    """list of float, or a float32 column: 0.0 where the token was read."""
+    weight_versions: list[VersionSpan]
+    rewards: list[RewardBody] = []
+
+
+class SessionTrajectory(msgspec.Struct, frozen=True):
+    """Reply to `GET /sessions/{id}/trajectory`."""
+
+    session: str
+    state: SessionState
+    reason: str
+    reward: float | None
+    group: str
+    metadata: dict[str, Any]
+    branches: list[Branch]
