@@ -13,7 +13,9 @@ import pytest
 from tests.server.conftest import Stack
 from tests.server.fake_scheduler import INFO
 from tests.server.test_http_routes import events
+from verl_server.errors import SessionUnavailableError
 from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.server.sessions.ledger import SessionLedger
 
 OWNER = {"Authorization": "Bearer owner"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -84,7 +86,7 @@ def test_eight_turns_are_one_branch_of_sampled_ids(stack: Stack) -> None:
     session = Session(stack)
     replies = [CALL if turn % 2 else f"answer {turn}" for turn in range(8)]
     session.says(*replies)
-    messages, sequence = [user("begin")], []
+    messages, sequence, made = [user("begin")], [], []
     for turn, text in enumerate(replies):
         choice = session.chat(messages, tools=[TOOL], max_tokens=200)
         prompt = session.sent().input_ids
@@ -95,11 +97,13 @@ def test_eight_turns_are_one_branch_of_sampled_ids(stack: Stack) -> None:
         messages.append({key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)})
         if calls := message.get("tool_calls"):
             assert calls[0]["function"]["name"] == "add"
+            made.append(calls[0]["id"])
             messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "3"})
         else:
             messages.append(user(f"next {turn}"))
     (branch,) = session.trajectory()["branches"]
     assert branch["ids"] == sequence and branch["kind"] == "main"
+    assert [call["id"] for turn in branch["turns"] for call in turn["calls"]] == made
     sampled = [token for text in replies for token in [*stack.text.encode(text), stack.text.eos_token_ids[0]]]
     assert [token for token, mask in zip(branch["ids"], branch["loss_mask"], strict=True) if mask] == sampled
     assert [value != 0.0 for value in branch["logprobs"]] == [bool(mask) for mask in branch["loss_mask"]]
@@ -252,3 +256,17 @@ def test_a_response_follows_the_one_that_it_names(stack: Stack) -> None:
     assert unknown.status_code == 404
     outside = stack.post("/v1/responses", {"input": "a", "previous_response_id": first["id"]}, headers=OWNER)
     assert outside.status_code == 400 and "POST /sessions" in outside.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_reply_ends_before_its_turn_is_stored(stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    async def refuse(self: SessionLedger, *_: Any) -> None:
+        raise SessionUnavailableError("the disk is full")
+
+    session = Session(stack)
+    session.says("x")
+    monkeypatch.setattr(SessionLedger, "commit", refuse)
+    body = {"messages": [user("a")], "stream": stream}
+    response = stack.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {session.key}"})
+    assert "the disk is full" in response.text and '"finish_reason":"stop"' not in response.text
+    assert stream or (response.status_code, response.headers["Retry-After"]) == (503, "1")
