@@ -22,13 +22,21 @@ def write_run_report(folder: Path) -> Path:
     lines = read_lines(folder / "episodes.jsonl")
     final = sorted((entry for entry in lines if entry.final), key=lambda entry: (entry.task, entry.member))
     summary = summarize_lines(lines)
-    body = "\n".join((_headline(settings, summary), _rewards(final), _ends(lines), _episodes(final), _setup(settings)))
+    body = "\n".join(
+        (
+            _headline(folder.resolve().name, settings, summary),
+            _rewards(final),
+            _ends(lines),
+            _episodes(final),
+            _setup(settings),
+        )
+    )
     path = folder / "report.html"
-    path.write_text(page(f"verl-server {settings.get('run', 'run')}", body), encoding="utf-8")
+    path.write_text(page(f"verl-server {folder.resolve().name}", body), encoding="utf-8")
     return path
 
 
-def _headline(settings: dict[str, Any], summary: dict[str, Any]) -> str:
+def _headline(title: str, settings: dict[str, Any], summary: dict[str, Any]) -> str:
     mean = summary["mean_reward"]
     tiles = (
         ("-" if mean is None else f"{mean:.3f}", "mean reward", f"{summary['scored']} episodes with a reward"),
@@ -45,7 +53,7 @@ def _headline(settings: dict[str, Any], summary: dict[str, Any]) -> str:
     name = agent if isinstance(agent, str) else " ".join(agent or [])
     return (
         "<header><p class='kicker'>verl-server · agents</p>"
-        f"<h1>{escape(str(settings.get('run', '')))}</h1><p class='lead'>{escape(name)}</p></header>"
+        f"<h1>{escape(title)}</h1><p class='lead'>{escape(name)}</p></header>"
         f"<div class='tiles'>{cards}</div>"
     )
 
