@@ -182,6 +182,19 @@ class Trajectory(msgspec.Struct, kw_only=True):
             self.reward = sum(rewards)
 
 
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """The trajectories of each episode, in the order of their first ones.
+
+    The branches of an agent's episode have its group and member; sub-agents' sessions belong to it. A trajectory
+    without a session is an episode of its own.
+    """
+    episodes: dict[tuple[int, int] | int, list[Trajectory]] = {}
+    for number, trajectory in enumerate(trajectories):
+        place = (trajectory.task.group, trajectory.member) if trajectory.session else number
+        episodes.setdefault(place, []).append(trajectory)
+    return list(episodes.values())
+
+
 class RolloutStats(msgspec.Struct, kw_only=True):
     """Figures of a set of trajectories."""
 

@@ -120,17 +120,17 @@ class Demo:
         folder = make_policy_folder(out / "model", self.args.seed)
         with contextlib.ExitStack() as stack:
             interrupt = stack.enter_context(_Interrupt())
-            run = self._start(stack, folder)
-            before = self._evaluate(run.loop, "before training")
+            run, loop = self._start(stack, folder)
+            before = self._evaluate(loop, "before training")
             append_jsonl(out / "trajectories.jsonl", _labelled("before", before))
             for metrics, trajectories in self._train(run):
                 append_jsonl(out / "metrics.jsonl", [asdict(metrics)])
                 append_jsonl(out / "trajectories.jsonl", _labelled("training", trajectories[:4]))
                 interrupt.check()
-            after = self._evaluate(run.loop, "after training")
+            after = self._evaluate(loop, "after training")
             append_jsonl(out / "trajectories.jsonl", _labelled("after", after))
             self.display.phase("lock step against own pace")
-            pace = compare_pace(run.loop, self._tasks("pace", self.args.pace_episodes))
+            pace = compare_pace(loop, self._tasks("pace", self.args.pace_episodes))
         summary = self._summary(before, after, pace)
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         write_report(
@@ -138,7 +138,7 @@ class Demo:
         )
         return summary
 
-    def _start(self, stack: contextlib.ExitStack, folder: Path) -> GRPO:
+    def _start(self, stack: contextlib.ExitStack, folder: Path) -> tuple[GRPO, AgentLoop]:
         args = self.args
         self.display.phase("starting the environment server and the rollout server")
         device = setup_ranks(args.device)
@@ -159,7 +159,7 @@ class Demo:
         run = GRPO(trainer, engine, loop, all_ranks())
         run.push()
         self.ready_seconds = time.monotonic() - self.started
-        return run
+        return run, loop
 
     def _train(self, run: GRPO) -> Iterator[tuple[StepMetrics, list[Trajectory]]]:
         args = self.args

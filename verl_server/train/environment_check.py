@@ -9,12 +9,15 @@ from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnviron
 from verl_server.rollout.renderer import Renderer
 
 
-def check_environment(url: str, renderer: Renderer, timeouts: EnvTimeouts) -> None:
-    """Reset one session at `url` and render its first observation. Raises BadRequestError that names the remedy."""
+def check_environment(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> None:
+    """Reset one session at `url` and render its first observation, unless an agent reads it (no renderer).
+
+    Raises BadRequestError that names the remedy.
+    """
     asyncio.run(_check(url, renderer, timeouts))
 
 
-async def _check(url: str, renderer: Renderer, timeouts: EnvTimeouts) -> None:
+async def _check(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> None:
     async with RemoteEnvironment(url, timeouts) as environment:
         try:
             result = await environment.reset(0, episode_id="check")
@@ -23,6 +26,8 @@ async def _check(url: str, renderer: Renderer, timeouts: EnvTimeouts) -> None:
                 f"The environment at --env-url {url} cannot be played: {error} Start the environment server, or "
                 "correct the URL. If the server is only slow, raise --env.connect or --env.reset."
             ) from error
+    if renderer is None:
+        return
     try:
         renderer.observation_tokens(result.observation, None)
     except VerlServerError as error:

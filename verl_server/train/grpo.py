@@ -2,8 +2,9 @@
 
     python -m verl_server.train.grpo --model-path MODEL --env-url http://HOST:PORT
 
-trains a policy on any OpenEnv environment whose observations and actions are text. Under `torchrun --nproc-per-node N`
-the model is sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server.
+trains a policy on any OpenEnv environment whose observations and actions are text. With `--agent`, an agent of your own
+plays the episodes through sessions of the rollout server (`agent_groups`). Under `torchrun --nproc-per-node N` the
+model is sharded over the ranks (FSDP2). Every rank plays and trains on its own groups against one rollout server.
 The log-probabilities that the server returns with each token are those of the behaviour policy. To change the
 algorithm, copy this file. The other modules of this folder are not part of the algorithm: `policy` (the model),
 `batches` (packing), `metrics`, `run_folder` and `checkpoints` (files), `ranks` (processes).
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -33,8 +35,10 @@ from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
+from verl_server.rollout.agents.types import Server
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
-from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.rollout.trajectory import Task, Trajectory, by_episode
+from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.environment_check import check_environment
@@ -61,21 +65,24 @@ logger = logging.getLogger(__name__)
 def group_advantages(trajectories: Sequence[Trajectory], normalize_std: bool) -> list[Sample]:
     """The trajectories that can be trained on. The advantage of each is its reward less the mean of its group.
 
+    An episode of an agent may have several branches. It counts once in its group, and each of its branches gets its
+    advantage; tokens that branches share are in the loss mask of one of them only.
+
     Episodes without a reward (the environment or the server failed) are left out, and so are groups with equal rewards,
     because their advantages are 0. `normalize_std` divides by the standard deviation of the group.
     """
-    groups: dict[int, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        if trajectory.is_trainable:
-            groups.setdefault(trajectory.task.group, []).append(trajectory)
+    groups: dict[int, list[list[Trajectory]]] = {}
+    for branches in by_episode(t for t in trajectories if t.is_trainable):
+        groups.setdefault(branches[0].task.group, []).append(branches)
     samples: list[Sample] = []
     for group in groups.values():
-        rewards = torch.tensor([t.reward for t in group], dtype=torch.float64)
+        rewards = torch.tensor([branches[0].reward for branches in group], dtype=torch.float64)
         centered = rewards - rewards.mean()
         if centered.abs().max() < 1e-9:
             continue
         scale = rewards.std(correction=0) if normalize_std else 1.0
-        samples += [Sample(t, advantage) for t, advantage in zip(group, (centered / scale).tolist(), strict=True)]
+        for branches, advantage in zip(group, (centered / scale).tolist(), strict=True):
+            samples += [Sample(branch, advantage) for branch in branches]
     return samples
 
 
@@ -196,6 +203,19 @@ def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> 
     return tasks
 
 
+class Player(Protocol):
+    """What plays the episodes of a step: an `AgentLoop`, or `AgentGroups`."""
+
+    @property
+    def environment_url(self) -> str:
+        """URL or name of the environment, for reports of failures."""
+        ...
+
+    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
+        """Play all tasks. A fault of one episode raises nothing: its trajectory has no reward."""
+        ...
+
+
 @dataclass
 class Step:
     """The result of `GRPO.step`."""
@@ -211,7 +231,7 @@ class Step:
 class GRPO:
     """A training run on one rank: its share of the groups, its shards of the model, and the engine of all ranks."""
 
-    def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: AgentLoop, ranks: RankGroup) -> None:
+    def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: Player, ranks: RankGroup) -> None:
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
@@ -270,7 +290,7 @@ class GRPO:
             mine.append((rollout, samples))
             report = report_rollout(
                 rollout.trajectories,
-                len(samples),
+                len(by_episode(sample.trajectory for sample in samples)),
                 rollout.seconds,
                 step=self.next_step,
                 rank=self._ranks.rank,
@@ -296,9 +316,14 @@ def train(args: TrainArgs) -> None:
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    make_renderer = ChatRenderer if args.chat else TextRenderer
-    renderer: Renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
-    ranks.call("check_environment", lambda _: check_environment(args.env_url, renderer, args.limits.env))
+    agents, renderer = None, None
+    if args.agent is not None:
+        agents = AgentGroups(args)
+    else:
+        make_renderer = ChatRenderer if args.chat else TextRenderer
+        renderer = make_renderer(tokenizer, observation_key=args.observation_key, action_key=args.action_key)
+    if (url := args.env_url) is not None:
+        ranks.call("check_environment", lambda _: check_environment(url, renderer, args.limits.env))
     policy = load_policy(
         args.model_path,
         device,
@@ -307,8 +332,8 @@ def train(args: TrainArgs) -> None:
         logprob_chunk=args.logprob_chunk,
     )
     trainer = PolicyTrainer(policy, args.grpo, args.steps, device)
-    with _serving(args, device, renderer) as (engine, loop):
-        run = GRPO(trainer, engine, loop, ranks)
+    with _serving(args, device, ranks) as (engine, api_key), _player(args, engine, api_key, agents, renderer) as player:
+        run = GRPO(trainer, engine, player, ranks)
         if checkpoint is not None:
             progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
             run.next_step, run.version = progress.next_step, progress.version
@@ -325,26 +350,49 @@ def train(args: TrainArgs) -> None:
 
 
 @contextlib.contextmanager
-def _serving(args: TrainArgs, device: torch.device, renderer: Renderer) -> Iterator[tuple[VerlEngine, AgentLoop]]:
-    """Launch the rollout server or attach to it. Yields (engine, this rank's agent loop)."""
+def _serving(args: TrainArgs, device: torch.device, ranks: RankGroup) -> Iterator[tuple[VerlEngine, str | None]]:
+    """Launch the rollout server or attach to it. Yields (engine, API key of the server).
+
+    A server that is launched for an agent has an API key, because its routes would else be open to the agent.
+    """
     settings = args.server_settings
-    with contextlib.ExitStack() as stack:
-        if args.server_url is None:
-            engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
-        else:
-            keys = settings.get("api_key"), settings.get("admin_api_key")
-            engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
-        stack.enter_context(engine)
-        client = stack.enter_context(HttpServerEngineAdapter.attach(str(engine.url), settings.get("api_key")))
-        loop = AgentLoop(
+    if args.server_url is None:
+        if args.agent is not None:
+            settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
+        engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
+    else:
+        keys = settings.get("api_key"), settings.get("admin_api_key")
+        engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
+    with engine:
+        yield engine, settings.get("api_key")
+
+
+@contextlib.contextmanager
+def _player(
+    args: TrainArgs,
+    engine: VerlEngine,
+    api_key: str | None,
+    agents: AgentGroups | None,
+    renderer: Renderer | None,
+) -> Iterator[Player]:
+    """This rank's player: the agent if there is one, else the built-in loop."""
+    if agents is not None:
+        agents.serve(Server(str(engine.url), api_key or str(engine.admin_api_key)))
+        yield agents
+        return
+    assert args.env_url is not None and renderer is not None
+    with (
+        HttpServerEngineAdapter.attach(str(engine.url), api_key) as client,
+        AgentLoop(
             client,
             args.env_url,
             renderer,
             sampling_params={"temperature": args.grpo.temperature},
             limits=args.limits,
             max_concurrency=args.max_concurrency,
-        )
-        yield engine, stack.enter_context(loop)
+        ) as loop,
+    ):
+        yield loop
 
 
 def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -87,8 +87,14 @@ def report_rollout(
     env_url: str,
     server_url: str,
 ) -> RolloutReport:
-    """The report of this rank's episodes. `kept` is the number of episodes that the step learns from."""
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    """The report of this rank's episodes. `kept` is the number of episodes that the step learns from.
+
+    The branches of an agent's episode count as one episode. An error of an episode with a reward is no failure: a
+    limit of its session may have ended the agent with an exception.
+    """
+    episodes = by_episode(trajectories)
+    firsts = [branches[0] for branches in episodes]
+    rewards = [t.reward for t in firsts if t.reward is not None]
     failures = [
         Failure(
             step=step,
@@ -101,21 +107,21 @@ def report_rollout(
             episode_id=t.task.episode_id,
             turns=len(t.turns),
         )
-        for t in trajectories
-        if t.error is not None
+        for t in firsts
+        if t.error is not None and t.reward is None
     ]
     return RolloutReport(
-        episodes=len(trajectories),
+        episodes=len(episodes),
         scored=len(rewards),
         reward=sum(rewards),
-        trainable=sum(t.is_trainable for t in trajectories),
+        trainable=sum(any(t.is_trainable for t in branches) for branches in episodes),
         kept=kept,
         turns=sum(len(t.turns) for t in trajectories),
         sampled_tokens=sum(t.sampled_tokens for t in trajectories),
         generate_seconds=sum(t.seconds("generate") for t in trajectories),
         env_seconds=sum(t.seconds("env") for t in trajectories),
         seconds=seconds,
-        stop_reasons=dict(Counter(str(t.stop_reason) for t in trajectories)),
+        stop_reasons=dict(Counter(str(t.stop_reason) for t in firsts)),
         failures=failures,
     )
 

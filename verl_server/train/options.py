@@ -16,6 +16,7 @@ import tyro
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
 from verl_server.errors import BadRequestError
+from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 
@@ -74,8 +75,17 @@ class TrainArgs:
 
     model_path: str
     """Model folder or hub id with the initial weights of the policy."""
-    env_url: str
-    """URL of the environment server."""
+    env_url: str | None = None
+    """URL of the environment server. Required without --agent."""
+    agent: str | None = None
+    """MODULE:function or FILE.py:function, an `async def (session, task)`, or the command of a program, in quotes. It
+    plays the episodes through sessions of the rollout server. Default: the built-in loop."""
+    tasks: str | None = None
+    """With --agent: reasoning-gym:NAME, textarena:NAME, or FILE.jsonl with one task a line. Groups take the lines in
+    turn. Default: the environment at --env-url with a seed for each group."""
+    reward: str | None = None
+    """With --agent: `environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode.
+    Default: `environment` if there is one, `exit` for a program."""
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: Path = Path("runs/grpo")
@@ -127,11 +137,30 @@ class TrainArgs:
                 f"rank_timeout={self.rank_timeout:g} must exceed trajectory_timeout="
                 f"{self.limits.trajectory_timeout:g}, because a rank waits for the slowest episode of the others."
             )
+        self._check_agent()
         given = set(self.server_settings) - {"api_key", "admin_api_key"}
         if self.server_url is not None and given:
             flags = ", ".join(f"--server.{name.replace('_', '-')}" for name in sorted(given))
             raise BadRequestError(
                 f"The server at --server {self.server_url} is running already and has its own settings: remove {flags}."
+            )
+
+    def _check_agent(self) -> None:
+        if self.agent is None:
+            if self.env_url is None:
+                raise BadRequestError("--env-url is missing: name an environment server, or play with --agent.")
+            if self.tasks is not None or self.reward is not None:
+                raise BadRequestError("--tasks and --reward are for --agent: remove them, or name an agent.")
+            return
+        if self.env_url is None and self.tasks is None:
+            raise BadRequestError("--agent needs something to play: name --tasks, --env-url, or both.")
+        if self.env_url is not None and self.tasks is not None and is_named(self.tasks):
+            raise BadRequestError(f"--tasks {self.tasks} has its own environment: remove --env-url.")
+        if self.limits.straggler_timeout is not None:
+            raise BadRequestError("--straggler-timeout is not implemented for --agent: use --trajectory-timeout.")
+        if self.server_url is not None and not (self.server.api_key or self.server.admin_api_key):
+            raise BadRequestError(
+                "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
             )
 
     @property

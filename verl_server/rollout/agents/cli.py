@@ -84,7 +84,7 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
     servers = _servers(args, key)
     agent = load_agent(args.agent)
     tasks, environment = load_tasks(args)
-    reward = _reward(args.reward, agent, environment)
+    reward = load_reward(args.reward, agent, environment)
     try:
         asyncio.run(_played(args, servers, agent, tasks, environment, reward, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -156,11 +156,11 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
         if args.environment is not None:
             raise BadRequestError(f"--tasks {args.tasks} has its own environment: remove --environment.")
         count = _GROUPS if args.groups is None else args.groups
-        return [AgentTask(seed=args.first_seed + i) for i in range(count)], _factory(args.tasks)
+        return [AgentTask(seed=args.first_seed + i) for i in range(count)], environment_factory(args.tasks)
     tasks = read_tasks(Path(args.tasks))[: args.groups]
     if args.groups is not None and len(tasks) < args.groups:
         raise BadRequestError(f"{args.tasks} has {len(tasks)} tasks, fewer than --groups {args.groups}.")
-    return tasks, None if args.environment is None else _factory(args.environment)
+    return tasks, None if args.environment is None else environment_factory(args.environment)
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
@@ -182,12 +182,14 @@ def read_tasks(path: Path) -> list[AgentTask]:
     return tasks
 
 
-def _factory(name: str) -> EnvironmentFactory:
+def environment_factory(name: str) -> EnvironmentFactory:
+    """The factory of a named environment, which takes each task's own options."""
     make = environment_named(name)
     return lambda task: make(task.environment)
 
 
-def _reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
+def load_reward(text: str | None, agent: Any, environment: EnvironmentFactory | None) -> Reward:
+    """The reward that `--reward` names; without it, the environment's, or a program's exit."""
     if text is None:
         if environment is None and callable(agent):
             raise BadRequestError("--reward is needed: MODULE:function, because there is no environment.")

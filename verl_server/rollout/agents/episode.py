@@ -86,6 +86,9 @@ class AgentPlayer:
     environment: EnvironmentFactory | None
     limits: AgentLimits
     sampling_params: Mapping[str, Any]
+    """Sampling parameters for requests that do not set them."""
+    forced_sampling_params: Mapping[str, Any]
+    """Sampling parameters that win over those of a request."""
     pool: ServerPool
     gateway: EnvironmentGateway
     logs: Path
@@ -145,6 +148,7 @@ class AgentPlayer:
                 idle_seconds=limits.idle_seconds + limits.seconds + _SERVER_SLACK,
             ),
             sampling_params=dict(self.sampling_params),
+            forced_sampling_params=dict(self.forced_sampling_params),
             seed=episode.seed,
         )
         try:

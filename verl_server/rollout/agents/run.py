@@ -60,6 +60,7 @@ async def arun_agents(
     retries: int = 2,
     max_concurrency: int | None = None,
     sampling_params: Mapping[str, Any] | None = None,
+    forced_sampling_params: Mapping[str, Any] | None = None,
     seed: int = 0,
     out: Path | None = None,
     resume: bool = False,
@@ -74,7 +75,8 @@ async def arun_agents(
     `agent` is an async function `(session, task)`, or the command of a program as a list. Without `servers`, a server
     for `model_path` is launched with a random key. `reward` is a function of the ended episode, "environment" (the sum
     of the rewards that the runner saw) or "exit" (1.0 for exit code 0, else 0.0). `retries` bounds the further
-    attempts of an episode without a reward. `seed` and the places of task and member settle every session's seed.
+    attempts of an episode without a reward. `sampling_params` hold for requests that set none of their own,
+    `forced_sampling_params` for all. `seed` and the places of task and member settle every session's seed.
     `out` is a folder for the run's files; with `resume`, episodes that have ended there are not played again.
     `describe` is added to run.json and must be equal in a resumed run.
 
@@ -97,6 +99,7 @@ async def arun_agents(
         "group_size": group_size,
         "seed": seed,
         "sampling_params": dict(sampling_params or {}),
+        "forced_sampling_params": dict(forced_sampling_params or {}),
         "limits": msgspec.to_builtins(limits),
     } | dict(describe or {})
     folder = RunFolder(out, settings, tasks, resume) if out is not None else None
@@ -114,6 +117,7 @@ async def arun_agents(
             environment=environment,
             limits=limits,
             sampling_params=sampling_params or {},
+            forced_sampling_params=forced_sampling_params or {},
             pool=pool,
             gateway=await stack.enter_async_context(EnvironmentGateway().running()),
             logs=logs,

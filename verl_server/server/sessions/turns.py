@@ -213,7 +213,9 @@ class _Turns:
 
     def sampling(self, turn: OpenTurn, given: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of one turn."""
-        params = {**turn.sampling, **given, **turn.forced, "n": 1}
+        # A request that leaves a parameter open may name it with None, as chat does with max_new_tokens.
+        defaults = {name: value for name, value in turn.sampling.items() if given.get(name) is None}
+        params = {**given, **defaults, **turn.forced, "n": 1}
         if params.get("logprobs_mode") not in (None, "default"):
             raise BadRequestError(
                 "logprobs_mode is fixed in a session: its log-probabilities are those of the distribution that the "

@@ -1,0 +1,123 @@
+"""`AgentGroups`: an agent plays each step's groups through sessions of the rollout server.
+
+`grpo.py` calls `run` where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
+the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.agents.cli import environment_factory, load_agent, load_reward, read_tasks
+from verl_server.rollout.agents.output import episode_trajectories
+from verl_server.rollout.agents.run import arun_agents
+from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
+from verl_server.rollout.environments.named import is_named
+from verl_server.rollout.environments.openenv import OpenEnvEnvironment
+from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.train.options import TrainArgs
+
+
+class AgentGroups:
+    def __init__(self, args: TrainArgs) -> None:
+        """Load agent, tasks and reward. Raises BadRequestError if a name of them is wrong."""
+        assert args.agent is not None
+        self._agent = load_agent(args.agent)
+        self._tasks = None if args.tasks is None or is_named(args.tasks) else read_tasks(Path(args.tasks))
+        self._environment = _environment(args)
+        self._reward = load_reward(args.reward, self._agent, self._environment)
+        limits = args.limits
+        self._limits = AgentLimits(
+            max_turns=limits.max_turns,
+            max_context=limits.max_tokens,
+            seconds=limits.trajectory_timeout,
+            idle_seconds=limits.generate_timeout,
+            environment_seconds=max(limits.env.reset, limits.env.step),
+            restart_timeout=limits.restart_timeout,
+        )
+        self._sampling_params = {"max_new_tokens": limits.max_new_tokens}
+        # The trainer computes log-probabilities at this temperature, so the agent must not sample at another one.
+        self._forced = {"temperature": args.grpo.temperature}
+        self._max_concurrency = args.max_concurrency
+        self._group_size = args.grpo.group_size
+        self._name = args.env_url or args.tasks or ""
+        self._server: Server | None = None
+
+    @property
+    def environment_url(self) -> str:
+        """URL or name of the environment, in reports of failures."""
+        return self._name
+
+    def serve(self, server: Server) -> None:
+        """Play on this server from now on."""
+        self._server = server
+
+    def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
+        """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
+
+        Episodes without a reward are not tried again. Faults of single episodes raise nothing.
+        """
+        assert self._server is not None, "serve() comes first"
+        trajectories: list[Trajectory] = []
+
+        def keep(episode: AgentEpisode) -> None:
+            branches = _branches(episode, tasks[episode.index * self._group_size + episode.member])
+            trajectories.extend(branches)
+            if on_finish is not None:
+                for branch in branches:
+                    on_finish(branch)
+
+        played = asyncio.run(
+            arun_agents(
+                self._agent,
+                [self._agent_task(task.seed) for task in tasks[:: self._group_size]],
+                servers=[self._server],
+                reward=self._reward,
+                environment=self._environment,
+                group_size=self._group_size,
+                limits=self._limits,
+                retries=0,
+                max_concurrency=self._max_concurrency,
+                sampling_params=self._sampling_params,
+                forced_sampling_params=self._forced,
+                seed=tasks[0].sampling_seed or 0,
+                on_finish=keep,
+            )
+        )
+        places = {task.episode_id: place for place, task in enumerate(tasks)}
+        trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order
+        return Rollout(trajectories=trajectories, seconds=played.seconds)
+
+    def _agent_task(self, seed: int) -> AgentTask:
+        """The task of a group. Groups count up through the seeds, so they take the lines of a file in turn."""
+        return AgentTask(seed=seed) if self._tasks is None else self._tasks[seed % len(self._tasks)]
+
+
+def _environment(args: TrainArgs) -> EnvironmentFactory | None:
+    if args.env_url is not None:
+        url, keys, timeouts = args.env_url, (args.observation_key, args.action_key), args.limits.env
+        return lambda task: OpenEnvEnvironment(
+            url, observation_key=keys[0], action_key=keys[1], timeouts=timeouts, **task.environment
+        )
+    return environment_factory(args.tasks) if args.tasks is not None and is_named(args.tasks) else None
+
+
+def _branches(episode: AgentEpisode, task: Task) -> list[Trajectory]:
+    """The trajectories of an episode, labelled with the trainer's task.
+
+    An episode without tokens is one empty trajectory, so that it is counted and its error is reported.
+    """
+    task = msgspec.structs.replace(task, sampling_seed=episode.seed)
+    branches = episode_trajectories(episode) or [
+        Trajectory(
+            task=task, reward=episode.reward, stop_reason=episode.reason, error=episode.error, member=episode.member
+        )
+    ]
+    for branch in branches:
+        branch.task = task
+    return branches
