@@ -28,7 +28,7 @@ from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generate_request import ReadRequest
 from verl_server.server.generation import Generation, failure
 from verl_server.server.request_state import ReqState, Write
-from verl_server.server.responses import run_job, unless_disconnected
+from verl_server.server.responses import EventStream, run_job, unless_disconnected
 from verl_server.server.sessions.contract import FinishedTurn, OpenTurn, SessionCaller
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import in_session, session_body
@@ -104,6 +104,7 @@ class SessionTurns:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadRequestError(f"sampling_params: n must be a positive integer, not {count!r:.40}.")
         self._manager.text.limits.check_samples(1, count)
+        self._ledger.check_samples(caller, count)
         turns = _Turns(self._manager, self._ledger, next, shape, read.request.stream, self._storing)
         try:
             for k in range(count):
@@ -123,7 +124,7 @@ class SessionTurns:
             turn = turns.opened[0]
             response.headers["X-Session-ID"] = turn.session_id.partition(".")[0]
             response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.opened)
-            response.background = BackgroundTask(turns.delivered)
+            response.background = BackgroundTask(turns.delivered, response)
         return response
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -252,8 +253,10 @@ class _Turns:
             else:
                 self._ledger.cancel(turn)
 
-    async def delivered(self) -> None:
-        """Note that the client's connection took the whole reply."""
+    async def delivered(self, response: Response) -> None:
+        """Note that the client's connection took the whole reply, unless the client left in the middle of a stream."""
+        if isinstance(response, EventStream) and not response.is_complete:
+            return
         for turn in self._stored:
             self._ledger.delivered(turn.session_id, turn.turn)
 
