@@ -373,3 +373,15 @@ def test_texts_follow_a_completion(end: int, hidden: str, text: str, kept: int |
     else:
         assert plan is not None and rest is not None
         assert (plan.kept, array("i", plan.added).tolist()) == (kept, [*map(ord, rest)])
+
+
+def test_the_same_text_behind_an_unseen_output_is_a_retry() -> None:
+    """The client of a lost reply, or of one without text, sends the same prompt: it does not continue the output."""
+    turns = [
+        facts(0, 5, 4, text=completion("ask:", " yes")),
+        facts(1, 12, 1, text=completion("ask: yes and", ""), parent=0),
+    ]
+    view = SessionView("stored", b"", turns, [2])
+    plan = plan_text(view, "ask: yes and", lambda t: [*map(ord, t)], lambda token: "</s>")
+    assert plan is not None and (plan.parent, plan.kept) == (0, 9)
+    assert plan_text(SessionView("stored", b"", turns[1:], [2]), "ask: yes and", lambda t: [0], str) is None

@@ -356,6 +356,8 @@ def _behind_completion(facts: ReplyFacts, text: str, token_text: Callable[[int],
     if text_digest(text[: known.prompt_length]) != known.prompt:
         return None
     rest = text[end:]
+    if not known.shown_length and not rest:
+        return None  # the same prompt again: a retry of a turn whose tokens were never shown
     if facts.end_token >= 0:
         # The client did not see the end token. If the client's text does not have it either, the prompt has not.
         shown = token_text(facts.end_token)

@@ -218,6 +218,12 @@ class EventStream(StreamingResponse):
     def __init__(self, frames: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(frames, headers={"Cache-Control": "no-cache"})
         self._on_close = on_close
+        self.is_complete = False
+        """True once the last frame was handed to the connection. A disconnected client ends the stream before."""
+
+    async def stream_response(self, send: Send) -> None:
+        await super().stream_response(send)
+        self.is_complete = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

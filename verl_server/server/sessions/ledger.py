@@ -354,6 +354,21 @@ class SessionLedger:
         """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
         return turns_of.sequence(self.find(session_id).turns, turn, kept)
 
+    def check_samples(self, caller: SessionCaller, count: int) -> None:
+        """Raise SessionLimitError if `count` turns that begin together can never begin in the session."""
+        session = self.find(caller.session_id).root
+        limits = session.limits
+        if count > limits.max_concurrent:
+            raise SessionLimitError(
+                f"n={count} samples run at once, and session {session.id} has max_concurrent={limits.max_concurrent}."
+            )
+        if limits.max_turns is not None and session.started < limits.max_turns < session.started + count:
+            session.limit = "max_turns"
+            raise SessionLimitError(
+                f"n={count} samples are {count} turns, and session {session.id} has used {session.started} of its "
+                f"max_turns={limits.max_turns}."
+            )
+
     def begin(
         self,
         caller: SessionCaller,

@@ -30,7 +30,7 @@ from verl_server.server.generate_request import ReadRequest
 from verl_server.server.generation import Generation, failure
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import ReqState, Write
-from verl_server.server.responses import run_job, unless_disconnected
+from verl_server.server.responses import EventStream, run_job, unless_disconnected
 from verl_server.server.sessions.contract import FinishedTurn, OpenTurn, SessionCaller
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import in_session, session_body
@@ -111,6 +111,7 @@ class SessionTurns:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadRequestError(f"sampling_params: n must be a positive integer, not {count!r:.40}.")
         self._manager.text.limits.check_samples(1, count)
+        self._ledger.check_samples(caller, count)
         replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
         turns = _Turns(self._manager, self._ledger, next, shape, read.request.stream, replay, self._storing)
         try:
@@ -265,13 +266,15 @@ class _Turns:
                 self._ledger.cancel(turn)
 
     def tell_delivered(self, response: Response) -> None:
-        """Let `_delivered` be called when the client's connection took the whole reply."""
+        """Let the ledger note when the client's connection took the whole reply."""
         if self._replay is None:
-            response.background = BackgroundTask(self._delivered)
+            response.background = BackgroundTask(self._delivered, response)
         else:
-            self._replay.on_delivered = self._delivered
+            self._replay.on_delivered = partial(self._delivered, response)
 
-    def _delivered(self) -> None:
+    def _delivered(self, response: Response) -> None:
+        if isinstance(response, EventStream) and not response.is_complete:
+            return  # Starlette runs the background task also for a client that left in the middle
         for turn in self._stored:
             self._ledger.delivered(turn.session_id, turn.turn)
 
