@@ -35,7 +35,7 @@ from verl_server.server.sessions.access import (
     unauthorized,
     without_owner_key,
 )
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.table import SessionTable
 from verl_server.server_args import ServerArgs
 
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -125,9 +125,9 @@ class AuthMiddleware:
     `control_paths` are the paths of the control routes. A request in a session has `scope["state"]["session"]`.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str], ledger: SessionLedger) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str], table: SessionTable) -> None:
         self._app, self._rules, self._control_paths = app, rules, control_paths
-        self._sessions = SessionAccess(ledger, rules.owner_keys)
+        self._sessions = SessionAccess(table, rules.owner_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None

@@ -15,7 +15,7 @@ from tests.server.fake_scheduler import INFO
 from tests.server.test_http_routes import events
 from verl_server.errors import SessionUnavailableError
 from verl_server.io_struct import TokenizedGenerateReq
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.turn_ledger import TurnLedger
 
 OWNER = {"Authorization": "Bearer owner"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -260,12 +260,12 @@ def test_a_response_follows_the_one_that_it_names(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_reply_ends_before_its_turn_is_stored(stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    async def refuse(self: SessionLedger, *_: Any) -> None:
+    async def refuse(self: TurnLedger, *_: Any) -> None:
         raise SessionUnavailableError("the disk is full")
 
     session = Session(stack)
     session.says("x")
-    monkeypatch.setattr(SessionLedger, "commit", refuse)
+    monkeypatch.setattr(TurnLedger, "commit", refuse)
     body = {"messages": [user("a")], "stream": stream}
     response = stack.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {session.key}"})
     assert "the disk is full" in response.text and '"finish_reason":"stop"' not in response.text

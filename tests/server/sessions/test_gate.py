@@ -12,6 +12,7 @@ from tests.server.sessions.building import caller, plan, turn
 from verl_server.errors import SessionUnavailableError
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession
 
 OWNER = {"Authorization": "Bearer owner"}
@@ -24,7 +25,7 @@ class Server:
         self.stack = stack
         self.service = SessionService(stack.manager, stack.args)
         self.ledger = self.service.ledger
-        stack.app = create_app(stack.manager, stack.args, self.ledger)
+        stack.app = create_app(stack.manager, stack.args, self.service)
 
     def open(self) -> None:
         self.stack.manager.run_sync(self.service.open(), 20)
@@ -59,9 +60,9 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
     server = start()
     server.open()
     with pytest.raises(SessionUnavailableError, match=r"serves version default; the session store ends at version v7"):
-        server.ledger.view(caller("s"))
+        server.service.turns.view(caller("s"))
     with pytest.raises(SessionUnavailableError, match=r"accept_restart\(\), or start with --weight-version v7"):
-        server.ledger.begin(caller("s"), plan([1]), None, b"")
+        server.service.turns.begin(caller("s"), plan([1]), None, b"")
     # Reading, rewards, new sessions and the key work at once.
     assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
     assert server.stack.get("/sessions/s/trajectory", headers=OWNER).json()["branches"][0]["ids"] == [1, 2]
@@ -69,9 +70,9 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
     assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
     assert server.stack.get("/v1/models", headers={"x-api-key": key}).status_code == 200
     server.stack.manager.controls.weights_confirmed = True
-    assert len(server.ledger.view(caller("s")).replies) == 1
+    assert len(server.service.turns.view(caller("s")).replies) == 1
     server.stack.manager.controls.weights_confirmed = False
-    server.ledger.view(caller("s"))  # the gate stays open
+    server.service.turns.view(caller("s"))  # the gate stays open
     server.close()
 
 
@@ -80,7 +81,7 @@ def test_the_version_of_the_store_opens_the_gate(start: Any) -> None:
     server = start(weight_version="v7")
     server.stack.manager.controls.weight_version = "v7"
     server.open()
-    server.ledger.view(caller("s"))
+    server.service.turns.view(caller("s"))
     server.close()
 
 
@@ -93,7 +94,7 @@ def test_a_store_without_open_sessions_has_no_gate(start: Any) -> None:
     again = start()
     again.open()
     again.ledger.create(CreateSession(id="new"))
-    again.ledger.view(caller("new"))
+    TurnLedger(again.ledger).view(caller("new"))
     again.close()
 
 

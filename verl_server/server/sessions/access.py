@@ -19,8 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
 from verl_server.server.responses import bad_request, error_object, json_response
-from verl_server.server.sessions.contract import SessionCaller
-from verl_server.server.sessions.ledger import KEY_PREFIX, SessionLedger
+from verl_server.server.sessions.ledger import KEY_PREFIX
+from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.table import SessionTable
 
 SESSION_HEADER = "X-Session-ID"
 CHILD_HEADER = "X-Session-Child"
@@ -88,8 +89,8 @@ class SessionPathMiddleware:
 class SessionAccess:
     """Reads the session of each request. `owner_keys` are the server's keys; without one, there are no sessions."""
 
-    def __init__(self, ledger: SessionLedger, owner_keys: list[str]) -> None:
-        self._ledger = ledger
+    def __init__(self, table: SessionTable, owner_keys: list[str]) -> None:
+        self._table = table
         self._owner_keys = [key.encode() for key in owner_keys]
 
     def resolve(self, scope: Scope, sent_keys: list[bytes], is_owner: bool) -> Response | bool:
@@ -109,7 +110,7 @@ class SessionAccess:
             if is_owner:
                 self._resolve_header(scope, headers, sent_keys)
             return False
-        session_id = self._ledger.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
+        session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
             return unauthorized()
         if not _is_permitted(scope["method"], scope["path"]):
@@ -117,13 +118,13 @@ class SessionAccess:
                 f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
                 "the owner's key."
             )
-        key_hash = self._ledger.find(session_id).record.key_hash
+        key_hash = self._table.find(session_id).record.key_hash
         return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
 
     def _resolve_header(self, scope: Scope, headers: Headers, sent_keys: list[bytes]) -> None:
         """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
         named = headers.get(SESSION_HEADER)
-        if named is not None and self._ledger.knows(named) and scope["path"] in SESSION_ROUTES:
+        if named is not None and named in self._table and scope["path"] in SESSION_ROUTES:
             scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
             self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
 

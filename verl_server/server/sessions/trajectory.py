@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_server.server.sessions.contract import StoredTurn
+from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import common_prefix
 from verl_server.session_types import Branch, BranchKind, BranchTurn, VersionSpan
 

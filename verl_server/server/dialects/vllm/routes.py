@@ -27,7 +27,7 @@ from verl_server.server.responses import (
     sse,
     unless_disconnected,
 )
-from verl_server.server.sessions.turns import refuse_session
+from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

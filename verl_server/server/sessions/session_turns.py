@@ -31,10 +31,11 @@ from verl_server.server.generation import Generation, failure
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import ReqState, Write
 from verl_server.server.responses import EventStream, run_job, unless_disconnected
-from verl_server.server.sessions.contract import FinishedTurn, OpenTurn, SessionCaller
-from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.replies import end_token, read_reply
+from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.text_tools import Job, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
@@ -73,7 +74,7 @@ class ReplyShape:
 
 
 class SessionTurns:
-    def __init__(self, manager: TokenizerManager, ledger: SessionLedger) -> None:
+    def __init__(self, manager: TokenizerManager, ledger: TurnLedger) -> None:
         self._manager, self._ledger = manager, ledger
         self._storing: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
 
@@ -182,7 +183,7 @@ class _Turns:
     def __init__(
         self,
         manager: TokenizerManager,
-        ledger: SessionLedger,
+        ledger: TurnLedger,
         next: NextTurn,
         shape: ReplyShape,
         streamed: bool,
