@@ -270,3 +270,32 @@ def test_no_reply_ends_before_its_turn_is_stored(stack: Stack, monkeypatch: pyte
     response = stack.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {session.key}"})
     assert "the disk is full" in response.text and '"finish_reason":"stop"' not in response.text
     assert stream or (response.status_code, response.headers["Retry-After"]) == (503, "1")
+
+
+def test_session_params_continue_a_request(stack: Stack) -> None:
+    """SGLang's continual prompting: offset, dropped output, branches, and who may."""
+
+    def ask(ids: list[int], key: str = "owner", **params: Any) -> Any:
+        body = {"input_ids": ids, "session_params": {"id": session.id, **params}}
+        return stack.post("/generate", body, headers={"Authorization": f"Bearer {key}"})
+
+    session = Session(stack)
+    session.cuts("one", "two", "three", "four", "five")
+    first = ask([5, 6, 7]).json()
+    rid, known = first["meta_info"]["id"], [5, 6, 7, *first["output_ids"]]
+    second = ask([8, 9], rid=rid).json()
+    assert session.sent().input_ids == [*known, 8, 9]
+    assert second["meta_info"]["session"]["parent"] == 0 and second["meta_info"]["session"]["began"] is None
+    ask([8], rid=rid, drop_previous_output=True)
+    assert session.sent().input_ids == [5, 6, 7, 8]
+    ask([8], rid=rid, offset=4)
+    assert session.sent().input_ids == [*known[:4], 8]
+    ask([8], key=session.key, rid=rid, offset=-1, replace=True)
+    assert session.sent().input_ids == [*known[:-1], 8]
+    branches = session.trajectory()["branches"]
+    assert branches[0]["ids"] == [*known, 8, 9, *second["output_ids"]]
+    assert len(branches) == 4 and sum(sum(branch["loss_mask"]) for branch in branches) == len("onetwothreefourfive")
+    other = Session(stack)
+    for key, wrong, status in ((session.key, other.id, 400), ("owner", "nobody", 404)):
+        assert ask([1], key=key, id=wrong).status_code == status
+    assert "no finished request" in ask([1], rid="unknown").text

@@ -45,6 +45,8 @@ _IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
 _STATE = "session_key"
 """Name in `scope["state"]` of the key that was in the path, until `SessionAccess` reads it."""
+_OWNER_STATE = "owner"
+"""Name in `scope["state"]` of the hash of an owner's key."""
 _HIDDEN = f"{KEY_PREFIX}..."
 _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
 
@@ -57,6 +59,12 @@ def is_open(path: str) -> bool:
 def is_owner_path(path: str) -> bool:
     """Return True for a path of the session routes."""
     return _OWNER_PATH.fullmatch(path) is not None
+
+
+def owner_of(scope: Scope) -> bytes | None:
+    """Return a hash of the owner's key that a request without a session key was sent with, or None."""
+    key: bytes | None = scope.get("state", {}).get(_OWNER_STATE)
+    return key
 
 
 def unauthorized() -> Response:
@@ -108,7 +116,9 @@ class SessionAccess:
         headers = Headers(scope=scope)
         if not keys:
             if is_owner:
-                self._resolve_header(scope, headers, sent_keys)
+                scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
+                scope.setdefault("state", {})[_OWNER_STATE] = scope_key
+                self._resolve_header(scope, headers, scope_key)
             return False
         session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
@@ -121,11 +131,10 @@ class SessionAccess:
         key_hash = self._table.find(session_id).record.key_hash
         return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
 
-    def _resolve_header(self, scope: Scope, headers: Headers, sent_keys: list[bytes]) -> None:
+    def _resolve_header(self, scope: Scope, headers: Headers, scope_key: bytes) -> None:
         """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
         named = headers.get(SESSION_HEADER)
         if named is not None and named in self._table and scope["path"] in SESSION_ROUTES:
-            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
             self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
 
     def _enter(

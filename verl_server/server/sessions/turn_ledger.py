@@ -70,6 +70,16 @@ class TurnLedger:
                 return turn
         raise SessionNotFoundError(f"previous_response_id: session {session.id} has no response {response_id[:200]}.")
 
+    def turn_of(self, caller: SessionCaller, rid: str) -> int:
+        """Return the last finished turn of a request's name. Raise BadRequestError if there is none."""
+        session_id = caller.session_id
+        session = self._child(self._table.find(session_id), caller.child)
+        turns = [] if session is None else session.turns
+        found = [i for i, turn in enumerate(turns) if turn is not None and turn.rid == rid]
+        if not found:
+            raise BadRequestError(f"session_params.rid: session {session_id} has no finished request {rid[:200]}.")
+        return found[-1]
+
     def sequence(self, session_id: str, turn: int, kept: int | None = None) -> bytes:
         """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
         return turns_of.sequence(self._table.find(session_id).turns, turn, kept)
