@@ -64,7 +64,6 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         ttl=server_args.replay_ttl,
         most_bytes=server_args.replay_bytes,
         most_body=server_args.max_request_bytes,
-        is_answered=lambda session, key, body: bool(sessions.turns.replay_all(session, key, body)),
         cumulative_events=not server_args.incremental_streaming_output,
     )
     guarded = AuthMiddleware(replaying, rules, control_paths, sessions.ledger.table)

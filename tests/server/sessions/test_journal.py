@@ -131,10 +131,10 @@ def test_an_interrupted_turn_is_sampled_anew_and_recorded_so(tmp_path: Path) -> 
         await store.ledger.store.flushed()
         await store.close()
         again = Store(tmp_path)
-        assert TurnLedger(again.ledger).replay(who, b"key", b"b" * 16) is None
+        assert TurnLedger(again.ledger).answered(who, b"key", b"b" * 16) == []
         await turn(again.ledger, who, plan([1]), [2], key=b"key", body=b"b" * 16)
-        found = TurnLedger(again.ledger).replay(who, b"key", b"b" * 16)
-        assert found is not None and (found.turn, found.stored.flags) == (1, 8)
+        (found,) = TurnLedger(again.ledger).answered(who, b"key", b"b" * 16)
+        assert (found.turn, found.stored.flags) == (1, 8)
         await again.close()
 
     run(main())

@@ -351,13 +351,13 @@ def test_an_idempotency_key_finds_its_turns() -> None:
         ledger = SessionLedger()
         turns = TurnLedger(ledger)
         who, key, body = created(ledger), b"key", b"b" * 16
-        assert turns.replay(who, key, body) is None
+        assert turns.answered(who, key, body) == []
         await turn(ledger, who, plan([1]), [2], key=key, body=body)
         await turn(ledger, who, plan([1]), [3], key=key, body=body)
-        assert [each.output_ids() for each in turns.replay_all(who, key, body)] == [[2], [3]]
+        assert [each.output_ids() for each in turns.answered(who, key, body)] == [[2], [3]]
         with pytest.raises(IdempotencyConflictError):
-            turns.replay(who, key, b"x" * 16)
-        assert turns.replay(created(ledger), key, body) is None, "another session"
+            turns.answered(who, key, b"x" * 16)
+        assert turns.answered(created(ledger), key, body) == [], "another session"
 
     run(main())
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.io_struct import FinishReason
+from verl_server.io_struct import BatchTokenIDOut, FinishReason
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure
 from verl_server.server.replay.middleware import ReplayInfo
@@ -27,6 +27,7 @@ from verl_server.server.request_state import ReqState
 from verl_server.server.responses import EventStream
 from verl_server.server.sessions.replies import end_token, read_reply
 from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -61,12 +62,13 @@ class RequestTurns:
     ) -> None:
         self._manager, self._ledger, self._next, self._shape, self._streamed = manager, ledger, next, shape, streamed
         self._storing, self._replay = storing, replay
-        self.opened: list[OpenTurn] = []
+        self.samples: list[OpenTurn | StoredTurn] = []
+        """A `StoredTurn` was sampled before, for the same idempotency key."""
         self.rids: list[str] = []
         self._waiting: dict[str, OpenTurn] = {}
         """Turns that are not stored yet, by the name of the sample in scheduler messages."""
         self._stores: dict[str, asyncio.Task[None]] = {}
-        self._stored: list[OpenTurn] = []
+        self._stored: list[OpenTurn | StoredTurn] = []
         self._states: list[ReqState] = []
 
     def begin(self, caller: SessionCaller, rid: str | None, index: int) -> None:
@@ -75,14 +77,24 @@ class RequestTurns:
         abort = partial(self._abort, index)
         key, body = (None, b"") if self._replay is None else (self._replay.key, self._replay.body)
         turn = self._ledger.begin(caller, self._next, key, body, abort)
-        self.opened.append(turn)
+        self.samples.append(turn)
         name = f"{turn.session_id}/{turn.turn}" if rid is None else f"{turn.session_id}/{rid}"
         names.append(name if index == 0 or rid is None else f"{name}-{index}")
+
+    def repeat(self, turn: StoredTurn) -> None:
+        """Let the next sample be a turn that was sampled before."""
+        self.samples.append(turn)
+        self.rids.append(turn.rid)
+
+    @property
+    def recorded(self) -> dict[int, list[BatchTokenIDOut]]:
+        """The samples that were sampled before: index -> tokens, as the scheduler sent them."""
+        return {k: recorded_tokens(turn) for k, turn in enumerate(self.samples) if isinstance(turn, StoredTurn)}
 
     def _abort(self, index: int) -> None:
         self._manager.abort_request(self.rids[index])
 
-    def sampling(self, turn: OpenTurn, given: dict[str, Any]) -> dict[str, Any]:
+    def sampling(self, turn: OpenTurn | StoredTurn, given: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of one turn."""
         # A request that leaves a parameter open may name it with None, as chat does with max_new_tokens.
         defaults = {name: value for name, value in turn.sampling.items() if given.get(name) is None}
@@ -92,6 +104,8 @@ class RequestTurns:
                 "logprobs_mode is fixed in a session: its log-probabilities are those of the distribution that the "
                 "tokens were drawn from (logprobs_mode=default)."
             )
+        if isinstance(turn, StoredTurn):
+            return params
         if turn.seed is not None and turn.forced.get("sampling_seed") is None:
             params["sampling_seed"] = turn.seed
         elif turn.sibling and params.get("sampling_seed") is not None:
@@ -104,23 +118,30 @@ class RequestTurns:
     def follow(self, generation: Generation, shows_logprobs: bool) -> None:
         """Let the generation store the turns."""
         self._states = generation.states
-        for turn, state in zip(self.opened, generation.states, strict=True):
-            state.session = self._ledger.described(turn, self._next)
+        for turn, state in zip(self.samples, generation.states, strict=True):
             state.call_seed = f"{turn.session_id}/{turn.turn}"
             state.shows_logprobs = shows_logprobs
-            self._waiting[state.req.rid] = turn
+            if isinstance(turn, StoredTurn):
+                state.session = self._ledger.described_again(turn)
+                self._stored.append(turn)
+            else:
+                state.session = self._ledger.described(turn, self._next)
+                self._waiting[state.req.rid] = turn
         generation.turns = self
 
     def cancel(self) -> None:
         """Drop turns that were never sent to the scheduler."""
-        for turn in self.opened:
-            self._ledger.cancel(turn)
+        for turn in self.samples:
+            if isinstance(turn, OpenTurn):
+                self._ledger.cancel(turn)
 
     async def commit(self, state: ReqState) -> None:
         """Store the turn of a sample that is done. Return when it is durable by the policy of the store."""
-        task = self._stores.get(state.req.rid)
+        task, turn = self._stores.get(state.req.rid), self._waiting.pop(state.req.rid, None)
         if task is None:
-            task = self._store(state, self._waiting.pop(state.req.rid), state.finish_reason)
+            if turn is None:
+                return  # the turn was stored before
+            task = self._store(state, turn, state.finish_reason)
         await asyncio.shield(task)  # a client that disconnects must not lose the turn
 
     def close(self) -> None:
@@ -160,7 +181,7 @@ class RequestTurns:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             level = logging.WARNING if isinstance(error, VerlServerError) else logging.ERROR
-            logger.log(level, "A turn of session %s was not stored: %s", self.opened[0].session_id, error)
+            logger.log(level, "A turn of session %s was not stored: %s", self.samples[0].session_id, error)
 
     async def _stored_turn(self, state: ReqState, turn: OpenTurn, reason: FinishReason | None) -> None:
         assert reason is not None
@@ -196,3 +217,24 @@ class RequestTurns:
         )
         await self._ledger.commit(turn, finished)
         self._stored.append(turn)
+
+
+def recorded_tokens(turn: StoredTurn) -> list[BatchTokenIDOut]:
+    """Return the tokens of a finished turn as messages of the scheduler, one for each weight version."""
+    ids, logprobs = turn.output_ids(), turn.output_logprobs()
+    spans = turn.spans or [("", 0)]
+    ends = [*(start for _, start in spans[1:]), len(ids)]
+    kind, matched = turn.finish
+    reason = FinishReason(type=kind, matched=matched)  # type: ignore[arg-type]
+    return [
+        BatchTokenIDOut(
+            rids=[turn.rid],
+            output_ids=[ids[start:end]],
+            output_logprobs=[logprobs[start:end]],
+            finish_reasons=[reason if end == len(ids) else None],
+            weight_version=version,
+            cached_tokens=[0],
+            num_retractions=[0],
+        )
+        for (version, start), end in zip(spans, ends, strict=True)
+    ]

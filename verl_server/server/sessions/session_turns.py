@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from verl_server import columns
 from verl_server.chat.next_turn import plan_behind, plan_ids
-from verl_server.chat.session_view import NextTurn
-from verl_server.errors import BadRequestError
+from verl_server.chat.session_view import NextTurn, SessionView
+from verl_server.errors import BadRequestError, IdempotencyConflictError
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
 from verl_server.server.replay.middleware import ReplayInfo
@@ -29,6 +29,8 @@ from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
 from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.stored_turn import StoredTurn
+from verl_server.server.sessions.turn import OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.text_tools import Job, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -68,7 +70,7 @@ class SessionTurns:
         caller = session_of(request)
         if caller is None:
             return await run_job(request, self._manager.text, job, body)
-        view = self._ledger.view(caller, previous(body))
+        view = self._ledger.view(caller, previous(body), repeats=bool(self._answered(request, caller)))
         return await unless_disconnected(
             request, self._manager.text.in_worker(in_session(job), session_body(view, body))
         )
@@ -86,22 +88,35 @@ class SessionTurns:
         if caller is None:
             return await self._manager.submit_read(read, write)
         self._check(read, caller)
-        if continued is not None and continued.rid is not None:
-            next = self._plan_behind(caller, read, continued, continued.rid)
-        elif next is None:
-            next = msgspec.structs.replace(self._plan_ids(caller, read), text=shape.prompt_text)
+        replay = _replay_of(request)
+        answered = self._answered(request, caller)
+        if next is None or continued is not None:
+            view = self._ledger.view(caller, repeats=bool(answered))
+            if continued is not None and continued.rid is not None:
+                next = self._plan_behind(view, caller, read, continued, continued.rid)
+            else:
+                next = msgspec.structs.replace(self._plan_ids(view, caller, read), text=shape.prompt_text)
         params = _params(read)
         count = params.get("n") or 1
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadRequestError(f"sampling_params: n must be a positive integer, not {count!r:.40}.")
         self._manager.text.limits.check_samples(1, count)
-        self._ledger.check_samples(caller, count)
-        replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
+        if not answered:
+            self._ledger.check_samples(caller, count)
+        elif read.request.top_logprobs_num or read.request.token_ids_logprob or read.request.return_sampling_mask:
+            raise IdempotencyConflictError(
+                "The request of this idempotency key was answered, and its answer is no longer kept. The session has "
+                "its tokens and their log-probabilities, but no candidates. Use a new key to sample again."
+            )
         turns = RequestTurns(self._manager, self._ledger, next, shape, read.request.stream, replay, self._storing)
         try:
-            for k in range(count):
+            for turn in answered[:count]:
+                turns.repeat(turn)
+            for k in range(len(turns.samples), count):
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
-            generation = await self._manager.submit_read(self._with_turns(read, turns, params, shape), write)
+            generation = await self._manager.submit_read(
+                self._with_turns(read, turns, params, shape), write, turns.recorded
+            )
         except BaseException:
             turns.cancel()
             raise
@@ -113,11 +128,18 @@ class SessionTurns:
         """Name the session and the turn in the headers, and note when the whole reply was sent."""
         turns = generation.turns
         if isinstance(turns, RequestTurns):
-            turn = turns.opened[0]
+            turn = turns.samples[0]
             response.headers["X-Session-ID"] = turn.session_id.partition(".")[0]
-            response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.opened)
+            response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.samples)
             turns.tell_delivered(response)
         return response
+
+    def _answered(self, request: Request, caller: SessionCaller) -> list[StoredTurn]:
+        """Return the turns that were sampled for the request's idempotency key, by sample."""
+        replay = _replay_of(request)
+        if replay is None or replay.key is None:
+            return []
+        return self._ledger.answered(caller, replay.key, replay.body)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -137,15 +159,15 @@ class SessionTurns:
         if named and not caller.is_owner:
             raise BadRequestError(f"{', '.join(named)}: only the owner of a session may set what concerns others.")
 
-    def _plan_ids(self, caller: SessionCaller, read: ReadRequest) -> NextTurn:
-        view = self._ledger.view(caller)
+    def _plan_ids(self, view: SessionView, caller: SessionCaller, read: ReadRequest) -> NextTurn:
         session_id = caller.session_id if caller.child is None else f"{caller.session_id}.{caller.child}"
         ids = columns.ids(unpack(read.prompts[0]))
         return plan_ids(view, ids, lambda turn: self._ledger.sequence(session_id, turn))
 
-    def _plan_behind(self, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str) -> NextTurn:
+    def _plan_behind(
+        self, view: SessionView, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str
+    ) -> NextTurn:
         """Plan the turn that continues the request `rid`, with SGLang's meaning of `offset`."""
-        view = self._ledger.view(caller)
         turn = self._ledger.turn_of(caller, rid)
         facts = next(facts for facts in view.replies if facts.turn == turn)
         kept = facts.prompt_tokens + (0 if given.drop_previous_output else facts.output_tokens)
@@ -161,19 +183,28 @@ class SessionTurns:
         self, read: ReadRequest, turns: RequestTurns, given: dict[str, Any], shape: ReplyShape
     ) -> ReadRequest:
         """Return the request with the prompts, seeds and limits of its turns."""
-        params = [turns.sampling(turn, given) for turn in turns.opened]
+        params = [turns.sampling(turn, given) for turn in turns.samples]
+        prompts = [_prompt(turn) for turn in turns.samples]
         if shape.clamps:
-            room = self._manager.context_length - len(turns.opened[0].prompt) // 4
+            room = self._manager.context_length - len(prompts[0])
             for each in params:
                 each["max_new_tokens"] = min(each["max_new_tokens"], max(room, 0))
-        prompt = unpack(turns.opened[0].prompt)
         if len(params) == 1:
             request = msgspec.structs.replace(
                 read.request, sampling_params=params[0], rid=turns.rids[0], return_logprob=True
             )
-            return msgspec.structs.replace(read, request=request, prompts=[prompt])
+            return msgspec.structs.replace(read, request=request, prompts=prompts)
         request = msgspec.structs.replace(read.request, sampling_params=params, rid=turns.rids, return_logprob=True)
-        return msgspec.structs.replace(read, request=request, prompts=[prompt] * len(params), is_single=False)
+        return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=False)
+
+
+def _replay_of(request: Request) -> ReplayInfo | None:
+    replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
+    return replay
+
+
+def _prompt(turn: OpenTurn | StoredTurn) -> list[int]:
+    return turn.prompt_ids() if isinstance(turn, StoredTurn) else unpack(turn.prompt)
 
 
 def _named(request: Request, given: SessionParams) -> SessionCaller:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
@@ -26,6 +27,15 @@ class StoredTurn:
     @property
     def session_id(self) -> str:
         return self.session.id
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The session's defaults of sampling parameters."""
+        return self.session.root.record.sampling
+
+    @property
+    def forced(self) -> dict[str, Any]:
+        return self.session.root.record.forced
 
     @property
     def parent(self) -> int:

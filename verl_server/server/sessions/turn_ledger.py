@@ -49,10 +49,15 @@ class TurnLedger:
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
         self._end_tokens, self._gate = end_tokens, gate
 
-    def view(self, caller: SessionCaller, previous: str | None = None) -> SessionView:
-        """Return the snapshot from which a text worker plans the next prompt."""
+    def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> SessionView:
+        """Return the snapshot from which a text worker plans the next prompt.
+
+        Raise SessionEndedError, SessionLimitError, SessionUnavailableError or SessionNotFoundError. With `repeats`, the
+        request was answered before, and the limits do not count.
+        """
         session = self._open_session(caller)
-        self._check_limits(session)
+        if not repeats:
+            self._check_limits(session)
         child = self._child(session, caller.child)
         nodes, replies = b"", []
         if child is not None:
@@ -209,12 +214,7 @@ class TurnLedger:
         if session is not None and turn < len(session.turns) and session.turns[turn] is not None:
             self._ledger.record(DeliveredRecord(session_id, turn))
 
-    def replay(self, caller: SessionCaller, key: bytes, body: bytes) -> StoredTurn | None:
-        """Return the finished turn of this idempotency key; with several samples, the first. See `replay_all`."""
-        found = self.replay_all(caller, key, body)
-        return found[0] if found else None
-
-    def replay_all(self, caller: SessionCaller, key: bytes, body: bytes) -> list[StoredTurn]:
+    def answered(self, caller: SessionCaller, key: bytes, body: bytes) -> list[StoredTurn]:
         """Return the finished turns of this idempotency key. Raise IdempotencyConflictError for another body."""
         session = self._child(self._table.find(caller.session_id), caller.child)
         if session is None:
@@ -248,6 +248,23 @@ class TurnLedger:
             "matched_messages": next.matched_messages,
             "child": child,
             "replayed": False,
+        }
+
+    def described_again(self, turn: StoredTurn) -> dict[str, Any]:
+        """Return `meta_info.session` of a turn whose answer is sent again."""
+        session = self._table.find(turn.session_id)
+        child = turn.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
+        return {
+            "id": session.root.id,
+            "turn": turn.turn,
+            "parent": turn.parent,
+            "branch": turn.stored.branch,
+            "began": None,
+            "shared_tokens": turn.shared,
+            "new_tokens": turn.prompt_tokens - turn.shared,
+            "matched_messages": 0,
+            "child": child,
+            "replayed": True,
         }
 
     # -- how a turn begins ----------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class AnthropicApi:
             )
         except VerlServerError as error:
             return anthropic_error(error)
+        writer.id = generation.states[0].rid.rpartition("/")[2]  # of the first answer, if this one repeats it
         headers = {"request-id": writer.id}
         if read.request.stream:
             stream = EventStream(_events(generation, writer), generation.close)
