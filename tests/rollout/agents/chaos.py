@@ -1,7 +1,7 @@
 """Agents that die and environments that hang, answer 500 or are slow, all by a plan that a seed draws.
 
 `FaultPlan` decides each fault by (seed, task, call), never by time. `environments` serves the environments over HTTP.
-The same agent exists as a function (`play`) and as a program (`PROGRAM`).
+The same agent exists as a function (`player`) and as a program (`program`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,12 +29,14 @@ from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.trajectory import StopReason
 
 MOST_TOKENS = 16
+LEFT: dict[str, Any] = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
+"""Fields of the request that a dying agent leaves behind. Unless it is aborted, it runs for seconds."""
 Death = Literal["before its turn", "during its generation"]
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Shares of faulty calls and agents. Task i plays `turns(i)` turns; call 0 is the reset, call k the step of turn k."""
+    """Shares of faulty calls and agents. Call 0 of a task is the reset of its environment, call k the step of turn k."""
 
     seed: int = 0
     hangs: float = 0.0
@@ -149,7 +153,9 @@ async def environments(plan: FaultPlan) -> AsyncIterator[Environments]:
     """Serve the environments on this event loop until the block ends."""
     served = Environments(plan)
     app = Starlette(routes=[Route("/call", served.call, methods=["POST"])])
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
+    server = _Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    )
     with bind_socket("127.0.0.1", 0) as sock:
         served.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         serving = asyncio.create_task(server.serve([sock]))
@@ -176,16 +182,22 @@ def player(plan: FaultPlan) -> Callable[[AgentSession, AgentTask], Awaitable[Non
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=120) as client:
             while not done:
                 turn += 1
-                body = {"model": "m", "messages": messages, "max_tokens": MOST_TOKENS, "temperature": 1.0}
+                body: dict[str, Any] = {
+                    "model": "m",
+                    "messages": messages,
+                    "max_tokens": MOST_TOKENS,
+                    "temperature": 1.0,
+                }
+                body |= {"stream": turn % 2 == 0}
                 dies = None if death is None or death[0] != turn else death[1]
                 if dies == "before its turn":
                     raise AgentDiedError(dies)
-                async with client.stream("POST", url, json=body | {"stream": turn % 2 == 0 or dies is not None}) as answer:
+                async with client.stream("POST", url, json=body | (LEFT if dies else {})) as answer:
                     answer.raise_for_status()
                     if dies is not None:
                         await anext(aiter(answer.aiter_bytes()))
                         raise AgentDiedError(dies)
-                    text = _said(await answer.aread(), turn % 2 == 0)
+                    text = _said(await answer.aread(), body["stream"])
                 observation, done = await session.environment.step(text)
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": observation}]
 
@@ -193,9 +205,7 @@ def player(plan: FaultPlan) -> Callable[[AgentSession, AgentTask], Awaitable[Non
 
 
 def _said(body: bytes, streamed: bool) -> str:
-    """The content of a reply. Part of `PROGRAM`, too."""
-    import json
-
+    """Return the content of a reply. Programs have a copy of this function."""
     if not streamed:
         return json.loads(body)["choices"][0]["message"]["content"] or ""
     events = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
@@ -207,9 +217,8 @@ def _said(body: bytes, streamed: bool) -> str:
 def program(plan: FaultPlan, mark: str) -> str:
     """Return the code of the same agent as a program. `mark` is in its command line."""
     deaths = {task: death for task in range(1024) if (death := plan.death(task)) is not None}
-    import inspect
-
-    return f"# {mark}\n{PROGRAM_HEAD}\n{inspect.getsource(_said)}\ndeaths = {deaths!r}\nmost = {MOST_TOKENS}\n" + _PLAY
+    plan_of_agent = f"deaths = {deaths!r}\nmost = {MOST_TOKENS}\nleft = {LEFT!r}\n"
+    return f"# {mark}\n{PROGRAM_HEAD}\n{inspect.getsource(_said)}\n{plan_of_agent}{_PLAY}"
 
 
 _PLAY = """
@@ -224,13 +233,13 @@ while not done:
     dies = death[1] if death is not None and death[0] == turn else None
     if dies == "before its turn":
         os.kill(os.getpid(), signal.SIGKILL)
-    body["stream"] = turn % 2 == 0 or dies is not None
+    body = body | {"stream": turn % 2 == 0} | (left if dies else {})
     request = urllib.request.Request(model, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         if dies is not None:
             answer.read(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        text = _said(answer.read(), turn % 2 == 0)
+        text = _said(answer.read(), body["stream"])
     step = post(url + "/step", {"text": text})
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step["observation"]}]
     done = step["done"]

@@ -29,7 +29,7 @@ def turn_seed(session_seed: int, prompt: list[int], earlier_samples: int = 0) ->
 def losses(logits: Tensor, seeds: list[int], positions: list[int], ids: list[int]) -> Tensor:
     """Return by how much each of `ids` loses its draw: 0 for the token that the draw takes, fp64 [n].
 
-    `logits` [n, vocab] fp32 at temperature 1. The loss is in units of a logit, the larger one of the two stages' losses.
+    `logits` [n, vocab] fp32 at temperature 1. The loss is in units of a logit, the larger one of both stages of a draw.
     """
     keys = row_keys(mix(np.array(seeds, dtype=np.int64)), np.array(positions, dtype=np.int64))
     key, taken = torch.from_numpy(keys).unsqueeze(1), torch.tensor(ids).unsqueeze(1)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _CONNECTIONS = 32
 """Most connections to one server. For each request httpx goes through all connections, and once more for each idle one:
-with a connection for each of 256 episodes, that took a third of the runner's time."""
+with a connection for each of 256 episodes, that took a quarter of the runner's time."""
 _PAGE = 1000
 """Sessions of one page of `GET /sessions`."""
 
