@@ -36,7 +36,7 @@ Death = Literal["before its turn", "during its generation"]
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Shares of faulty calls and agents. Call 0 of a task is the reset of its environment, call k the step of turn k."""
+    """Shares of faulty calls and agents. Call 0 of a task resets its environment, call k is the step of turn k."""
 
     seed: int = 0
     hangs: float = 0.0
@@ -153,9 +153,9 @@ async def environments(plan: FaultPlan) -> AsyncIterator[Environments]:
     """Serve the environments on this event loop until the block ends."""
     served = Environments(plan)
     app = Starlette(routes=[Route("/call", served.call, methods=["POST"])])
-    server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    )
+    # After uvicorn's 5 s an agent could send its next call on a connection that the server is closing.
+    bounds: dict[str, Any] = {"timeout_keep_alive": 600, "timeout_graceful_shutdown": 1}
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **bounds))
     with bind_socket("127.0.0.1", 0) as sock:
         served.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         serving = asyncio.create_task(server.serve([sock]))

@@ -62,13 +62,16 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
         server.ledger.view(caller("s"))
     with pytest.raises(SessionUnavailableError, match=r"accept_restart\(\), or start with --weight-version v7"):
         server.ledger.begin(caller("s"), plan([1]), None, b"")
-    # Reading, rewards, new sessions and the key work at once.
+    # A new session would have to wait, too, and its owner knows how to wait.
+    refused = server.stack.post("/sessions", {}, headers=OWNER)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    # Reading, rewards and the key work at once.
     assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
     assert server.stack.get("/sessions/s/trajectory", headers=OWNER).json()["branches"][0]["ids"] == [1, 2]
     assert server.stack.post("/sessions/s/reward", {"reward": 1}, headers=OWNER).status_code == 200
-    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
     assert server.stack.get("/v1/models", headers={"x-api-key": key}).status_code == 200
     server.stack.manager.controls.weights_confirmed = True
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
     assert len(server.ledger.view(caller("s")).replies) == 1
     server.stack.manager.controls.weights_confirmed = False
     server.ledger.view(caller("s"))  # the gate stays open

@@ -230,6 +230,7 @@ class SessionLedger:
 
     def create(self, body: CreateSession) -> tuple[Session, str]:
         """Return a new session and its key. Raise BadRequestError, SessionExistsError or SessionUnavailableError."""
+        self._check_gate()
         self._check_store()
         if len(self._sessions) >= self.bounds.max_sessions:
             self._free()
@@ -538,8 +539,7 @@ class SessionLedger:
         session = self.find(caller.session_id).root
         if session.state != "open":
             raise SessionEndedError(f"Session {session.id} has {session.state} ({session.reason}).")
-        if (reason := self._gate()) is not None:
-            raise SessionUnavailableError(reason)
+        self._check_gate()
         self._check_store()
         session.active = self._clock()
         return session
@@ -565,6 +565,10 @@ class SessionLedger:
                 f"Session {session.id} uses {size} bytes; this server permits {self.bounds.session_bytes}."
             )
         self._check_memory()
+
+    def _check_gate(self) -> None:
+        if (reason := self._gate()) is not None:
+            raise SessionUnavailableError(reason)
 
     def _check_store(self) -> None:
         if self.store.failure is not None:
