@@ -101,11 +101,34 @@ def test_a_store_without_open_sessions_has_no_gate(start: Any) -> None:
 
 
 def test_sessions_are_refused_until_the_store_was_read(start: Any) -> None:
+    """A server answers before it knows its sessions. "Unknown key" or "no such session" would be final and untrue."""
+    key = _with_a_turn(start, "v7")
     server = start()
-    response = server.stack.post("/sessions", {}, headers=OWNER)
-    assert response.status_code == 503 and "reads its session store" in response.text
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+
+    def answers() -> dict[str, Any]:
+        post, get = server.stack.post, server.stack.get
+        named = OWNER | {"X-Session-ID": "s"}
+        return {
+            "create": post("/sessions", {}, headers=OWNER),
+            "list": get("/sessions", headers=OWNER),
+            "read": get("/sessions/s", headers=OWNER),
+            "trajectory": get("/sessions/s/trajectory", headers=OWNER),
+            "reward": post("/sessions/s/reward", {"reward": 1}, headers=OWNER),
+            "finish": post("/sessions/s/finish", {}, headers=OWNER),
+            "delete": server.stack.request("DELETE", "/sessions/s", headers=OWNER),
+            "key": post("/v1/chat/completions", chat, headers={"x-api-key": key}),
+            "key in the path": post(f"/s/{key}/v1/chat/completions", chat),
+            "header": post("/v1/chat/completions", chat, headers=named),
+        }
+
+    for name, answer in answers().items():
+        assert (answer.status_code, answer.headers.get("Retry-After")) == (503, "1"), (name, answer.text)
+        assert "reads its session store" in answer.text and "x-should-retry" not in answer.headers, name
+    assert server.stack.get("/sessions").status_code == 401, "without a key, nothing is said about sessions"
     server.open()
-    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
+    assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 503, "the weights are not confirmed"
     server.close()
 
 

@@ -225,6 +225,8 @@ class SessionLedger:
         self._bytes = 0
         self.last_version: str | None = None
         """Weight version of the last stored turn."""
+        self.is_complete = True
+        """False while the sessions of an earlier run are read from the store: any session may exist then."""
 
     # -- the owner's calls ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_server.server.sessions.journal import Journal
 from verl_server.server.sessions.journal_files import JournalFiles
-from verl_server.server.sessions.ledger import Bounds, MemoryStore, SessionLedger
+from verl_server.server.sessions.ledger import Bounds, SessionLedger
 from verl_server.server.sessions.records import FORMAT, HeaderRecord
 from verl_server.server.sessions.restart import RestartGate, restore
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -35,12 +35,8 @@ class SessionService:
             max_sessions=server_args.max_sessions,
             max_turn_tokens=server_args.max_session_turn_tokens,
         )
-        store = MemoryStore()
-        if server_args.session_store is not None:
-            store.failure = "the server is starting and reads its session store"
-        self.ledger = SessionLedger(
-            bounds, end_tokens=self._end_tokens, gate=self._gate, store=store, counters=manager.metrics
-        )
+        self.ledger = SessionLedger(bounds, end_tokens=self._end_tokens, gate=self._gate, counters=manager.metrics)
+        self.ledger.is_complete = server_args.session_store is None
         manager.metrics.watch_sessions(self.ledger)
         self._journal: Journal | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -76,6 +72,7 @@ class SessionService:
         open_sessions = sum(session.state == "open" for session in self.ledger.sessions())
         self._gate.close(self.ledger.last_version if open_sessions else None)
         self.ledger.store = self._journal = journal
+        self.ledger.is_complete = True
         logger.info("The session store %s has %d records and %d open sessions.", folder, count, open_sessions)
         if (reason := self._gate()) is not None:
             logger.warning("%s Turns of sessions are answered 503 until then.", reason)
