@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,13 @@ class Agent:
         self.answered = self.sent
         self.messages = [*asked, {"role": "assistant", "content": text}]
         return answer
+
+    def go_on(self, client: httpx.Client, url: str) -> None:
+        """Take two turns, which must both be answered. The second one continues the first one."""
+        for _ in range(2):
+            answer = self.turn(client, url)
+            assert answer.status_code == 200, answer.text
+        assert self.began[-1] is None, "the conversation goes on where it was"
 
     def talk(self, url: str) -> None:
         with httpx.Client(timeout=60, trust_env=False) as client:
@@ -229,11 +237,8 @@ def test_a_killed_server_keeps_every_turn_that_was_answered(folder: Path, tmp_pa
             HttpServerEngineAdapter.attach(server.url, server.api_key, ADMIN_KEY).accept_restart()
             anew = [agent for agent in (*streaming, *agents[STREAMS::4]) if check_keys(server, agent, client)]
             assert set(anew) >= set(streaming), "a stream that was not at its end is unfinished"
-            for agent in agents:
-                for _ in range(2):
-                    answer = agent.turn(client, server.url)
-                    assert answer.status_code == 200, answer.text
-                assert agent.began[-1] is None, "the conversation goes on where it was"
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda agent: agent.go_on(client, server.url), agents))
         for agent in agents:
             others = check(server, agent)
             assert others <= 1, "the reply of one turn was lost, or was read as that of a key"
