@@ -142,7 +142,7 @@ class AuthMiddleware:
         if found or scope["method"] == "OPTIONS" or is_open(path):
             return None
         if is_owner_path(path):
-            return self._rules.owner_refusal(scope)
+            return self._rules.owner_refusal(scope) or self._sessions.starting()
         if path.rstrip("/") in self._control_paths:
             return self._rules.control_refusal(scope)
         return self._rules.refusal(scope)

@@ -177,6 +177,7 @@ class AgentPlayer:
             api_key=created.key,
             environment=GuardedEnvironment(referee) if referee is not None else None,
         )
+        run = client.run
         agent = asyncio.ensure_future(self._run_agent(session, episode, referee))
         activity = asyncio.ensure_future(self._watched(client, created.id, referee))
         waits: list[asyncio.Future[Any]] = [agent, activity] + ([referee.fault] if referee is not None else [])
@@ -185,7 +186,7 @@ class AgentPlayer:
             if referee is not None and referee.fault.done():
                 return _environment_end(referee.fault.result())
             if agent.done():
-                return await self._own_end(agent, client)
+                return await self._judged(self._own_end(agent), client, run)
             if activity.done():
                 return activity.result()
             return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
@@ -217,18 +218,24 @@ class AgentPlayer:
         if agent.done() and not agent.cancelled():
             agent.exception()  # it was read: asyncio logs nothing
 
-    async def _own_end(self, agent: asyncio.Future[Any], client: SessionsClient) -> End:
-        """The end of an agent that returned, raised or exited."""
+    def _own_end(self, agent: asyncio.Future[Any]) -> End:
+        """Return the end of an agent that returned, raised or exited."""
         if agent.cancelled():
             return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
         error = agent.exception()
         if error is None:
             result = agent.result()
             return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
-        text = f"{type(error).__name__}: {error}"[:2000]
-        if _server_failed(error) or not await client.is_alive():
-            return End(StopReason.GENERATION_ERROR, text)
-        return End(StopReason.AGENT_ERROR, text)
+        reason = StopReason.GENERATION_ERROR if _server_failed(error) else StopReason.AGENT_ERROR
+        return End(reason, f"{type(error).__name__}: {error}"[:2000])
+
+    @staticmethod
+    async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
+        """Return the end. An agent that failed is not to blame if its server is away, or is no longer the run `run`."""
+        if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
+            end.reason = StopReason.GENERATION_ERROR
+            end.error = f"The server ended meanwhile. {end.error}"
+        return end
 
     async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:
         """Return when the agent is idle for too long, or its session is lost."""

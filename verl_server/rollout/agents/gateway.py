@@ -33,6 +33,9 @@ from verl_server.rollout.environments.text import TextEnvironment
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
+_KEEP_ALIVE = 3600
+"""Seconds that an idle connection stays open. A program is silent while it generates; if the gateway closed the
+connection meanwhile, the program's next call could fail. The connection ends with the program."""
 
 
 class GuardedEnvironment:
@@ -165,7 +168,14 @@ class EnvironmentGateway:
             "/{token}/call": ("POST", self._call),
         }
         app = Starlette(routes=[Route(path, handler, methods=[method]) for path, (method, handler) in paths.items()])
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=1,
+        )
         server = _Server(config)
         with bind_socket("127.0.0.1", 0) as sock:
             self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"

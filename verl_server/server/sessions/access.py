@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import BadRequestError
-from verl_server.server.responses import bad_request, error_object, json_response
+from verl_server.errors import BadRequestError, SessionUnavailableError
+from verl_server.server.responses import bad_request, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.table import SessionTable
@@ -115,11 +115,13 @@ class SessionAccess:
             keys.add(in_path)
         headers = Headers(scope=scope)
         if not keys:
-            if is_owner:
-                scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
-                scope.setdefault("state", {})[_OWNER_STATE] = scope_key
-                self._resolve_header(scope, headers, scope_key)
-            return False
+            if not is_owner:
+                return False
+            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
+            scope.setdefault("state", {})[_OWNER_STATE] = scope_key
+            return self._resolve_header(scope, headers, scope_key) or False
+        if (refusal := self.starting()) is not None:
+            return refusal
         session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
             return unauthorized()
@@ -131,11 +133,24 @@ class SessionAccess:
         key_hash = self._table.find(session_id).record.key_hash
         return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
 
-    def _resolve_header(self, scope: Scope, headers: Headers, scope_key: bytes) -> None:
+    def starting(self) -> Response | None:
+        """Return the refusal of a request that needs a session while sessions are still read from the store."""
+        if self._table.is_complete:
+            return None
+        return message_error(
+            SessionUnavailableError("The server is starting and reads its session store. Retry later.")
+        )
+
+    def _resolve_header(self, scope: Scope, headers: Headers, scope_key: bytes) -> Response | None:
         """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
         named = headers.get(SESSION_HEADER)
-        if named is not None and named in self._table and scope["path"] in SESSION_ROUTES:
-            self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
+        if named is None or scope["path"] not in SESSION_ROUTES:
+            return None
+        if (refusal := self.starting()) is not None:
+            return refusal
+        if named not in self._table:
+            return None
+        return self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
 
     def _enter(
         self, scope: Scope, session_id: str, child: str | None, is_owner: bool, scope_key: bytes

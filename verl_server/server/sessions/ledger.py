@@ -43,11 +43,14 @@ class SessionLedger:
         self,
         bounds: Bounds | None = None,
         *,
+        gate: Callable[[], str | None] = lambda: None,
         store: Store | None = None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`gate` returns why sessions cannot continue now, or None."""
         self.bounds = bounds or Bounds()
+        self._gate = gate
         self.store: Store = store or MemoryStore()
         self.table = SessionTable()
         self.counters = counters
@@ -55,7 +58,7 @@ class SessionLedger:
 
     def create(self, body: CreateSession) -> tuple[Session, str]:
         """Return a new session and its key. Raise BadRequestError, SessionExistsError or SessionUnavailableError."""
-        self.check_store()
+        self.check_open()
         if len(self.table) >= self.bounds.max_sessions:
             self._free()
         if len(self.table) >= self.bounds.max_sessions:
@@ -141,7 +144,10 @@ class SessionLedger:
 
     # -- bounds ---------------------------------------------------------------------------------------------
 
-    def check_store(self) -> None:
+    def check_open(self) -> None:
+        """Raise SessionUnavailableError if nothing can be generated or stored in sessions now."""
+        if (reason := self._gate()) is not None:
+            raise SessionUnavailableError(reason)
         if self.store.failure is not None:
             raise SessionUnavailableError(f"The session store cannot be written: {self.store.failure}. Retry later.")
 

@@ -18,7 +18,6 @@ from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.records import FORMAT, HeaderRecord
 from verl_server.server.sessions.restart import RestartGate, restore
-from verl_server.server.sessions.store import MemoryStore
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -38,11 +37,9 @@ class SessionService:
             max_sessions=server_args.max_sessions,
             max_turn_tokens=server_args.max_session_turn_tokens,
         )
-        store = MemoryStore()
-        if server_args.session_store is not None:
-            store.failure = "the server is starting and reads its session store"
-        self.ledger = SessionLedger(bounds, store=store, counters=manager.metrics)
-        self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens, gate=self._gate)
+        self.ledger = SessionLedger(bounds, gate=self._gate, counters=manager.metrics)
+        self.ledger.table.is_complete = server_args.session_store is None
+        self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens)
         manager.metrics.watch_sessions(self.ledger.table)
         self._journal: Journal | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -78,6 +75,7 @@ class SessionService:
         open_sessions = sum(session.state == "open" for session in self.ledger.table.roots())
         self._gate.close(self.ledger.table.last_version if open_sessions else None)
         self.ledger.store = self._journal = journal
+        self.ledger.table.is_complete = True
         logger.info("The session store %s has %d records and %d open sessions.", folder, count, open_sessions)
         if (reason := self._gate()) is not None:
             logger.warning("%s Turns of sessions are answered 503 until then.", reason)

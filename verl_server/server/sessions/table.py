@@ -41,6 +41,8 @@ class SessionTable:
         self._bytes = 0
         self.last_version: str | None = None
         """Weight version of the last stored turn."""
+        self.is_complete = True
+        """False while the sessions of an earlier run are read from the store: any session may exist then."""
 
     def find(self, session_id: str) -> Session:
         """Return a session. Raise SessionNotFoundError."""

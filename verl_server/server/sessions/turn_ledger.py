@@ -22,7 +22,6 @@ from verl_server.errors import (
     SessionEndedError,
     SessionLimitError,
     SessionNotFoundError,
-    SessionUnavailableError,
 )
 from verl_server.server.sessions import limits as limits_of
 from verl_server.server.sessions import turn as turns_of
@@ -38,16 +37,10 @@ _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class TurnLedger:
-    def __init__(
-        self,
-        ledger: SessionLedger,
-        *,
-        end_tokens: Callable[[], list[int]] = list,
-        gate: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        """`end_tokens` returns the model's. `gate` returns why sessions cannot continue now, or None."""
+    def __init__(self, ledger: SessionLedger, *, end_tokens: Callable[[], list[int]] = list) -> None:
+        """`end_tokens` returns the model's."""
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
-        self._end_tokens, self._gate = end_tokens, gate
+        self._end_tokens = end_tokens
 
     def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> SessionView:
         """Return the snapshot from which a text worker plans the next prompt.
@@ -274,9 +267,7 @@ class TurnLedger:
         session = self._table.find(caller.session_id).root
         if session.state != "open":
             raise SessionEndedError(f"Session {session.id} has {session.state} ({session.reason}).")
-        if (reason := self._gate()) is not None:
-            raise SessionUnavailableError(reason)
-        self._ledger.check_store()
+        self._ledger.check_open()
         session.active = self._ledger.clock()
         return session
 
