@@ -47,7 +47,7 @@ class SessionsClient:
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=256),
+            limits=httpx.Limits(max_connections=16),  # httpx walks over all connections for each request
             trust_env=False,
             transport=transport,
         )
