@@ -72,6 +72,7 @@ class Family:
             eos_token_id=self.end_ids,
             pad_token_id=None,
             **SMALL,
+            **({"sliding_window": None} if self.arch == "mistral" else {}),
         )
 
 
