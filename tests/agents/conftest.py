@@ -54,14 +54,15 @@ def model_folder(
     return lru_cache(maxsize=None)(lambda name: family(name).make_folder(tmp_path_factory.mktemp("models") / name))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serve(family: Callable[[str], Family], model_folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]]:
     """Return a function that returns the server of a family. One server runs at a time."""
     running: dict[str, Served] = {}
 
     def stop() -> None:
-        for served in running.values():
+        for name, served in running.items():
             served.engine.shutdown()
+            print(f"\n{name}: log-probabilities within {served.recomputation.worst:.1e} of transformers")
         running.clear()
 
     def start(name: str) -> Served:

@@ -58,6 +58,11 @@ class Family:
         ids: list[int] = self.tokenizer.convert_tokens_to_ids(list(self.ends))
         return ids
 
+    def token_id(self, text: str) -> int:
+        number = self.tokenizer.convert_tokens_to_ids(text)
+        assert isinstance(number, int)
+        return number
+
     def make_folder(self, folder: Path, *, weights: bool = True) -> Path:
         """Write a random model with this tokenizer."""
         tokenizer = self.tokenizer

@@ -31,6 +31,8 @@ class Recomputation:
     def __init__(self, family: Family, folder: Path) -> None:
         self._folder = folder
         self._models: dict[str, Any] = {}
+        self.worst = 0.0
+        """Largest difference that any check found."""
         backend = family.tokenizer.backend_tokenizer.to_str()
         vocab = -(-len(family.tokenizer) // 64) * 64
         self._tokens = LLTokenizer(backend, n_vocab=vocab, eos_token=family.end_ids)
@@ -50,14 +52,15 @@ class Recomputation:
     def check(self, branch: Trajectory, bias: Mapping[int, float], grammar: str | None) -> int:
         """Assert every id, mask, version and log-probability of a branch. Return the number of sampled tokens.
 
-        `grammar` is that of all turns, `bias` the `logit_bias` of all requests.
+        `grammar` is that of the turns with tool calls, `bias` the `logit_bias` of all requests.
         """
         ids = branch.tokens
         assert len(ids) == len(branch.loss_mask) == len(branch.logprobs) == len(branch.weight_versions)
-        sampled = [at for turn in branch.turns for at in range(*turn.action_span)]
-        assert {at for at, mask in enumerate(branch.loss_mask) if mask} <= set(sampled)
-        assert all(value == 0.0 for at, value in enumerate(branch.logprobs) if not branch.loss_mask[at])
-        assert all(bool(name) == bool(mask) for name, mask in zip(branch.weight_versions, branch.loss_mask, strict=True))
+        # A token that an earlier branch has, too, was sampled, but has no mask here.
+        sampled = {at for turn in branch.turns for at in range(*turn.action_span)}
+        assert {at for at, mask in enumerate(branch.loss_mask) if mask} <= sampled
+        assert {at for at, name in enumerate(branch.weight_versions) if name} == sampled
+        assert all(value == 0.0 for at, value in enumerate(branch.logprobs) if at not in sampled)
         shift = torch.zeros(self._tokens.vocab_size)
         for token, value in bias.items():
             shift[token] = value
@@ -65,10 +68,9 @@ class Recomputation:
             version: self.model(version).model(torch.tensor([ids])).last_hidden_state[0]
             for version in set(branch.weight_versions) - {""}
         }
-        worst = 0.0
         for turn in branch.turns:
-            allowed = self._allowed(ids[slice(*turn.action_span)], grammar)
-            places = [at for at in range(*turn.action_span) if branch.loss_mask[at]]
+            allowed = self._allowed(ids[slice(*turn.action_span)], grammar if (turn.action or {}).get("calls") else None)
+            places = range(*turn.action_span)
             for start in range(0, len(places), _ROWS):
                 for version in hidden:
                     rows = [at for at in places[start : start + _ROWS] if branch.weight_versions[at] == version]
@@ -80,7 +82,8 @@ class Recomputation:
                         logits[~allowed[[at - turn.action_span[0] for at in rows]]] = -torch.inf
                     chosen = logits.log_softmax(-1)[range(len(rows)), [ids[at] for at in rows]]
                     recorded = torch.tensor([branch.logprobs[at] for at in rows])
-                    worst = max(worst, float((chosen - recorded).abs().max()))
+                    worst = float((chosen - recorded).abs().max())
+                    self.worst = max(self.worst, worst)
                     assert worst < TOLERANCE, f"tokens {rows} of version {version}: {chosen} and {recorded}"
         return sum(branch.loss_mask)
 
