@@ -13,8 +13,9 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "*"}
 
 import pytest  # noqa: E402
-from families import Family, make_family  # noqa: E402
+from families import FAMILIES, Family, make_family  # noqa: E402
 from recomputation import Recomputation  # noqa: E402
+from stacked import FamilyStack, family_stack  # noqa: E402
 
 from verl_server import HttpServerEngineAdapter  # noqa: E402
 from verl_server.rollout.agents.types import Server  # noqa: E402
@@ -52,6 +53,17 @@ def model_folder(
 ) -> Callable[[str], Path]:
     """Return a function that returns the folder of a family's random model."""
     return lru_cache(maxsize=None)(lambda name: family(name).make_folder(tmp_path_factory.mktemp("models") / name))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def stack(
+    request: pytest.FixtureRequest, family: Callable[[str], Family], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FamilyStack]:
+    """Yield the front process of each family, over a scheduler that samples what a test wants."""
+    one = family(request.param)
+    folder = one.make_folder(tmp_path_factory.mktemp(request.param), weights=False)
+    with family_stack(one, folder) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

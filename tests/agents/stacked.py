@@ -33,7 +33,7 @@ class FamilyStack:
 
     def __init__(self, family: Family, stack: Stack) -> None:
         self.family, self.stack = family, stack
-        self._bytes = _byte_ids(family)
+        self.byte_ids = _byte_ids(family)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
         """Run a coroutine on the event loop of the application."""
@@ -71,7 +71,7 @@ class FamilyStack:
             piece = text[at : at + draw.choice((1, 1, 2, 3, 5, 8))]
             at += len(piece)
             if draw.random() < 0.2:
-                ids += [self._bytes[byte] for byte in piece.encode()]
+                ids += [self.byte_ids[byte] for byte in piece.encode()]
             else:
                 ids += self.family.tokenizer.encode(piece, add_special_tokens=False)
         return ids

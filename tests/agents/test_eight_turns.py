@@ -7,69 +7,20 @@ puts there, a second implementation of the same idea; whole renderings are those
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from families import FAMILIES, Family
+from families import Family
 from renderers import Llama3RendererConfig, Qwen3RendererConfig
 from renderers.llama_3 import Llama3Renderer
 from renderers.qwen3 import Qwen3Renderer
-from stacked import FamilyStack, StackedSession, family_stack, sampled
+from outputs import ANTHROPIC_TOOLS, OPENAI_TOOLS, output
+from stacked import FamilyStack, StackedSession, sampled
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-NAMES = ("weather", "distance")
-OPENAI_TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": f"Look up the {name}", "parameters": CITY}}
-    for name in NAMES
-]
-ANTHROPIC_TOOLS: list[Any] = [
-    {"name": name, "description": f"Look up the {name}", "input_schema": CITY} for name in NAMES
-]
 SYSTEM = "You plan journeys.  Answer briefly."
 RESULT = "12 °C, “windy”\n\n  and 3 %"
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def stack(
-    request: pytest.FixtureRequest, family: Callable[[str], Family], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FamilyStack]:
-    one = family(request.param)
-    folder: Path = one.make_folder(tmp_path_factory.mktemp(request.param), weights=False)
-    with family_stack(one, folder) as stack:
-        yield stack
-
-
-def output(family: str, turn: int) -> str:
-    """Return what the policy writes in a turn: thinking where the family has it, then calls or an answer."""
-    city = {"city": f"Zürich {turn}", "days": turn}
-    both = [("weather", city), ("distance", {"days": -turn})] if turn % 4 == 2 and family != "llama3" else []
-    calls = both or ([("weather", city)] if turn % 2 == 0 else [])
-    said = "" if family in ("llama3", "mistral") and calls else f"Answer {turn}: naïve façade… 東京\n\nand more"
-    write = {"qwen3": _hermes, "llama3": _llama, "mistral": _mistral, "magistral": _magistral}[family]
-    return write(f"Step {turn}. The user wants\n\n- a thing;  so", said, calls)
-
-
-def _hermes(thought: str, said: str, calls: list[Any]) -> str:
-    each = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
-    return f"<think>\n{thought}\n</think>\n\n{said}" + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in each)
-
-
-def _llama(thought: str, said: str, calls: list[Any]) -> str:
-    return said or json.dumps({"name": calls[0][0], "parameters": calls[0][1]}, ensure_ascii=False)
-
-
-def _mistral(thought: str, said: str, calls: list[Any]) -> str:
-    each = [{"name": name, "arguments": given, "id": f"abcdefg{i:02}"} for i, (name, given) in enumerate(calls)]
-    return said or "[TOOL_CALLS]" + json.dumps(each, ensure_ascii=False)
-
-
-def _magistral(thought: str, said: str, calls: list[Any]) -> str:
-    each = "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given, ensure_ascii=False)}" for name, given in calls)
-    return f"[THINK]{thought}[/THINK]{said}{each}"
 
 
 async def openai_whole(session: StackedSession, turn: Callable[[list[Any]], None]) -> None:
