@@ -84,7 +84,66 @@ async def anthropic_whole(session: StackedSession, turn: Callable[[list[Any]], N
         turn(new or [{"role": "user", "content": " And then? "}])
 
 
-@pytest.mark.parametrize("loop", [openai_whole, openai_stream, anthropic_whole])
+async def openai_responses(session: StackedSession, turn: Callable[[list[Any]], None]) -> None:
+    """The loop of OpenAI's documentation of responses: the items of the output go back as they are."""
+    given: list[Any] = [{"role": "user", "content": "Where to?"}]
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in OPENAI_TOOLS]
+    for _ in range(8):
+        response = await session.openai.responses.create(
+            model="policy", instructions=SYSTEM, input=given, tools=tools, max_output_tokens=900
+        )
+        calls = [item.call_id for item in response.output if item.type == "function_call"]
+        given += response.output
+        given += [{"type": "function_call_output", "call_id": call, "output": RESULT} for call in calls]
+        new = [{"role": "tool", "tool_call_id": call, "content": RESULT} for call in calls]
+        if not new:
+            new = [{"role": "user", "content": " And then? "}]
+            given += new
+        turn(new)
+
+
+async def openai_previous(session: StackedSession, turn: Callable[[list[Any]], None]) -> None:
+    """Responses that name the one before: only what is new is sent."""
+    given: list[Any] = [{"role": "user", "content": "Where to?"}]
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in OPENAI_TOOLS]
+    before: dict[str, Any] = {"instructions": SYSTEM}
+    for _ in range(8):
+        response = await session.openai.responses.create(
+            model="policy", input=given, tools=tools, max_output_tokens=900, **before
+        )
+        before = {"previous_response_id": response.id, "instructions": SYSTEM}
+        calls = [item.call_id for item in response.output if item.type == "function_call"]
+        given = [{"type": "function_call_output", "call_id": call, "output": RESULT} for call in calls]
+        new = [{"role": "tool", "tool_call_id": call, "content": RESULT} for call in calls]
+        if not new:
+            given = new = [{"role": "user", "content": " And then? "}]
+        turn(new)
+
+
+async def anthropic_stream(session: StackedSession, turn: Callable[[list[Any]], None]) -> None:
+    """The loop of Anthropic's documentation with a stream, whose final message goes back."""
+    messages: list[Any] = [{"role": "user", "content": "Where to?"}]
+    for _ in range(8):
+        async with session.anthropic.messages.stream(
+            model="policy", max_tokens=900, system=SYSTEM, messages=messages, tools=ANTHROPIC_TOOLS
+        ) as stream:
+            async for _event in stream:
+                pass
+            reply = await stream.get_final_message()
+        uses = [block.id for block in reply.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": use, "content": RESULT} for use in uses]
+        messages += [
+            {"role": "assistant", "content": reply.content},
+            {"role": "user", "content": results or " And then? "},
+        ]
+        new = [{"role": "tool", "tool_call_id": use, "content": RESULT} for use in uses]
+        turn(new or [{"role": "user", "content": " And then? "}])
+
+
+LOOPS = (openai_whole, openai_stream, openai_responses, openai_previous, anthropic_whole, anthropic_stream)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_eight_turns_are_one_branch(stack: FamilyStack, loop: Any) -> None:
     draw = random.Random(7)
     family = stack.family
