@@ -12,13 +12,13 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "*"}
 
-import pytest  # noqa: E402
-from families import FAMILIES, Family, make_family  # noqa: E402
-from recomputation import Recomputation  # noqa: E402
-from stacked import FamilyStack, family_stack  # noqa: E402
+import pytest
+from families import FAMILIES, Family, make_family
+from recomputation import Recomputation
+from stacked import FamilyStack, family_stack
 
-from verl_server import HttpServerEngineAdapter  # noqa: E402
-from verl_server.rollout.agents.types import Server  # noqa: E402
+from verl_server import HttpServerEngineAdapter
+from verl_server.rollout.agents.types import Server
 
 KEY = "owner"
 
@@ -48,9 +48,7 @@ def family() -> Callable[[str], Family]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(
-    family: Callable[[str], Family], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def model_folder(family: Callable[[str], Family], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that returns the folder of a family's random model."""
     return lru_cache(maxsize=None)(lambda name: family(name).make_folder(tmp_path_factory.mktemp("models") / name))
 

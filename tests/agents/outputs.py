@@ -17,7 +17,7 @@ ANTHROPIC_TOOLS: list[Any] = [
 
 
 def output(family: str, turn: int) -> str:
-    """Return what the policy of a family writes in a turn: thinking where the family has it, then calls or an answer."""
+    """Return what a family's policy writes in a turn: thinking where the family has it, then calls or an answer."""
     city = {"city": f"Zürich {turn}", "days": turn}
     both = [("weather", city), ("distance", {"days": -turn})] if turn % 4 == 2 and family != "llama3" else []
     calls = both or ([("weather", city)] if turn % 2 == 0 else [])

@@ -69,7 +69,9 @@ class Recomputation:
             for version in set(branch.weight_versions) - {""}
         }
         for turn in branch.turns:
-            allowed = self._allowed(ids[slice(*turn.action_span)], grammar if (turn.action or {}).get("calls") else None)
+            allowed = self._allowed(
+                ids[slice(*turn.action_span)], grammar if (turn.action or {}).get("calls") else None
+            )
             places = range(*turn.action_span)
             for start in range(0, len(places), _ROWS):
                 for version in hidden:

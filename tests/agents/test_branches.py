@@ -48,13 +48,9 @@ async def anthropic_agent(session: Any, task: AgentTask) -> None:
         for _ in range(2):
             reply = await talk.create(system="Be brief.", messages=messages, **FREE)
             edited = [*messages, {"role": "assistant", "content": "Something else."}]
-            await talk.create(
-                system="Be brief.", messages=[*edited, {"role": "user", "content": "Really?"}], **FREE
-            )
+            await talk.create(system="Be brief.", messages=[*edited, {"role": "user", "content": "Really?"}], **FREE)
             messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "And then?"}]
-        helped = await talk.create(
-            system="You help.", messages=[{"role": "user", "content": "What is a sum?"}], **FREE
-        )
+        helped = await talk.create(system="You help.", messages=[{"role": "user", "content": "What is a sum?"}], **FREE)
         assert helped.content
         choice = {"type": "tool", "name": "play", "disable_parallel_tool_use": True}
         asked = {"model": "policy", "max_tokens": 2000, "tools": tools}

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from families import Family
+from outputs import ANTHROPIC_TOOLS, OPENAI_TOOLS, output
 from renderers import Llama3RendererConfig, Qwen3RendererConfig
 from renderers.llama_3 import Llama3Renderer
 from renderers.qwen3 import Qwen3Renderer
-from outputs import ANTHROPIC_TOOLS, OPENAI_TOOLS, output
 from stacked import FamilyStack, StackedSession, sampled
 
 SYSTEM = "You plan journeys.  Answer briefly."
@@ -149,7 +149,9 @@ def test_eight_turns_are_one_branch(stack: FamilyStack, loop: Any) -> None:
     family = stack.family
     end = family.end_ids[0]
     outputs = [[*stack.other_ids(output(family.name, turn), draw), end] for turn in range(8)]
-    assert all(family.tokenizer.encode(family.tokenizer.decode(ids), add_special_tokens=False) != ids for ids in outputs)
+    assert all(
+        family.tokenizer.encode(family.tokenizer.decode(ids), add_special_tokens=False) != ids for ids in outputs
+    )
     stack.samples(outputs)
     stack.forget()
     session = StackedSession(stack)
@@ -177,7 +179,7 @@ def test_eight_turns_are_one_branch(stack: FamilyStack, loop: Any) -> None:
 
 
 def added(family: Family, prompt: list[int], output: list[int], new: list[Any]) -> list[int]:
-    """Return what follows a turn, by `renderers`, or by the template for the families that `renderers` does not have."""
+    """Return what follows a turn, by `renderers`, or by the template for families that `renderers` does not have."""
     tokenizer: Any = family.tokenizer
     renderer: Any = None
     if family.name == "qwen3":

@@ -15,8 +15,34 @@ from stacked import FamilyStack, StackedSession
 CONVERSATIONS = 250
 """For each of the four families."""
 PIECES = (
-    *("a", "word ", "Numbers 1234567890 ", "\n", "\n\n\n", "  ", "\t", "don't ", "…", "naïve ", "e\u0301", "東京", "नमस्ते", "👩‍🚀"),
-    *("\u200b", "\ufffd", '{"a": 1}', "<think>", "</think>", "<tool_call>", "<|im_end|>", "<|eot_id|>", "[INST]", "</s>"),
+    *(
+        "a",
+        "word ",
+        "Numbers 1234567890 ",
+        "\n",
+        "\n\n\n",
+        "  ",
+        "\t",
+        "don't ",
+        "…",
+        "naïve ",
+        "e\u0301",
+        "東京",
+        "नमस्ते",
+        "👩‍🚀",
+    ),
+    *(
+        "\u200b",
+        "\ufffd",
+        '{"a": 1}',
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "[INST]",
+        "</s>",
+    ),
 )
 
 
