@@ -53,14 +53,12 @@ def model_folder(family: Callable[[str], Family], tmp_path_factory: pytest.TempP
     return lru_cache(maxsize=None)(lambda name: family(name).make_folder(tmp_path_factory.mktemp("models") / name))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="session", params=FAMILIES)
 def stack(
-    request: pytest.FixtureRequest, family: Callable[[str], Family], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, family: Callable[[str], Family], model_folder: Callable[[str], Path]
 ) -> Iterator[FamilyStack]:
     """Yield the front process of each family, over a scheduler that samples what a test wants."""
-    one = family(request.param)
-    folder = one.make_folder(tmp_path_factory.mktemp(request.param), weights=False)
-    with family_stack(one, folder) as stack:
+    with family_stack(family(request.param), model_folder(request.param)) as stack:
         yield stack
 
 

@@ -63,7 +63,7 @@ class Family:
         assert isinstance(number, int)
         return number
 
-    def make_folder(self, folder: Path, *, weights: bool = True) -> Path:
+    def make_folder(self, folder: Path) -> Path:
         """Write a random model with this tokenizer."""
         tokenizer = self.tokenizer
         start = tokenizer.bos_token_id
@@ -71,7 +71,6 @@ class Family:
             folder,
             self.arch,  # type: ignore[arg-type]
             tokenizer=tokenizer,
-            weights=weights,
             vocab_size=-(-len(tokenizer) // 64) * 64,
             bos_token_id=self.end_ids[0] if start is None else start,
             eos_token_id=self.end_ids,

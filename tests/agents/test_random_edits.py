@@ -19,7 +19,8 @@ class EditingTalk(OpenAITalk):
         kind = self.draw.choice(("go on", "repeat", "other reply", "back", "compact", "other head"))
         replies = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
         last = self.messages[replies[-1]]
-        if kind == "repeat":
+        # Mistral's template refuses an empty message, so this client asks again.
+        if kind == "repeat" or not (last.get("content") or last.get("tool_calls")):
             self.messages = self.messages[: replies[-1]]
         elif kind == "other reply" and not last.get("tool_calls"):
             self.messages[replies[-1]] = {"role": "assistant", "content": f"Edited: {self.text()}"}
