@@ -64,7 +64,7 @@ def stack(
 
 @pytest.fixture(scope="session")
 def serve(family: Callable[[str], Family], model_folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]]:
-    """Return a function that returns the server of a family. One server runs at a time."""
+    """Return a function that returns the server of a family, with the folder's weights. One server runs at a time."""
     running: dict[str, Served] = {}
 
     def stop() -> None:
@@ -86,7 +86,9 @@ def serve(family: Callable[[str], Family], model_folder: Callable[[str], Path]) 
                 log_level="warning",
             )
             running[name] = Served(family(name), model_folder(name), engine)
-        return running[name]
+        served = running[name]
+        served.push("default")
+        return served
 
     yield start
     stop()

@@ -90,7 +90,7 @@ FAMILIES = ("qwen3", "llama3", "mistral", "magistral")
 
 def _qwen3() -> Family:
     """Qwen's vocabulary, as dashscope has it, and the tokens that Qwen3 adds behind it."""
-    tokenizer = _from_tiktoken(_file("dashscope", "resources/qwen.tiktoken"), QWEN_PATTERN)
+    tokenizer = _from_tiktoken(data_file("dashscope", "resources/qwen.tiktoken"), QWEN_PATTERN)
     tokenizer.normalizer = normalizers.NFC()
     vision = [f"<|{name}|>" for name in ("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start")]
     vision += [f"<|{name}|>" for name in ("quad_end", "vision_start", "vision_end", "vision_pad", "image_pad")]
@@ -106,7 +106,7 @@ def _qwen3() -> Family:
 def _llama3() -> Family:
     from llama_models.llama3.tokenizer import Tokenizer as LlamaTokenizer
 
-    path = _file("llama_models", "llama3/tokenizer.model")
+    path = data_file("llama_models", "llama3/tokenizer.model")
     tokenizer = _from_tiktoken(path, LlamaTokenizer.pat_str)
     special = LlamaTokenizer(path).special_tokens
     _add(tokenizer, sorted(special, key=lambda text: special[text]), special=True)
@@ -130,7 +130,7 @@ def _magistral() -> Family:
 
 
 def _tekken(version: str, special: list[str], *, thinking: bool) -> PreTrainedTokenizerFast:
-    content = json.loads(_file("mistral_common", "data/tekken_240911.json").read_text(encoding="utf-8"))
+    content = json.loads(data_file("mistral_common", "data/tekken_240911.json").read_text(encoding="utf-8"))
     config = content["config"]
     reserved = config["default_num_special_tokens"]
     words = [base64.b64decode(entry["token_bytes"]) for entry in content["vocab"]]
@@ -197,10 +197,10 @@ def _fast(tokenizer: Tokenizer, template: str, **special: str) -> PreTrainedToke
 
 
 def _trl_template(name: str) -> str:
-    return _file("trl", f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    return data_file("trl", f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
 
 
-def _file(package: str, path: str) -> Path:
+def data_file(package: str, path: str) -> Path:
     """Return a file of an installed package without importing the package."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"

@@ -69,7 +69,6 @@ async def anthropic_agent(session: Any, task: AgentTask) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "magistral"])
 def test_each_branch_is_exact(serve: Callable[[str], Served], name: str, agent: Any, branches: int) -> None:
     served = serve(name)
-    served.push("default")
     bias = thought_bias(served)
     run = run_agents(
         agent,
@@ -81,7 +80,6 @@ def test_each_branch_is_exact(serve: Callable[[str], Served], name: str, agent: 
     )
     (episode,) = run.episodes
     assert episode.reason == "done", episode.error
-    print([(b.session[-8:], b.branch, len(b.turns), sum(b.loss_mask)) for b in run.trajectories])
     assert sum(branch.sampled_tokens for branch in run.trajectories) == episode.tokens
     assert check(served, run, bias) == episode.tokens
     assert len(run.trajectories) == branches

@@ -44,9 +44,7 @@ class PushingGame:
 
 @pytest.fixture
 def served(serve: Callable[[str], Served]) -> Served:
-    one = serve("qwen3")
-    one.push("default")
-    return one
+    return serve("qwen3")
 
 
 def versions_of(branch: Trajectory) -> list[list[str]]:
