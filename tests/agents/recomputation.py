@@ -85,8 +85,8 @@ class Recomputation:
                     chosen = logits.log_softmax(-1)[range(len(rows)), [ids[at] for at in rows]]
                     recorded = torch.tensor([branch.logprobs[at] for at in rows])
                     worst = float((chosen - recorded).abs().max())
-                    self.worst = max(self.worst, worst)
                     assert worst < TOLERANCE, f"tokens {rows} of version {version}: {chosen} and {recorded}"
+                    self.worst = max(self.worst, worst)
         return sum(branch.loss_mask)
 
     def _allowed(self, output: list[int], grammar: str | None) -> Any:
