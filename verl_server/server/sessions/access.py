@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import BadRequestError
-from verl_server.server.responses import bad_request, error_object, json_response
+from verl_server.errors import BadRequestError, ForbiddenError, UnauthorizedError
+from verl_server.server.responses import bad_request, error_headers, error_object, json_response
 from verl_server.server.sessions.contract import SessionCaller
 from verl_server.server.sessions.ledger import KEY_PREFIX, SessionLedger
 
@@ -59,7 +59,8 @@ def is_owner_path(path: str) -> bool:
 
 
 def unauthorized() -> Response:
-    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer", "x-should-retry": "false"})
+    headers = error_headers(UnauthorizedError()) | {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+    return json_response({"error": "Unauthorized"}, 401, headers)
 
 
 def without_owner_key() -> Response:
@@ -68,7 +69,8 @@ def without_owner_key() -> Response:
 
 
 def _forbidden(message: str) -> Response:
-    return json_response(error_object(message, 403, "Forbidden"), 403, {"x-should-retry": "false"})
+    headers = error_headers(ForbiddenError()) | {"x-should-retry": "false"}
+    return json_response(error_object(message, 403, "Forbidden"), 403, headers)
 
 
 class SessionPathMiddleware:
