@@ -43,7 +43,7 @@ def find_damage(folder: Path) -> list[Damage]:
     """Return the damage of a store, one for each damaged file. Raise BadRequestError if the folder is no store."""
     files = sorted(path for path in folder.glob("*.log") if _NAME.fullmatch(path.name))
     if not files:
-        raise BadRequestError(f"{folder} is no session store: it has no journal-NNNNNNNN.log. Name its --session-store.")
+        raise BadRequestError(f"{folder} is no session store: it has no journal-NNNNNNNN.log.")
     return [damage for path in files if (damage := _damage_of(path)) is not None]
 
 
