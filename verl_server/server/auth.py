@@ -27,7 +27,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.server.responses import error_object, json_response
+from verl_server.errors import ForbiddenError
+from verl_server.server.responses import error_headers, error_object, json_response
 from verl_server.server.sessions.access import (
     SessionAccess,
     is_open,
@@ -164,4 +165,4 @@ def _sent_keys(headers: Headers) -> list[bytes]:
 
 
 def _forbidden(message: str) -> Response:
-    return json_response(error_object(message, 403, "Forbidden"), 403)
+    return json_response(error_object(message, 403, "Forbidden"), 403, error_headers(ForbiddenError()))

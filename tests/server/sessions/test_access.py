@@ -147,7 +147,7 @@ def test_without_a_key_there_are_no_sessions(make_stack: MakeStack) -> None:
         ("POST", "/open_session"),
     ):
         response = stack.request(method, path, json={} if method == "POST" else None)
-        assert response.status_code == 403
+        assert (response.status_code, response.headers["X-Verl-Error"]) == (403, "ForbiddenError")
         assert "--api-key-file or --admin-api-key-file" in response.text
     assert stack.request("GET", "/s/vs-x/v1/models").status_code == 401
     assert stack.get("/v1/models", headers=bearer("vs-" + "x" * 43)).status_code == 200, "as before"

@@ -202,7 +202,7 @@ def test_damage_anywhere_else_refuses_the_start(tmp_path: Path) -> None:
             with pytest.raises((DamagedStoreError, BadRequestError), match=r"journal-00000001\.log"):
                 Store(tmp_path / "full")
         first.write_bytes(data[:-1])
-        with pytest.raises(DamagedStoreError, match="truncate -s"):
+        with pytest.raises(DamagedStoreError, match="verl-server trajectories repair"):
             Store(tmp_path / "full")
         # In the last file, a damaged record with sound ones behind it was not cut off either.
         (tmp_path / "last").mkdir()

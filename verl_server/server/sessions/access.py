@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import BadRequestError, SessionUnavailableError
-from verl_server.server.responses import bad_request, error_object, json_response, message_error
+from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailableError, UnauthorizedError
+from verl_server.server.responses import bad_request, error_headers, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.table import SessionTable
@@ -68,7 +68,8 @@ def owner_of(scope: Scope) -> bytes | None:
 
 
 def unauthorized() -> Response:
-    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer", "x-should-retry": "false"})
+    headers = error_headers(UnauthorizedError()) | {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+    return json_response({"error": "Unauthorized"}, 401, headers)
 
 
 def without_owner_key() -> Response:
@@ -77,7 +78,8 @@ def without_owner_key() -> Response:
 
 
 def _forbidden(message: str) -> Response:
-    return json_response(error_object(message, 403, "Forbidden"), 403, {"x-should-retry": "false"})
+    headers = error_headers(ForbiddenError()) | {"x-should-retry": "false"}
+    return json_response(error_object(message, 403, "Forbidden"), 403, headers)
 
 
 class SessionPathMiddleware:
