@@ -299,3 +299,23 @@ def test_session_params_continue_a_request(stack: Stack) -> None:
     for key, wrong, status in ((session.key, other.id, 400), ("owner", "nobody", 404)):
         assert ask([1], key=key, id=wrong).status_code == status
     assert "no finished request" in ask([1], rid="unknown").text
+
+
+def test_the_trajectory_says_how_each_turn_was_sampled(stack: Stack) -> None:
+    session = Session(stack, seed=3, sampling_params={"top_p": 0.5}, forced_sampling_params={"temperature": 0.25})
+    session.says("one", '{"a": 1}', "three")
+    messages: list[Any] = [user("a")]
+    for body in (
+        {"temperature": 2.0},
+        {"response_format": {"type": "json_object"}, "top_p": 1.0},
+        {"logit_bias": {"7": 1}},
+    ):
+        message = session.chat(messages, **body)["message"]
+        messages += [{"role": "assistant", "content": message["content"]}, user("b")]
+    (branch,) = session.trajectory()["branches"]
+    first, second, third = (turn["sampling"] for turn in branch["turns"])
+    seeds = [each.pop("sampling_seed") for each in (first, second, third)]
+    assert len(set(seeds)) == 3
+    assert first == {"temperature": 0.25, "top_p": 0.5}
+    assert second.pop("grammar").startswith("blake2b:") and second == {"temperature": 0.25}
+    assert third == {"temperature": 0.25, "top_p": 0.5, "logit_bias": {"7": 1.0}}

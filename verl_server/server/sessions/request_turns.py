@@ -7,19 +7,22 @@ gone: what was sampled is never lost.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.io_struct import BatchTokenIDOut, FinishReason
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure
 from verl_server.server.replay.middleware import ReplayInfo
@@ -33,6 +36,12 @@ from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
+
+_CONDITIONS = (
+    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("min_new_tokens", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words"),
+)
+_DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -210,6 +219,8 @@ class RequestTurns:
             times=(wall - (now - moments[0]), wall - (now - moments[1]), wall - (now - moments[2])),
             dialect=self._shape.dialect,
             rid=state.rid,
+            sampling=conditions(state.req),
+            seed=state.req.sampling.sampling_seed,
             end_token=-1 if model is None else end_token(state, tuple(model.eos_token_ids)),
             aborted=reason.type == "abort",
             key=None if self._replay is None else self._replay.key,
@@ -217,6 +228,19 @@ class RequestTurns:
         )
         await self._ledger.commit(turn, finished)
         self._stored.append(turn)
+
+
+def conditions(req: TokenizedGenerateReq) -> bytes:
+    """Return what shaped the distribution of a turn, as JSON: `BranchTurn.sampling` without the seed."""
+    sampling = req.sampling
+    found: dict[str, Any] = {"temperature": sampling.temperature}
+    for name in _CONDITIONS:
+        value = getattr(sampling, name)
+        if value != getattr(_DEFAULTS, name):
+            found[name] = value
+    if req.grammar:
+        found["grammar"] = f"blake2b:{hashlib.blake2b(req.grammar.encode(), digest_size=16).hexdigest()}"
+    return msgspec.json.encode(found)
 
 
 def recorded_tokens(turn: StoredTurn) -> list[BatchTokenIDOut]:

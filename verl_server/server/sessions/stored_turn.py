@@ -6,6 +6,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, Turn
@@ -27,6 +29,13 @@ class StoredTurn:
     @property
     def session_id(self) -> str:
         return self.session.id
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What shaped the distribution: `BranchTurn.sampling`."""
+        stored = self.stored
+        known = msgspec.json.decode(stored.sampling, type=dict[str, Any]) if stored.sampling else {}
+        return known if stored.seed is None else known | {"sampling_seed": stored.seed}
 
     @property
     def sampling(self) -> dict[str, Any]:

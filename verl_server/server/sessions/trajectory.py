@@ -154,6 +154,7 @@ def _place(part: _Part) -> BranchTurn:
         end=part.end,
         finish_reason=turn.finish[0] if part.is_whole else "cut",
         calls=msgspec.json.decode(turn.calls) if turn.calls and part.is_whole else [],
+        sampling=turn.conditions,
     )
 
 

@@ -56,6 +56,9 @@ class FinishedTurn:
     times: tuple[float, float, float]
     dialect: str
     rid: str
+    sampling: bytes = b""
+    """JSON: `BranchTurn.sampling` without the seed."""
+    seed: int | None = None
     end_token: int = -1
     aborted: bool = False
     key: bytes | None = None
@@ -84,6 +87,8 @@ class Turn:
     branch: int
     options: bytes
     calls: bytes | None
+    sampling: bytes
+    seed: int | None
     key: bytes | None
     body: bytes | None
     dialect: str
@@ -117,6 +122,8 @@ class Turn:
             branch=record.branch,
             options=once(record.options),  # type: ignore[arg-type]
             calls=record.calls,
+            sampling=once(record.sampling),  # type: ignore[arg-type]
+            seed=record.seed,
             key=record.key,
             body=record.body,
             dialect=sys.intern(record.dialect),

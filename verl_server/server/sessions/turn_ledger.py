@@ -168,6 +168,8 @@ class TurnLedger:
             branch=pending.branch,
             options=finished.next.options,
             calls=msgspec.json.encode(calls) if calls else None,
+            sampling=finished.sampling,
+            seed=finished.seed,
             key=finished.key,
             body=finished.body,
             dialect=finished.dialect,
