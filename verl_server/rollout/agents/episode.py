@@ -226,6 +226,8 @@ class AgentPlayer:
         if error is None:
             result = agent.result()
             return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
+        if isinstance(error, End):  # a `ToolLoop` names its reason
+            return error
         reason = StopReason.GENERATION_ERROR if _server_failed(error) else StopReason.AGENT_ERROR
         return End(reason, f"{type(error).__name__}: {error}"[:2000])
 
@@ -282,7 +284,7 @@ class AgentPlayer:
             lost = error if end.reason is not StopReason.SESSION_LOST else end.error
             raise End(StopReason.SESSION_LOST, f"{lost} (the agent's end: {end.reason})") from error
         episode.turns, episode.tokens = info.turns, info.tokens
-        if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR):
+        if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR, StopReason.MAX_TOKENS):
             end.reason = self._limit_reason(info) or end.reason
         _note(episode, end)
         if referee is not None:
@@ -350,7 +352,7 @@ def _server_failed(error: BaseException) -> bool:
     """True if an SDK's error, or its cause, says that the server failed (status 5xx)."""
     seen: BaseException | None = error
     while seen is not None:
-        status = getattr(seen, "status_code", None)
+        status = getattr(getattr(seen, "response", seen), "status_code", None)  # httpx has it in the response only
         if isinstance(status, int) and status >= 500:
             return True
         seen = seen.__cause__ or seen.__context__

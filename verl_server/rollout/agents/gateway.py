@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
+from jsonschema.exceptions import best_match
+from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -64,7 +67,7 @@ class GuardedEnvironment:
         return await self.__referee.step(text)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text."""
+        """Call a tool and return its result as text. Raises BadRequestError for an unknown tool or wrong arguments."""
         return await self.__referee.call(name, arguments)
 
 
@@ -108,6 +111,9 @@ class Referee:
         names = [tool.get("function", {}).get("name") for tool in self.tools]
         if name not in names:
             raise BadRequestError(f"There is no tool {name!r}. The tools: {', '.join(map(str, names)) or 'none'}.")
+        wrong = _violation(self.tools[names.index(name)]["function"].get("parameters") or {}, arguments)
+        if wrong is not None:
+            raise BadRequestError(f"The arguments of {name} are wrong: {wrong}")
         return await self._bounded("call", self._environment.call(name, arguments))
 
     async def close(self) -> None:
@@ -149,6 +155,18 @@ class Referee:
         if not self.fault.done():
             self.fault.set_result(error)
         return error
+
+
+def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
+    """Where and how arguments violate a tool's schema. None if they follow it, or if the schema itself is unusable."""
+    try:
+        validator = validator_for(schema, default=Draft202012Validator)(
+            schema, registry=Registry()
+        )  # downloads nothing
+        error = best_match(validator.iter_errors(arguments))
+    except Exception:
+        return None  # an environment with a faulty schema checks its arguments itself
+    return None if error is None else f"`arguments{error.json_path.removeprefix('$')}`: {error.message[:500]}"
 
 
 class EnvironmentGateway:
