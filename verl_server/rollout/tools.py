@@ -172,7 +172,7 @@ def _declared(factory: EnvFactory) -> list[Callable[..., Any]]:
 
 
 def function_tool(function: Callable[..., Any]) -> Tool:
-    """Describe a plain function, async or not, as a tool. Raises BadRequestError if its signature has no JSON schema."""
+    """Describe a function, async or not, as a tool. Raises BadRequestError if its signature has no JSON schema."""
     if not inspect.isroutine(function):
         raise BadRequestError(f"A tool must be a function, not an object of type {type(function).__name__}.")
     return _described(function.__module__, function, bound=False)
@@ -247,7 +247,7 @@ async def _bounded(what: str, seconds: float, bound: str) -> AsyncIterator[None]
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return what a tool returned as text: itself, or its JSON. Raises ToolError for a value that JSON does not have."""
+    """Return what a tool returned as text: itself, or its JSON. Raises ToolError if JSON cannot express it."""
     if isinstance(value, str):
         return value
     try:

@@ -67,6 +67,8 @@ class Progress:
     """What runs now, for a live display."""
 
     running: int = 0
+    began: float | None = None
+    """`time.monotonic` at the start of the first episode."""
     referees: set[Referee] = field(default_factory=set)
 
     @property
@@ -101,6 +103,7 @@ class AgentPlayer:
         start = self.clock()
         referee: Referee | None = None
         self.progress.running += 1
+        self.progress.began = self.progress.began or time.monotonic()
         try:
             if self.environment is not None:
                 referee = await self._opened(self.environment, episode)

@@ -2,7 +2,7 @@
 
 Pass it to `run_agents`, or `--agent tools` on the command line. The loop sends chat messages, not token ids: the
 session's server builds each prompt from the ids that it stored, plus the rendered new messages, so the ids, masks and
-log-probabilities of the trajectory are those that were sampled. A second renderer and a second parser of tool formats in
+log-probabilities of the trajectory are those that were sampled. A second renderer and a second parser of tool calls in
 the client would have to repeat the server's, for every template. The loop has one duty for exactness: it returns each
 reply as it came, so that an episode without retries is one branch.
 """
