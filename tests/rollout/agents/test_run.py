@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_a_failed_generation_is_no_fault_of_the_agent() -> None:
     result = run(agent, policy=lambda messages: JSONResponse({"error": "x"}, 500), reward=lambda episode: 1.0)
     assert result.episodes[0].reason is StopReason.GENERATION_ERROR
     assert result.episodes[0].reward is None
+
+
+def test_a_server_error_is_tried_again_by_the_rule_and_names_the_server() -> None:
+    """An agent with httpx; the first two generations answer 500. Without retries left, the last end is final."""
+    answers: list[Any] = [JSONResponse({"error": "x"}, 500)] * 2 + ["1"]
+
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        await chat(session, "say 1")
+
+    result = run(agent, policy=lambda messages: answers.pop(0), reward=lambda episode: 1.0, retries=2)
+    assert [(e.reason, e.reward, e.final) for e in result.episodes] == [
+        (StopReason.GENERATION_ERROR, None, False),
+        (StopReason.GENERATION_ERROR, None, False),
+        (StopReason.DONE, 1.0, True),
+    ]
+    assert result.episodes[0].error is not None
+    assert result.episodes[0].error.startswith(f"The server at {result.episodes[0].server} failed. HTTPStatusError")
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("hang", StopReason.ENV_TIMEOUT), ("boom", StopReason.ENV_ERROR)])
@@ -222,6 +240,43 @@ def test_a_server_that_is_away_gets_no_session() -> None:
             assert [t.reward for t in result.trajectories] == [1.0] * 4
             lost = await arun_agents(player, [AgentTask()], servers=servers[:1], retries=0, **options)
             assert lost.episodes[0].reason is StopReason.SESSION_LOST
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_episodes_of_a_server_that_dies_are_replayed_on_another() -> None:
+    """Four episodes run, two on each server, when one server dies for good. Its two are played again on the other."""
+
+    async def main() -> None:
+        together = asyncio.Barrier(4)
+        away = asyncio.Event()
+
+        async def agent(session: AgentSession, task: AgentTask) -> None:
+            await chat(session, "say 1")
+            if not away.is_set():
+                await together.wait()
+                await kill_one()
+            await chat(session, "say 2")
+
+        async def kill_one() -> None:
+            if not away.is_set():
+                away.set()
+                await stack.aclose()
+
+        async with fake_server(says_number) as two:
+            stack = contextlib.AsyncExitStack()
+            one = await stack.enter_async_context(fake_server(says_number))
+            servers = [Server(fake.url, OWNER_KEY) for fake in (one, two)]
+            tasks = [AgentTask(seed=i) for i in range(4)]
+            limits = dataclasses.replace(FAST, restart_timeout=0.5)
+            result = await arun_agents(agent, tasks, servers=servers, reward=lambda e: 1.0, limits=limits, retries=1)
+            lost = [e for e in result.episodes if not e.final]
+            assert [(e.server, e.reason, e.reward) for e in lost] == [(one.url, StopReason.SESSION_LOST, None)] * 2
+            assert all(one.url in (e.error or "") for e in lost)
+            assert [t.reward for t in result.trajectories] == [1.0] * 4
+            replayed = {(e.index, e.server) for e in result.episodes if e.attempt == 1}
+            assert replayed == {(e.index, two.url) for e in lost}
+            assert len(two.ended) == 4 and two.sessions == {}
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
