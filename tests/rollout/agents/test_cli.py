@@ -81,7 +81,7 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
 
     assert main(["trajectories", "ls", "runs"]) == 0
     assert main(["trajectories", "ls", "runs/x"]) == 0
-    assert "1-1" in capsys.readouterr().out
+    assert re.findall(r"\d-\d", capsys.readouterr().out) == ["0-0", "0-1", "1-0", "1-1"], "sorted, not as they ended"
     for color in ("logprob", "mask", "version"):
         assert main(["trajectories", "show", "runs/x", "--episode", "1-1", "--color", color]) == 0
     said = capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_server_error_is_tried_again_by_the_rule_and_names_the_server() -> Non
         (StopReason.DONE, 1.0, True),
     ]
     assert result.episodes[0].error is not None
-    assert result.episodes[0].error.startswith(f"The server at {result.episodes[0].server} failed. HTTPStatusError")
+    assert result.episodes[0].error.startswith(f"{result.episodes[0].server}: HTTPStatusError")
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("hang", StopReason.ENV_TIMEOUT), ("boom", StopReason.ENV_ERROR)])

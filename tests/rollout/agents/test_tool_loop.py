@@ -222,7 +222,7 @@ def test_the_ledger_has_one_exact_branch(server: Server, tmp_path: Path) -> None
         played.append(button)
         return f"{button} pressed"
 
-    loop = ToolLoop([press], max_turns=3, request={"tool_choice": "required", "max_tokens": 300})
+    loop = ToolLoop([press], max_turns=3, request={"tool_choice": "required", "max_tokens": 1500})
     result = run_agents(
         loop, [AgentTask(input="Press.")], servers=[server], reward=lambda e: 1.0, group_size=3, out=tmp_path
     )

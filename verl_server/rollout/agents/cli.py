@@ -25,7 +25,7 @@ from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.report import write_run_report
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
-from verl_server.rollout.agents.tool_loop import ToolLoop
+from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.env_factory import load_function
 from verl_server.rollout.environments.named import environment_named, has_reward, is_named
@@ -165,7 +165,7 @@ def load_agent(
     """The function that the text names, the tool loop, or the words of a command. The rest is for the tool loop."""
     if text == "tools":
         functions = [load_function(tool, "tool") for tool in tools]
-        return ToolLoop(functions, system=system, **({} if max_turns is None else {"max_turns": max_turns}))
+        return ToolLoop(functions, system=system, max_turns=max_turns or DEFAULT_MAX_TURNS)
     if tools or system is not None:
         raise BadRequestError("--tool and --system are for --agent tools.")
     if _FUNCTION.fullmatch(text):

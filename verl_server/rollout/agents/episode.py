@@ -290,7 +290,7 @@ class AgentPlayer:
         if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR, StopReason.MAX_TOKENS):
             end.reason = self._limit_reason(info) or end.reason
         if end.reason is StopReason.GENERATION_ERROR:
-            end.error = f"The server at {client.url} failed. {end.error}"
+            end.error = f"{client.url}: {end.error}"
         _note(episode, end)
         if referee is not None:
             episode.environment_reward = referee.reward

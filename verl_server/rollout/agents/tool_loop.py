@@ -28,6 +28,7 @@ from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.tools import Tool, ToolError, converted, function_tool, value_text
 from verl_server.rollout.trajectory import StopReason
 
+DEFAULT_MAX_TURNS = 16
 _RETRY_SECONDS = 1.0
 """Pause before a request is repeated. The runner bounds the repetitions with `AgentLimits.restart_timeout`."""
 _OPENING_TAGS = tuple({tool_format.open for tool_format in TOOL_FORMATS.values()})
@@ -45,7 +46,7 @@ class ToolLoop:
         self,
         tools: Sequence[Callable[..., Any]] = (),
         *,
-        max_turns: int = 16,
+        max_turns: int = DEFAULT_MAX_TURNS,
         system: str | None = None,
         tool_seconds: float = 20.0,
         result_characters: int = 20_000,
