@@ -41,6 +41,7 @@ test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on
 	touch $@
 
 test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs, with tokenizers and templates of released models
+	.venv-agents/bin/python -m pytest tests/rollout/environments
 	cd tests/agents && ../../.venv-agents/bin/python -m pytest $(ARGS)
 
 # The vocabularies and chat templates are files of packages, some of which need much that no test here uses.

@@ -7,15 +7,18 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import JSONResponse
 
 from tests.rollout.agents.common import FAST, Echo, chat, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, fake_server
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ServerDiedError
 from verl_server.rollout.agents.run import arun_agents, session_seed
+from verl_server.rollout.agents.servers import ServerPool
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason
+from verl_server.session_types import CreateSession
 
 
 def _echo(task: AgentTask) -> Echo:
@@ -302,6 +305,75 @@ def test_a_session_that_vanishes_is_lost() -> None:
             assert result.episodes[0].reason is StopReason.SESSION_LOST
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_open_server_that_comes_back_gets_no_session() -> None:
+    """One of two servers is away when the run begins, so it could not be asked whether it generates for anybody."""
+
+    async def main() -> None:
+        async with fake_server(says_number) as closed:
+            async with fake_server(says_number) as gone:
+                port = int(gone.url.rpartition(":")[2])
+            servers = [Server(gone.url, OWNER_KEY), Server(closed.url, OWNER_KEY)]
+            async with ServerPool(servers) as pool:
+                await pool.check_closed()
+                async with fake_server(says_number, generates_openly=True, port=port) as back:
+                    await pool._probe()
+                    for _ in range(2):
+                        async with pool.session(CreateSession(), 5) as (client, _created):
+                            assert client.url == closed.url
+                    assert not back.sessions
+                async with fake_server(says_number, port=port):
+                    await pool._probe()
+                    async with (
+                        pool.session(CreateSession(), 5) as (one, _),
+                        pool.session(CreateSession(), 5) as (two, _),
+                    ):
+                        assert {one.url, two.url} == {gone.url, closed.url}
+            with pytest.raises(ServerDiedError):
+                await arun_agents(player, [AgentTask()], servers=servers[:1], environment=_echo)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_interruption_during_the_reward_leaves_no_session() -> None:
+    async def main() -> None:
+        computing = asyncio.Event()
+
+        async def reward(episode: AgentEpisode) -> float:
+            computing.set()
+            await asyncio.Event().wait()
+            return 1.0
+
+        async with fake_server(says_number) as fake:
+            servers = [Server(fake.url, OWNER_KEY)]
+            playing = arun_agents(player, [AgentTask()], servers=servers, environment=_echo, reward=reward, limits=FAST)
+            task = asyncio.ensure_future(playing)
+            await computing.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert fake.sessions == {}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_failure_of_another_server_is_the_agents() -> None:
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        request = httpx.Request("GET", "http://elsewhere.example/search")
+        httpx.Response(503, request=request).raise_for_status()
+
+    result = run(agent, reward=lambda episode: 1.0)
+    assert (result.episodes[0].reason, result.episodes[0].reward) == (StopReason.AGENT_ERROR, None)
+
+
+def test_a_timeout_inside_a_reward_function_is_its_own() -> None:
+    def reward(episode: AgentEpisode) -> float:
+        raise TimeoutError("the judge is slow")
+
+    (episode,) = run(player, environment=_echo, reward=reward).episodes
+    assert (episode.reason, episode.reward) == (StopReason.DONE, None)
+    assert "raised TimeoutError: the judge is slow" in (episode.error or "")
 
 
 def test_an_open_server_is_refused() -> None:

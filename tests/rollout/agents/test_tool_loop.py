@@ -13,12 +13,14 @@ import pytest
 from starlette.responses import JSONResponse
 
 from tests.rollout.agents.common import FAST, Echo, run
+from tests.rollout.agents.redraw import Redraw
 from verl_server import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agents.run import run_agents
 from verl_server.rollout.agents.tool_loop import ToolLoop
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask, Server
+from verl_server.rollout.environment import EnvError
 from verl_server.rollout.trajectory import StopReason
 
 
@@ -179,6 +181,32 @@ def test_limits_end_with_their_reason_and_a_reward(
     assert says in (episode.error or "")
 
 
+def test_an_aborted_reply_is_no_answer() -> None:
+    episode = play(ToolLoop(), Script("half", finish="abort"))
+    assert (episode.reason, episode.reward) == (StopReason.GENERATION_ERROR, None)
+    assert "finish_reason abort" in (episode.error or "")
+
+
+def test_an_end_cancels_the_other_calls_of_the_reply() -> None:
+    left: list[str] = []
+
+    class Broken(Tools):
+        async def call(self, name: str, arguments: dict[str, Any]) -> str:
+            raise EnvError("the environment broke")
+
+    async def slow() -> str:
+        """Waits for ever."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append("cancelled")
+        return ""
+
+    policy = Script([call("slow", {}, 1), call("read", {"page": 1}, 2)])
+    episode = play(ToolLoop([slow]), policy, environment=lambda task: Broken())
+    assert episode.reason is StopReason.ENV_ERROR and left == ["cancelled"]
+
+
 def test_a_server_that_is_not_ready_is_asked_again_and_one_that_fails_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,8 +233,12 @@ def test_what_cannot_work_is_refused(make: Any, says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = make_model_folder(tmp_path_factory.mktemp("qwen3"), "qwen3", init_std=0.2, max_position_embeddings=8192)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("qwen3"), "qwen3", init_std=0.2, max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
     small: dict[str, Any] = {"kv_cache_gib": 0.1, "cpu_threads": 1, "port": 0}
     with HttpServerEngineAdapter(model_path=str(folder), api_key="owner", **small) as engine:
         assert engine.url is not None
@@ -234,5 +266,32 @@ def test_the_ledger_has_one_exact_branch(server: Server, tmp_path: Path) -> None
         spans = [turn.action_span for turn in trajectory.turns]
         assert sum(trajectory.loss_mask) == sum(end - start for start, end in spans)
         assert all(all(trajectory.loss_mask[start:end]) for start, end in spans)
-        assert all((p < 0) == bool(m) or p == 0 for p, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True))
+        pairs = list(zip(trajectory.logprobs, trajectory.loss_mask, strict=True))
+        assert all(p == 0.0 for p, m in pairs if not m)
+        assert any(p < 0.0 for p, m in pairs if m), "not all: a token that the grammar forces has 0.0"
         assert all(turn.action.get("calls") for turn in trajectory.turns)
+
+
+class Talk(Echo):
+    """Answers each reply, three times."""
+
+    async def reset(self, seed: int | None) -> str:
+        self.left = 3
+        return f"begin {seed}"
+
+    async def step(self, text: str) -> tuple[str, float | None, bool]:
+        self.left -= 1
+        return f"go on {self.left}", 1.0, self.left == 0
+
+
+def test_every_token_is_the_draw_that_was_recorded(server: Server, folder: Path) -> None:
+    """Three turns of free text: transformers draws the same tokens, with the same log-probabilities."""
+    loop = ToolLoop([add], max_turns=3, request={"max_tokens": 24, "ignore_eos": True, "tool_choice": "none"})
+    tasks = [AgentTask(seed=i) for i in range(4)]
+    options: dict[str, Any] = {"environment": lambda task: Talk(), "limits": FAST, "seed": 5}
+    result = run_agents(loop, tasks, servers=[server], **options)
+    model = Redraw(folder)
+    for episode, trajectory in zip(result.episodes, result.trajectories, strict=True):
+        assert episode.reason in (StopReason.MAX_TOKENS, StopReason.DONE), episode.error
+        lost, errors = model.check(trajectory)
+        assert len(errors) >= 24 and float(errors.max()) < 1e-4 and float(lost.max()) < 1e-4

@@ -159,11 +159,11 @@ class AgentPlayer:
                 episode.session, episode.server = created.id, client.url
                 try:
                     end = await self._agent_end(client, created, episode, referee)
+                    await self._closed(client, created.id, episode, referee, end)
                 except asyncio.CancelledError:
                     episode.reason = StopReason.ABORTED
                     await _shielded(self._dropped(client, created.id))
                     raise
-                await self._closed(client, created.id, episode, referee, end)
         except (ServerDiedError, ServerUnavailableError) as error:
             raise End(StopReason.SESSION_LOST, str(error)) from error
 
@@ -189,7 +189,7 @@ class AgentPlayer:
             if referee is not None and referee.fault.done():
                 return _environment_end(referee.fault.result())
             if agent.done():
-                return await self._judged(self._own_end(agent), client, run)
+                return await self._judged(_own_end(agent, client.url), client, run)
             if activity.done():
                 return activity.result()
             return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
@@ -220,19 +220,6 @@ class AgentPlayer:
         await asyncio.wait([agent], timeout=bound)
         if agent.done() and not agent.cancelled():
             agent.exception()  # it was read: asyncio logs nothing
-
-    def _own_end(self, agent: asyncio.Future[Any]) -> End:
-        """Return the end of an agent that returned, raised or exited."""
-        if agent.cancelled():
-            return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
-        error = agent.exception()
-        if error is None:
-            result = agent.result()
-            return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
-        if isinstance(error, End):  # a `ToolLoop` names its reason
-            return error
-        reason = StopReason.GENERATION_ERROR if _server_failed(error) else StopReason.AGENT_ERROR
-        return End(reason, f"{type(error).__name__}: {error}"[:2000])
 
     @staticmethod
     async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
@@ -353,13 +340,29 @@ def _exit_end(exit: Exit) -> End:
     return End(reason, f"{cause}. Its last lines:\n{lines}", exit_code=exit.code, output=exit.output)
 
 
-def _server_failed(error: BaseException) -> bool:
-    """True if an SDK's error, or its cause, says that the server failed (status 5xx)."""
+def _own_end(agent: asyncio.Future[Any], server_url: str) -> End:
+    """Return the end of an agent that returned, raised or exited."""
+    if agent.cancelled():
+        return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
+    error = agent.exception()
+    if error is None:
+        result = agent.result()
+        return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
+    if isinstance(error, End):  # a `ToolLoop` names its reason
+        return error
+    reason = StopReason.GENERATION_ERROR if _server_failed(error, server_url) else StopReason.AGENT_ERROR
+    return End(reason, f"{type(error).__name__}: {error}"[:2000])
+
+
+def _server_failed(error: BaseException, server_url: str) -> bool:
+    """True if an SDK's error, or its cause, says that the rollout server answered with status 5xx."""
     seen: BaseException | None = error
     while seen is not None:
-        status = getattr(getattr(seen, "response", seen), "status_code", None)  # httpx has it in the response only
+        response = getattr(seen, "response", None)
+        status = getattr(seen if response is None else response, "status_code", None)
         if isinstance(status, int) and status >= 500:
-            return True
+            url = getattr(getattr(seen, "request", None), "url", None)
+            return url is None or str(url).startswith(f"{server_url}/")  # an agent may ask other servers, too
         seen = seen.__cause__ or seen.__context__
     return False
 

@@ -34,14 +34,15 @@ async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> floa
         assert episode.environment_reward is not None
         return episode.environment_reward
     assert callable(reward)
+    bound = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with bound:
             value = await _called(reward, episode)
-    except TimeoutError:
-        raise BadRequestError(
-            f"The reward function did not return within {seconds:.3g} s (AgentLimits.reward_seconds)."
-        ) from None
     except Exception as error:
+        if bound.expired():
+            raise BadRequestError(
+                f"The reward function did not return within {seconds:.3g} s (AgentLimits.reward_seconds)."
+            ) from None
         raise BadRequestError(f"The reward function raised {type(error).__name__}: {error}") from error
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRequestError(f"The reward function must return a finite number, not {value!r}.")

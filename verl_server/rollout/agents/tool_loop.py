@@ -95,9 +95,11 @@ class ToolLoop:
                 text, calls = reply.get("content") or "", reply.get("tool_calls") or []
                 if choice["finish_reason"] == "length":
                     raise End(StopReason.MAX_TOKENS, "The reply was cut (finish_reason length).", result=text)
+                if choice["finish_reason"] == "abort":
+                    raise End(StopReason.GENERATION_ERROR, "The server aborted the reply (finish_reason abort).")
                 messages.append(_returned(reply))
                 if calls:
-                    messages += await asyncio.gather(*(self._answer(call, environment) for call in calls))
+                    messages += await self._answers(calls, environment)
                     continue
                 if tools and any(tag in text for tag in _OPENING_TAGS):
                     messages.append(_user("Error: your tool call could not be read. Its format is wrong."))
@@ -128,6 +130,17 @@ class ToolLoop:
             parts.append(environment.observation)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, _user("\n\n".join(parts))]
+
+    async def _answers(
+        self, calls: Sequence[Mapping[str, Any]], environment: GuardedEnvironment | None
+    ) -> list[dict[str, Any]]:
+        """Run the calls of one reply at once. If one of them ends the episode, the others are cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(self._answer(call, environment)) for call in calls]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [answer.result() for answer in answers]
 
     async def _answer(self, call: Mapping[str, Any], environment: GuardedEnvironment | None) -> dict[str, Any]:
         """The message that answers one call: the result, or what was wrong with the call."""
