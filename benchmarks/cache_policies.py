@@ -55,6 +55,13 @@ MACHINES = {
 }
 
 
+class Clock:
+    sim: Simulation
+
+    def __call__(self) -> float:
+        return self.sim.now
+
+
 class Simulation:
     def __init__(self, machine: Machine, episodes: list[Episode], waiting: bool, planner: BatchPlanner) -> None:
         self.machine, self.episodes, self.waiting, self.planner = machine, episodes, waiting, planner
@@ -134,11 +141,19 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--policy", default="lpm")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--max-age", type=float, default=60.0)
     args = parser.parse_args()
     machine = MACHINES[args.shape]
-    episodes = make_episodes(args.agents, args.turns, 1, LENGTHS, Waits(), 151936, 0)
-    planner = BatchPlanner(machine.pool_tokens // PAGE, PAGE, max(256, args.agents), 8192)
+    episodes = make_episodes(args.agents, args.turns, 1, LENGTHS, Waits(scale=args.scale), 151936, 0)
+    clock = Clock()
+    planner = BatchPlanner(
+        machine.pool_tokens // PAGE, PAGE, args.rows or max(256, args.agents), 8192, schedule_policy=args.policy, max_age=args.max_age, clock=clock
+    )
     sim = Simulation(machine, episodes, args.waits, planner)
+    clock.sim = sim
     start = time.perf_counter()
     sim.run()
     allowed = reusable_tokens(episodes, 1) / sim.prompt_tokens

@@ -19,11 +19,15 @@ If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
 
 from __future__ import annotations
 
-import bisect
+import math
+import time
+from collections.abc import Callable
 
+from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.step_limits import StepLimits
+from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
@@ -60,8 +64,14 @@ class BatchPlanner:
         chunked_prefill_size: int,
         disable_radix_cache: bool = False,
         step_budget: int | None = None,
+        schedule_policy: SchedulePolicy = "lpm",
+        max_age: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound."""
+        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound.
+
+        `schedule_policy` and `max_age`: see `WaitingQueue`. `clock` returns seconds.
+        """
         self.page_size = page_size
         self.limits = StepLimits(max_rows, chunked_prefill_size)
         self._step_budget = step_budget
@@ -69,9 +79,10 @@ class BatchPlanner:
         """Sum of `Req.step_bytes` of all running requests."""
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
-        self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
-        self.waiting: list[Req] = []
-        """Waiting requests in the order of `Req.place`, including retracted ones."""
+        self.returns = ExpectedReturn()
+        self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
+        self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
+        self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
         self.num_prompt_tokens = 0
@@ -90,12 +101,17 @@ class BatchPlanner:
 
     def add(self, req: Req) -> None:
         """Queue a request by priority and arrival."""
-        bisect.insort(self.waiting, req, key=_place)
+        self.waiting.add(req)
+        if self.waiting.by_prefix and req.match is not None and (ended := req.match.ended) is not None:
+            if not req.started:
+                self.returns.continued(ended, self._clock())
+                req.turn = ended.turn
+            req.match.ended = None
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
         if req.row < 0:
-            del self.waiting[bisect.bisect_left(self.waiting, req.place, key=_place)]
+            self.waiting.remove(req)
             self._num_retracted -= req.started
             return
         self.running.remove(req)
@@ -154,6 +170,7 @@ class BatchPlanner:
             self.retract(req)
             req.restarted = True
         self.cache.start_version()
+        self.waiting.start_version()
         for req in self.running:
             req.private = True
 
@@ -287,25 +304,20 @@ class BatchPlanner:
         Return the started requests.
         """
         admitted: list[Req] = []
-        skipped: list[Req] = []
         if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
         reserved = self._expected_pages(self.running)
         computing = {self._next_page(req) for req in self.running if req.prefilling}
-        for req in self.waiting:
-            if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
-                break
-            if len(admitted) == room:
-                break
+        self.waiting.age()
+        skipped = 0
+        while skipped < len(self.waiting) and budget > 0 and self.rows.available and len(admitted) < room:
+            req = self.waiting[skipped]
             if (only_started and not req.started) or self._reportable_tokens(req) == 0:
-                skipped.append(req)
-                continue
-            node = self.cache.match(req.token_ids, req.reuse_limit(), req.namespace)
-            # Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than
-            # computing the prompt for each of them. The wait is short, because prefills run oldest first.
-            shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
-            if shares and _page_key(node, req, self.page_size) in computing:
-                skipped.append(req)
+                skipped += 1
+            elif (node := self.waiting.rematch(skipped)) is None:
+                continue  # another request is in this place now
+            elif self._is_computed(req, node, computing):
+                skipped += 1
             elif self._start(req, node, reserved):
                 budget -= self._take_chunk(req, budget)
                 reserved += self._expected_pages([req])
@@ -313,10 +325,21 @@ class BatchPlanner:
                 admitted.append(req)
             else:
                 break
-        self.waiting[: len(admitted) + len(skipped)] = skipped
+            if skipped > _MAX_SKIPPED and not only_started:
+                break
         return admitted
 
-    def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
+    def _is_computed(self, req: Req, node: PageNode, computing: set[PageKey]) -> bool:
+        """Return True if a running prefill computes the next page of the request, which has `node` already.
+
+        Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than computing
+        the prompt for each of them. The wait is short, because prefills run oldest first.
+        """
+        if self.cache.disabled or req.reuse_limit() < (node.depth + 1) * self.page_size:
+            return False
+        return _page_key(node, req, self.page_size) in computing
+
+    def _next_page(self, req: Req) -> PageKey:
         """Return the key of the page that a running prefill will share next through the prefix cache."""
         assert req.node is not None
         return _page_key(req.node, req, self.page_size)
@@ -326,9 +349,10 @@ class BatchPlanner:
         cache = self.cache
         cache.lock(node)
         need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
-        if self.running and (need + reserved > self.available_pages() or not self._has_step_bytes(req)):
-            cache.unlock(node)
+        if self.running and not (self._has_step_bytes(req) and self._has_room(req, node, need + reserved)):
+            cache.unlock(node, node.keep_until)
             return False
+        self.waiting.remove(req)
         req.row = self.rows.alloc()
         self._step_bytes += req.step_bytes
         req.node = node
@@ -346,6 +370,24 @@ class BatchPlanner:
             self.num_cached_tokens += req.cached_tokens
         self.running.append(req)
         return True
+
+    def _has_room(self, req: Req, node: PageNode, need: int) -> bool:
+        """Return True if a waiting request may take `need` pages, with all that running requests will need.
+
+        A request of which little is cached takes no page that will probably be used again soon, unless it is overdue or
+        less than half of the pool is used. So the histories of running episodes stay in the cache until they end.
+        """
+        available = self.available_pages()
+        if need > available:
+            return False
+        if not self.waiting.by_prefix or req.started or req.overdue:
+            return True
+        if 2 * node.depth * self.page_size >= len(req.token_ids):
+            return True
+        if 2 * (available - need) >= self.pages.num_pages:
+            return True
+        short = need - self.pages.available
+        return short <= 0 or self.cache.evict(short, until=self._clock()) >= short
 
     def _has_step_bytes(self, req: Req) -> bool:
         """Return True if a step has memory to sample for one more request."""
@@ -408,7 +450,13 @@ class BatchPlanner:
         if cache:
             self._share(req)
         self.pages.free(req.pages[req.num_shared :])
-        self.cache.unlock(req.node)
+        now, turn = self._clock(), req.turn + 1
+        keep_until = 0.0
+        if self.waiting.by_prefix:
+            keep_until = now + self.returns.keep_seconds(turn)
+            if cache and req.node.parent is not None:
+                req.node.ended = EndedTurn(turn, now)
+        self.cache.unlock(req.node, keep_until)
         self.rows.free(req.row)
         self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
@@ -448,11 +496,10 @@ def _arrival(req: Req) -> int:
     return req.arrival
 
 
-def _place(req: Req) -> tuple[int, int]:
-    return req.place
+PageKey = tuple[int, tuple[int, ...]]
 
 
-def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:
+def _page_key(node: PageNode, req: Req, page_size: int) -> PageKey:
     """Return the key of the page of `req` directly below `node`: (id of the node, tokens of the page)."""
     start = node.depth * page_size
     return id(node), tuple(req.token_ids[start : start + page_size])

@@ -474,7 +474,7 @@ class Scheduler:
         if deep:
             pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
             assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
-            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running + compiling)
+            listed = sorted(req.rid for req in [*self.planner.waiting, *self.planner.running, *compiling])
             assert listed == sorted(self.requests), "a live request is neither waiting nor running"
 
 
