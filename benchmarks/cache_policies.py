@@ -156,10 +156,14 @@ def main() -> None:
     clock.sim = sim
     start = time.perf_counter()
     sim.run()
+    longest = max(
+        sum(t.wait + t.output_len * (machine.fixed + machine.weights + 1000 * machine.per_key) for t in e.turns[:-1]) + e.turns[-1].output_len * (machine.fixed + machine.weights + 1000 * machine.per_key)
+        for e in episodes
+    )
     allowed = reusable_tokens(episodes, 1) / sim.prompt_tokens
     print(
         f"{sim.now:.1f} s, hits {sim.cached_tokens / sim.prompt_tokens:.3f} of {allowed:.3f}, age {sim.largest_age:.1f}, "
-        f"steps {sim.steps}, rows {sim.rows / sim.steps:.0f}, prefill {sim.prefill}, retractions {planner.num_retractions}, took {time.perf_counter() - start:.1f}"
+        f"steps {sim.steps}, rows {sim.rows / sim.steps:.0f}, prefill {sim.prefill}, longest {longest:.1f}, retractions {planner.num_retractions}, took {time.perf_counter() - start:.1f}"
     )
 
 

@@ -6,12 +6,13 @@ removes requests. One step may be in flight while the next is planned. Pages and
 writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
-`chunked_prefill_size` prompt tokens. Waiting requests start in the order of their priority, and in the order of arrival
-within one priority. Priority matters in the queue only: no running request makes room for a waiting one, and a waiting
-request of low priority may wait for as long as requests of higher priority arrive. Admission is optimistic: only a
-fraction of the tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it
-keeps its tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at
-arrival), so there is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain
+`chunked_prefill_size` prompt tokens. Waiting requests start in the order of the `WaitingQueue`. Priority matters in the
+queue only: no running request makes room for a waiting one, and a waiting request of low priority may wait for as long
+as requests of higher priority arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold
+the histories of all: see `_has_room`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
+Admission is optimistic: only a fraction of the tokens that requests may still sample is reserved. If pages run out, the
+newest request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest request always
+fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain
 draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of
 prompt tokens, so that a prompt with hundreds of candidates for each token does not delay the tokens of other requests.
 If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
+from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
 from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 
@@ -82,6 +84,7 @@ class BatchPlanner:
         self.returns = ExpectedReturn()
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
         self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
+        self._histories = SessionHistories()
         self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
@@ -100,13 +103,36 @@ class BatchPlanner:
         return self.pages.num_pages * self.page_size
 
     def add(self, req: Req) -> None:
-        """Queue a request by priority and arrival."""
+        """Queue a request."""
+        self.waiting.match(req)
+        if not req.started:
+            self._continue_turn(req)
         self.waiting.add(req)
-        if self.waiting.by_prefix and req.match is not None and (ended := req.match.ended) is not None:
-            if not req.started:
-                self.returns.continued(ended, self._clock())
-                req.turn = ended.turn
-            req.match.ended = None
+
+    def _continue_turn(self, req: Req) -> None:
+        """Note that a new request continues the turn whose history its prompt begins with, or its session's."""
+        ended = None
+        if req.match is not None:
+            ended, req.match.ended = req.match.ended, None
+        if (history := self._histories.find(req.session_id)) is not None:
+            req.turn = history.turn
+            ended, history.ended = history.ended, None
+        elif ended is not None:
+            req.turn = ended.turn
+        if ended is not None:
+            self.returns.continued(ended, self._clock())
+
+    def finish_session(self, session_id: str) -> None:
+        """Note that no request will continue the session. The pages of its history are evicted first."""
+        history = self._histories.remove(session_id)
+        if history is None:
+            return
+        if history.ended is not None:
+            self.returns.lost(history.ended)
+        if history.node is not None:
+            if history.node.ended is history.ended:
+                history.node.ended = None
+            self.cache.finish(history.node)
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
@@ -132,7 +158,7 @@ class BatchPlanner:
         """
         assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step with it is in flight"
         self.running.remove(req)
-        self._free(req, cache=True)
+        self._free(req, cache=True, ended=False)
         req.private = False
         if req.prompt_logprobs is not None:
             req.prompt_logprobs.clear()
@@ -171,6 +197,7 @@ class BatchPlanner:
             req.restarted = True
         self.cache.start_version()
         self.waiting.start_version()
+        self._histories.start_version()
         for req in self.running:
             req.private = True
 
@@ -445,23 +472,27 @@ class BatchPlanner:
             req.pages[index] = page
             req.page_updates.append((index, [page]))
 
-    def _free(self, req: Req, cache: bool) -> None:
+    def _free(self, req: Req, cache: bool, ended: bool = True) -> None:
         assert req.node is not None
         if cache:
             self._share(req)
         self.pages.free(req.pages[req.num_shared :])
-        now, turn = self._clock(), req.turn + 1
-        keep_until = 0.0
-        if self.waiting.by_prefix:
-            keep_until = now + self.returns.keep_seconds(turn)
-            if cache and req.node.parent is not None:
-                req.node.ended = EndedTurn(turn, now)
-        self.cache.unlock(req.node, keep_until)
+        self.cache.unlock(req.node, self._end_turn(req, req.node) if ended else self._clock())
         self.rows.free(req.row)
         self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
         req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
         req.prefilling = False
+
+    def _end_turn(self, req: Req, node: PageNode) -> float:
+        """Note that a turn ended whose cached history ends with `node`. Return the time until which to keep it."""
+        ended = EndedTurn(req.turn + 1, self._clock())
+        if req.session_id:
+            self._histories.end_turn(req.session_id, node, ended)
+        if not self.waiting.by_prefix:
+            return 0.0
+        node.ended = ended
+        return ended.time + self.returns.keep_seconds(ended.turn)
 
     def check_invariants(self, deep: bool = True) -> None:
         """Assert that free + cached + used == total. With `deep`, also check the owner of each page, lock and row."""
@@ -475,7 +506,7 @@ class BatchPlanner:
             return
         holders = [req.node for req in self.running if req.node is not None]
         assert len(holders) == len(self.running)
-        self.cache.check_invariants(holders)
+        self.cache.check_invariants(holders, self.waiting.check_invariants())
         owned = self.pages.free_pages() + [node.page for node in self.cache.nodes()]
         owned += [node.page for node in self.cache.outdated()]
         for req in self.running:

@@ -194,15 +194,14 @@ class RadixCache:
             self._push_if_evictable(left)
 
     def finish(self, node: PageNode) -> None:
-        """Make the path to `node` the first to be evicted, up to the first page that another path shares."""
+        """Make the pages the first to be evicted that no other path than the one to `node` has."""
         left = self._remaining(node)
-        while left is not None and left.parent is not None and not left.children and not left.lock_ref:
-            left.keep_until = 0.0
+        if left is None or left.children:
+            return
+        while left.parent is not None and len(left.children) <= 1 and not left.lock_ref and not left.waiters:
+            left.keep_until, left.last_access = 0.0, 0
             self._push_if_evictable(left)
             left = left.parent
-            while left.parent is not None and len(left.children) == 1 and not left.lock_ref:
-                left.keep_until = 0.0
-                left = left.parent
 
     def path_pages(self, node: PageNode) -> list[int]:
         """Return the page ids from the root to `node`."""
@@ -343,11 +342,16 @@ class RadixCache:
             if node.lock_ref == 0 and node.page != _FREED:
                 yield node
 
-    def check_invariants(self, holders: list[PageNode]) -> None:
+    def check_invariants(self, holders: list[PageNode], wanted: Iterable[PageNode] = ()) -> None:
         """Assert that every lock belongs to one of `holders` and that the counts are right.
 
-        `holders` has one node for each running request.
+        `holders` has one node for each running request, `wanted` one for each waiting request that called `want`.
         """
+        waiters: dict[int, int] = {}
+        for node in wanted:
+            left = self._remaining(node)
+            if left is not None:
+                waiters[id(left)] = waiters.get(id(left), 0) + 1
         locks: dict[int, int] = {}
         detached: dict[int, int] = {}
         for node in holders:
@@ -363,6 +367,7 @@ class RadixCache:
             expected = locks.get(id(node), 0)
             assert node.lock_ref == expected, f"a cached page has {node.lock_ref} locks, {expected} holders"
             assert node.page != _FREED and node.version == self.version
+            assert node.waiters == waiters.get(id(node), 0), "a cached page has a wrong number of waiting requests"
             evictable += expected == 0
             protected += expected > 0
         for namespace, root in self._roots.items():

@@ -32,7 +32,6 @@ from verl_server.scheduler.radix_cache import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 
-
 Place = tuple[int, bool, bool, int, bool, int]
 """(-priority, not started, not overdue, -length of the cached prefix in pages, first turn, number of the arrival)"""
 
@@ -114,6 +113,7 @@ class Req:
         "restarted",
         "rid",
         "row",
+        "session_id",
         "sound_len",
         "spec",
         "started",
@@ -135,6 +135,7 @@ class Req:
         """True if the request has waited for so long that no later one may start before it."""
         self.match: PageNode | None = None
         """The end of the prefix that the cache held when the `WaitingQueue` looked last."""
+        self.session_id = message.session_id
         self.turn = 0
         """Number of the turns that the request continues, as far as it is known."""
         self.namespace = message.namespace

@@ -10,6 +10,7 @@ cache gained or lost is looked at later.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -23,9 +24,7 @@ SchedulePolicy = Literal["lpm", "fcfs"]
 class WaitingQueue:
     """Waiting requests, including retracted ones, in the order of `Req.place`."""
 
-    def __init__(
-        self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]) -> None:
         """`max_age`: seconds after which no request that arrived later may start first."""
         self._cache, self._max_age, self._clock = cache, max_age, clock
         self.by_prefix = policy == "lpm"
@@ -42,19 +41,23 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Req:
         return self._reqs[index]
 
+    def match(self, req: Req) -> None:
+        """Find the cached prefix of a request that will be added, and protect it, if the order depends on it."""
+        if self.by_prefix:
+            self._match(req)
+
     def add(self, req: Req) -> None:
-        """Queue a request, and match its prefix if the order depends on it."""
+        """Queue a request after `match`."""
         req.overdue = False
         if self.by_prefix:
             self._young[req] = self._clock()
-            self._match(req)
         self._insert(req)
 
     def remove(self, req: Req) -> None:
         """Remove a request that starts or ends."""
         del self._reqs[self._index(req)]
         self._young.pop(req, None)
-        if req.match is not None and self.by_prefix:
+        if self.by_prefix and req.match is not None:
             self._cache.unwant(req.match)
         req.match = None
 
@@ -98,10 +101,12 @@ class WaitingQueue:
                 req.place = self._place(req)
             self._reqs.sort(key=_place)
 
-    def check_invariants(self) -> dict[int, int]:
-        """Assert that the queue is in order. Return the number of waiting requests by the id of their prefix's node."""
-        assert all(a.place < b.place for a, b in zip(self._reqs, self._reqs[1:], strict=False)), "out of order"
-        return {}
+    def check_invariants(self) -> list[PageNode]:
+        """Assert that the queue is in order. Return the node of each request whose prefix is protected."""
+        assert all(a.place < b.place for a, b in itertools.pairwise(self._reqs)), "the queue is not in order"
+        young = {req for req in self._reqs if not req.overdue} if self.by_prefix else set()
+        assert young == set(self._young), "a waiting request does not age"
+        return [req.match for req in self._reqs if req.match is not None] if self.by_prefix else []
 
     def _match(self, req: Req) -> None:
         before = req.match
