@@ -1,8 +1,9 @@
 """The messages between the processes of a server.
 
 The TokenizerManager sends the scheduler `GrammarTokenizer`, `TokenizedGenerateReq`, `AbortReq`, `FinishReq`,
-`FinishSessionReq`, control requests and `WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a struct of arrays, and one
-`ControlReply` with the same `id` for each control request. All messages are msgpack on a `MessageSocket`.
+`FinishSessionReq`, control requests and `WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a
+struct of arrays, and one `ControlReply` with the same `id` for each control request. All messages are msgpack on a
+`MessageSocket`.
 
 A control request is also the JSON body of its HTTP route, without `id`, which the TokenizerManager sets. `route` is the
 path of this route: `server.dialects.sglang.admin_routes` mounts the route, and `engine.http` sends requests to it. The
@@ -66,8 +67,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     grammar_bytes: int = 0
     """Bytes that the compiled grammar takes, roughly."""
     session_id: str = ""
-    """Session of which the request is a turn; "" if none is known. The prefix cache estimates from the session's earlier
-    turns when a history is used again."""
+    """Session of which the request is a turn; "" if none is known. The prefix cache estimates from the earlier turns of
+    the session for how long to keep its history."""
 
 
 class GrammarTokenizer(msgspec.Struct, tag=True, kw_only=True):

@@ -12,9 +12,10 @@ as requests of higher priority arrive. With `lpm`, running episodes end before n
 the histories of all: see `_has_room`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
 Admission is optimistic: only a fraction of the tokens that requests may still sample is reserved. If pages run out, the
 newest request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest request always
-fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain
-draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of
-prompt tokens, so that a prompt with hundreds of candidates for each token does not delay the tokens of other requests.
+fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that
+sampling takes beyond a plain draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded
+number of log-probabilities of prompt tokens, so that a prompt with hundreds of candidates for each token does not delay
+the tokens of other requests.
 If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
 """
 

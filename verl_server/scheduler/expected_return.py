@@ -1,10 +1,10 @@
 """`ExpectedReturn`: how long the prefix cache should keep the history of a turn that ended.
 
 An agent's next request continues the history that its last one left, after its environment has answered. The
-`BatchPlanner` reports each turn that ends and each one that is continued, and the `RadixCache` each one whose pages were
-evicted before. So the shares of turns that are continued are learned by their number (an episode of eight turns is not
-continued after the eighth), and the waits from the latest ones. Nothing is assumed about requests that are never
-continued: their pages are kept for no time, and are evicted least recently used first.
+`BatchPlanner` reports each turn that is continued, and the `RadixCache` each one whose pages were evicted before. From
+these reports are learned: the share of turns that are continued, by the number of the turn (an episode of eight turns
+is not continued after the eighth), and how long the latest waits took. If no request continues another one, the pages
+are kept for no time, and are evicted least recently used first.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ trees share one limit: eviction ignores namespaces.
 
 One node is one full page of tokens, so nodes never split. The `BatchPlanner` calls `match` and `lock` when it admits a
 request, `extend` when pages of the request were computed, `unlock` when the request ends, and `evict` when pages run
-out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first: first those
-that no waiting request wants, in the order of `PageNode.keep_until`, and of their last use where it is equal. Then those
-that waiting requests want, the shortest prefix first.
+out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first. The first ones
+are those that no waiting request wants, in the order of `PageNode.keep_until`, and of their last use where it is equal.
+Then come those that waiting requests want, the shortest prefix first.
 
 `start_version` is called when the weights changed. It detaches all trees, so that no page of older weights can be
 matched again. It visits the roots only, so its time does not depend on the number of pages. Detached pages without a

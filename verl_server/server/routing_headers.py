@@ -1,9 +1,10 @@
 """Headers with which routers and clients choose a server, checked for every route.
 
 `X-Session-ID` and `X-SMG-Routing-Key` choose among servers. At the server, `X-Session-ID` names a session beside an
-owner's key if its owner created one (`sessions/access`). Otherwise it is a hint: the prefix cache estimates from earlier
-requests with the same id how long to keep the history. `X-SMG-Routing-Key` has no effect at the server. `X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400).
-`X-Request-Id` names a request of `/inference/v1/generate`.
+owner's key if its owner created one (`sessions/access`). Otherwise it is a hint: the prefix cache estimates from
+earlier requests with the same id how long to keep the history. `X-SMG-Routing-Key` has no effect at the server.
+`X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400). `X-Request-Id`
+names a request of `/inference/v1/generate`.
 """
 
 from __future__ import annotations
