@@ -107,8 +107,8 @@ class ServerArgs:
     max_queued_requests: int | None = None
     """Most requests in the queue. If the queue is full, a new request is answered 503. Default: no limit."""
     schedule_policy: Literal["lpm", "fcfs"] = "lpm"
-    """Order of waiting requests of one priority. `lpm` (longest prefix match): those with the longest cached prefix come
-    first. If the KV cache cannot hold the histories of all episodes, running ones end before new ones begin, and the
+    """Order of waiting requests of one priority. `lpm` (longest prefix match): the longest cached prefix comes first.
+    If the KV cache cannot hold the histories of all episodes, running ones end before new ones begin, and the
     cache evicts what will probably not be used again soon. `fcfs`: first come, first served; the cache evicts the least
     recently used pages."""
     schedule_max_age: float = 60.0
