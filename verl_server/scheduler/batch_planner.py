@@ -9,7 +9,7 @@ Policy: every running request decodes in every step. Prefills fill the rest of t
 `chunked_prefill_size` prompt tokens. Waiting requests start in the order of the `WaitingQueue`. Priority matters in the
 queue only: no running request makes room for a waiting one, and a waiting request of low priority may wait for as long
 as requests of higher priority arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold
-the histories of all: see `_has_room`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
+the histories of all: see `_yields`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
 Admission is optimistic: only a fraction of the tokens that requests may still sample is reserved. If pages run out, the
 newest request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest request always
 fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that
@@ -344,7 +344,7 @@ class BatchPlanner:
                 skipped += 1
             elif (node := self.waiting.rematch(skipped)) is None:
                 continue  # another request is in this place now
-            elif self._is_computed(req, node, computing):
+            elif self._is_computed(req, node, computing) or self._yields(req, node, reserved):
                 skipped += 1
             elif self._start(req, node, reserved):
                 budget -= self._take_chunk(req, budget)
@@ -375,11 +375,10 @@ class BatchPlanner:
     def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
         """Assign a row and the cached pages down to `node` to a waiting request. Return False if memory is short."""
         cache = self.cache
-        cache.lock(node)
-        need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
-        if self.running and not (self._has_step_bytes(req) and self._has_room(req, node, need + reserved)):
-            cache.unlock(node, node.keep_until)
+        need = self._needed_pages(req, node) + reserved
+        if self.running and not (self._has_step_bytes(req) and self._has_pages(need, node)):
             return False
+        cache.lock(node)
         self.waiting.remove(req)
         req.row = self.rows.alloc()
         self._step_bytes += req.step_bytes
@@ -399,23 +398,30 @@ class BatchPlanner:
         self.running.append(req)
         return True
 
-    def _has_room(self, req: Req, node: PageNode, need: int) -> bool:
-        """Return True if a waiting request may take `need` pages, with all that running requests will need.
+    def _yields(self, req: Req, node: PageNode, reserved: int) -> bool:
+        """Return True if a waiting request should leave the pages that it needs to episodes that run.
 
         A request of which little is cached takes no page that will probably be used again soon, unless it is overdue or
         less than half of the pool is used. So the histories of running episodes stay in the cache until they end.
         """
-        available = self.available_pages()
-        if need > available:
+        if not (self.running and self.waiting.by_prefix) or req.started or req.overdue:
             return False
-        if not self.waiting.by_prefix or req.started or req.overdue:
-            return True
         if 2 * node.depth * self.page_size >= len(req.token_ids):
-            return True
-        if 2 * (available - need) >= self.pages.num_pages:
-            return True
+            return False
+        need = self._needed_pages(req, node) + reserved
+        if 2 * (self.available_pages() - need) >= self.pages.num_pages:
+            return False
         short = need - self.pages.available
-        return short <= 0 or self.cache.evict(short, until=self._clock()) >= short
+        return short > 0 and self.cache.evict(short, until=self._clock()) < short
+
+    def _has_pages(self, need: int, node: PageNode) -> bool:
+        """Return True if `need` pages are free or can be evicted besides those down to `node`."""
+        available = self.available_pages()
+        return need <= available and need <= available - self.cache.num_idle(node)
+
+    def _needed_pages(self, req: Req, node: PageNode) -> int:
+        """Return the pages that a waiting request needs besides those down to `node`, with what it may sample."""
+        return self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
 
     def _has_step_bytes(self, req: Req) -> bool:
         """Return True if a step has memory to sample for one more request."""

@@ -212,6 +212,14 @@ class RadixCache:
         pages.reverse()
         return pages
 
+    def num_idle(self, node: PageNode) -> int:
+        """Return the number of pages down to `node` that no request holds. They can be evicted until `lock`."""
+        count = 0
+        while not node.lock_ref and node.parent is not None:
+            count += 1
+            node = node.parent
+        return count
+
     def lock(self, node: PageNode) -> None:
         """Protect `node` and all nodes above it from eviction until `unlock`."""
         assert node.version == self.version, "pages of an older version must not be used for a new request"

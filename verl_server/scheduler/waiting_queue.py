@@ -64,18 +64,19 @@ class WaitingQueue:
     def rematch(self, index: int) -> PageNode | None:
         """Look for the cached prefix of the request at `index` again.
 
-        Return its last node, or None if the request moved to another place, because the length of the prefix changed.
+        Return its last node, or None if the request moved back in the queue, because a part of its prefix was evicted.
+        If the prefix has become longer, the request moves forward, and the others keep their order and their number.
         """
         req = self._reqs[index]
         if not self.by_prefix:
             req.match = self._cache.match(req.token_ids, req.reuse_limit(), req.namespace, req.match)
             return req.match
         self._match(req)
-        if self._place(req) == req.place:
-            return req.match
-        del self._reqs[index]
-        self._insert(req)
-        return None
+        before = req.place
+        if self._place(req) != before:
+            del self._reqs[index]
+            self._insert(req)
+        return req.match if req.place <= before else None
 
     def age(self) -> None:
         """Move the requests that have waited for too long to the front of their priority."""
