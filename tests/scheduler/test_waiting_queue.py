@@ -163,17 +163,25 @@ def test_an_update_hides_the_prefixes_of_waiting_requests() -> None:
 # -- running episodes first ----------------------------------------------------------------------------------
 
 
-def test_a_new_request_does_not_take_the_pages_of_an_agent_that_will_return() -> None:
-    """Agent `a` returned twice after a second, so a new request waits for it, until it is probably gone."""
-    h = Harness(num_pages=24, max_rows=4, chunked_prefill_size=64)
+def with_agent(wait: float, **settings: Any) -> tuple[Harness, list[int]]:
+    """Return a harness with a running request, and the history of an agent that returned twice after `wait` seconds.
+
+    The agent's pages will be kept for `wait` seconds after its third turn, which ended just now.
+    """
+    h = Harness(**({"num_pages": 24, "max_rows": 4, "chunked_prefill_size": 64} | settings))
     history = prompt(1, 30)
     for turn in range(3):
+        h.clock.now += wait if turn else 0.0
         h.add(f"a{turn}", history, 6)
         h.run()
         history += h.tokens[f"a{turn}"] + prompt(2, 2)
-        h.clock.now += 1.0 if turn < 2 else 0.5
     h.add("other", prompt(3, 20), 30)
     h.steps(2)
+    return h, history
+
+
+def test_a_new_request_does_not_take_the_pages_of_an_agent_that_will_return() -> None:
+    h, history = with_agent(wait=1.0)
     h.add("new", prompt(4, 40), 8)
     h.steps(2)
     assert not h.scheduler.requests["new"].started
@@ -184,19 +192,33 @@ def test_a_new_request_does_not_take_the_pages_of_an_agent_that_will_return() ->
 
 
 def test_a_new_request_takes_the_pages_of_an_agent_whose_time_is_over() -> None:
-    h = Harness(num_pages=24, max_rows=4, chunked_prefill_size=64)
-    history = prompt(1, 30)
-    for turn in range(3):
-        h.add(f"a{turn}", history, 6)
-        h.run()
-        history += h.tokens[f"a{turn}"] + prompt(2, 2)
-        h.clock.now += 1.0
+    h, _ = with_agent(wait=1.0)
     h.clock.now += 100.0
-    h.add("other", prompt(3, 20), 30)
-    h.steps(2)
     h.add("new", prompt(4, 40), 8)
     h.steps(2)
     assert h.scheduler.requests["new"].started
+
+
+def test_an_overdue_request_takes_the_pages_of_an_agent_that_will_return() -> None:
+    h, _ = with_agent(wait=500.0, schedule_max_age=10.0)
+    h.add("new", prompt(4, 40), 8)
+    h.clock.now += 9.0
+    h.steps(2)
+    assert not h.scheduler.requests["new"].started
+    h.clock.now += 1.0
+    h.steps()
+    assert h.scheduler.requests["new"].started
+
+
+def test_a_new_request_that_yields_delays_no_request_behind_it() -> None:
+    h, history = with_agent(wait=1.0)
+    h.add("new", history[:12] + prompt(4, 40), 8)
+    h.add("cached", prompt(3, 12), 2)
+    assert order(h) == ["new", "cached"]
+    h.steps()
+    assert [h.scheduler.requests[rid].started for rid in ("new", "cached")] == [False, True]
+    h.run()
+    assert h.tokens["new"] == generate(history[:12] + prompt(4, 40), 8, 0)
 
 
 def test_pages_are_not_kept_where_no_request_continues_another() -> None:
