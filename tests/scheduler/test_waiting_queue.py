@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, SupportsIndex
 
 import pytest
@@ -260,14 +261,37 @@ def test_the_turn_of_a_session_is_known_although_its_pages_were_evicted() -> Non
     assert order(h) == ["second", "new"], "a running episode precedes a new one"
 
 
-def test_many_sessions_and_versions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sessions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_histories, "_MOST_SESSIONS", 5)
     h = Harness(chunked_prefill_size=64)
+    planner = h.scheduler.planner
     for i in range(20):
         h.add(f"r{i}", prompt(i, 9), 2, session_id=f"s{i}")
         h.run()
-    histories = h.scheduler.planner._histories
-    assert histories.find("s14") is None and histories.find("s15") is not None
-    h.scheduler.planner.start_version()
-    found = histories.find("s19")
-    assert found is not None and found.node is None and found.turn == 1
+    assert len(planner._histories) == 5
+    pages = weakref.ref(planner.cache.match(prompt(19, 9), 9))
+    planner.cache.evict(planner.pages.num_pages)
+    assert pages() is None, "the history of a session keeps no evicted page in memory"
+    h.scheduler.handle(FinishSessionReq(session_id="s19"))
+    assert len(planner._histories) == 4
+
+
+def test_a_prompt_without_a_full_page_is_no_turn_that_others_continue() -> None:
+    h = Harness(chunked_prefill_size=64)
+    for i in range(3):
+        h.add(f"r{i}", [9 + i], 2)
+        h.run()
+    assert h.scheduler.planner.returns.keep_seconds(1) == 0.0
+    h.add("next", [20], 2)
+    assert h.scheduler.requests["next"].turn == 0
+
+
+def test_retracted_pages_have_no_advantage_with_fcfs() -> None:
+    h = Harness(chunked_prefill_size=64, schedule_policy="fcfs")
+    h.clock.now = 5.0
+    h.add("old", prompt(1, 9), 20)
+    h.steps(2)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="retract"))
+    h.steps()
+    cache = h.scheduler.planner.cache
+    assert {node.keep_until for node in cache.nodes()} == {0.0}

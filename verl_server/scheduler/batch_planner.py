@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable
 
-from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
+from verl_server.scheduler.expected_return import ExpectedReturn
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories
@@ -83,9 +83,10 @@ class BatchPlanner:
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
         self.returns = ExpectedReturn()
+        """Decides how long the history of a turn is kept."""
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
         self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
-        self._histories = SessionHistories()
+        self._histories = SessionHistories(self.cache, self.returns)
         self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
@@ -107,33 +108,12 @@ class BatchPlanner:
         """Queue a request."""
         self.waiting.match(req)
         if not req.started:
-            self._continue_turn(req)
+            self._histories.begin_turn(req, self._clock())
         self.waiting.add(req)
 
-    def _continue_turn(self, req: Req) -> None:
-        """Note that a new request continues the turn whose history its prompt begins with, or its session's."""
-        ended = None
-        if req.match is not None:
-            ended, req.match.ended = req.match.ended, None
-        if (history := self._histories.find(req.session_id)) is not None:
-            req.turn = history.turn
-            ended, history.ended = history.ended, None
-        elif ended is not None:
-            req.turn = ended.turn
-        if ended is not None:
-            self.returns.continued(ended, self._clock())
-
     def finish_session(self, session_id: str) -> None:
-        """Note that no request will continue the session. The pages of its history are evicted first."""
-        history = self._histories.remove(session_id)
-        if history is None:
-            return
-        if history.ended is not None:
-            self.returns.lost(history.ended)
-        if history.node is not None:
-            if history.node.ended is history.ended:
-                history.node.ended = None
-            self.cache.finish(history.node)
+        """Note that no request will continue the session."""
+        self._histories.finish(session_id)
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
@@ -198,7 +178,6 @@ class BatchPlanner:
             req.restarted = True
         self.cache.start_version()
         self.waiting.start_version()
-        self._histories.start_version()
         for req in self.running:
             req.private = True
 
@@ -480,26 +459,19 @@ class BatchPlanner:
             req.page_updates.append((index, [page]))
 
     def _free(self, req: Req, cache: bool, ended: bool = True) -> None:
+        """Free row and pages of a running request. `ended` is False if the request will run again."""
         assert req.node is not None
         if cache:
             self._share(req)
         self.pages.free(req.pages[req.num_shared :])
-        self.cache.unlock(req.node, self._end_turn(req, req.node) if ended else self._clock())
+        now = self._clock()
+        keep_until = self._histories.end_turn(req, req.node, now) if ended else now
+        self.cache.unlock(req.node, keep_until if self.waiting.by_prefix else 0.0)
         self.rows.free(req.row)
         self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
         req.cached_len = req.device_len = req.sound_len = req.num_pending = 0
         req.prefilling = False
-
-    def _end_turn(self, req: Req, node: PageNode) -> float:
-        """Note that a turn ended whose cached history ends with `node`. Return the time until which to keep it."""
-        ended = EndedTurn(req.turn + 1, self._clock())
-        if req.session_id:
-            self._histories.end_turn(req.session_id, node, ended)
-        if not self.waiting.by_prefix:
-            return 0.0
-        node.ended = ended
-        return ended.time + self.returns.keep_seconds(ended.turn)
 
     def check_invariants(self, deep: bool = True) -> None:
         """Assert that free + cached + used == total. With `deep`, also check the owner of each page, lock and row."""

@@ -59,6 +59,7 @@ class PageNode:
     """One cached page. `key` is its tokens; the tokens before them are those of the nodes above. A root has no page."""
 
     __slots__ = (
+        "__weakref__",
         "children",
         "depth",
         "ended",
