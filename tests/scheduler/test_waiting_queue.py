@@ -278,6 +278,8 @@ def test_many_sessions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_prompt_without_a_full_page_is_no_turn_that_others_continue() -> None:
     h = Harness(chunked_prefill_size=64)
+    h.add("long", prompt(1, 9), 2)  # its pages keep the tree, and with it the root
+    h.run()
     for i in range(3):
         h.add(f"r{i}", [9 + i], 2)
         h.run()
