@@ -17,7 +17,7 @@ BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 def owned(make_stack: MakeStack) -> Stack:
     """A server with an owner's key and sessions."""
     stack = make_stack(api_key="owner")
-    stack.app = create_app(stack.manager, stack.args, SessionService(stack.manager, stack.args).ledger)
+    stack.app = create_app(stack.manager, stack.args, SessionService(stack.manager, stack.args))
     return stack
 
 
