@@ -125,6 +125,7 @@ def _without_protection(planner: BatchPlanner) -> None:
     """Evict the least recently used page, whoever needs it."""
     _without_expectation(planner)
     planner.cache.want = planner.cache.unwant = lambda node: None  # type: ignore[method-assign]
+    planner._yields = lambda req, node, reserved: False  # type: ignore[method-assign]
 
 
 def _without_expectation(planner: BatchPlanner) -> None:

@@ -391,6 +391,7 @@ class BatchPlanner:
         if 2 * (self.available_pages() - need) >= self.pages.num_pages:
             return False
         short = need - self.pages.available
+        # The pages down to `node` stay, because this request waits for them (`RadixCache.want`).
         return short > 0 and self.cache.evict(short, until=self._clock()) < short
 
     def _has_pages(self, need: int, node: PageNode) -> bool:
