@@ -35,6 +35,7 @@ from verl_server.io_struct import (
     ControlReply,
     ControlReq,
     FinishReq,
+    FinishSessionReq,
     GetInternalStateReq,
     GrammarTokenizer,
     SchedulerInput,
@@ -165,12 +166,13 @@ class TokenizerManager:
         read: ReadRequest,
         write: Write | None = None,
         recorded: Mapping[int, Sequence[BatchTokenIDOut]] | None = None,
+        session_id: str = "",
     ) -> Generation:
         """Check a request, then send its samples to the scheduler. Either all samples are accepted, or none.
 
         With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
         slices, between which the loop does other work. `recorded`: index of a sample -> its tokens, which the scheduler
-        sent before. Such a sample is not sampled again.
+        sent before. Such a sample is not sampled again. `session_id`: the session of the request, if it is known.
         """
         self.check_serving()
         recorded = recorded or {}
@@ -194,7 +196,7 @@ class TokenizerManager:
             for k in range(len(samples.rids)):
                 if states:  # a request of one sample is one slice
                     await slices.end()
-                states.append(self._make_state(read.request, samples, k, prompt, write, checked))
+                states.append(self._make_state(read.request, samples, k, prompt, write, checked, session_id))
                 messages.append(self._encode(states[-1].req))
         self.check_serving()
         new = [state for k, state in enumerate(states) if k not in recorded]
@@ -250,6 +252,7 @@ class TokenizerManager:
         input_ids: list[int],
         write: Write | None,
         grammar: CheckedGrammar | None,
+        session_id: str,
     ) -> ReqState:
         """Return the state of sample `k` of a prompt."""
         assert self.model_text is not None
@@ -273,6 +276,7 @@ class TokenizerManager:
             bad_words_ids=samples.bad_words_ids,
             namespace=samples.namespace,
             priority=obj.priority or 0,
+            session_id=session_id,
         )
         if grammar is not None:
             req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))
@@ -329,6 +333,10 @@ class TokenizerManager:
             self._send(self._encode(AbortReq(rid=self._by_rid[rid].req.rid)))
             return True
         return False
+
+    def finish_session(self, session_id: str) -> None:
+        """Note that no request continues the session any more."""
+        self._send(self._encode(FinishSessionReq(session_id=session_id)))
 
     # -- control --------------------------------------------------------------------------------------------
 

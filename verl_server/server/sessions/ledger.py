@@ -47,8 +47,13 @@ class SessionLedger:
         store: Store | None = None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.time,
+        on_end: Callable[[str], None] = lambda session_id: None,
     ) -> None:
-        """`gate` returns why sessions cannot continue now, or None."""
+        """`gate` returns why sessions cannot continue now, or None.
+
+        `on_end` is called with the id of each session and child session that ends or is deleted.
+        """
+        self._on_end = on_end
         self.bounds = bounds or Bounds()
         self._gate = gate
         self.store: Store = store or MemoryStore()
@@ -118,10 +123,12 @@ class SessionLedger:
         self.record(DeleteRecord(session_id))
 
     def _abort(self, session: Session) -> None:
+        """Abort the running turns of a session and its children, which end."""
         for each in self.table.family(session):
             for pending in list(each.pending.values()):
                 if pending.abort is not None:
                     pending.abort()
+            self._on_end(each.id)
 
     async def settled(self, session: Session, timeout: float = 5.0) -> None:
         """Return when no turn of an ended session runs any more, or after `timeout` seconds."""

@@ -37,7 +37,7 @@ class SessionService:
             max_sessions=server_args.max_sessions,
             max_turn_tokens=server_args.max_session_turn_tokens,
         )
-        self.ledger = SessionLedger(bounds, gate=self._gate, counters=manager.metrics)
+        self.ledger = SessionLedger(bounds, gate=self._gate, counters=manager.metrics, on_end=manager.finish_session)
         self.ledger.table.is_complete = server_args.session_store is None
         self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens)
         manager.metrics.watch_sessions(self.ledger.table)

@@ -25,6 +25,7 @@ from verl_server.server.generation import Generation
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import Write
 from verl_server.server.responses import run_job, unless_disconnected
+from verl_server.server.routing_headers import session_hint
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
@@ -86,7 +87,7 @@ class SessionTurns:
         continued = read.request.session_params
         caller = session_of(request) if continued is None else _named(request, continued)
         if caller is None:
-            return await self._manager.submit_read(read, write)
+            return await self._manager.submit_read(read, write, session_id=session_hint(request.headers))
         self._check(read, caller)
         replay = _replay_of(request)
         answered = self._answered(request, caller)
@@ -115,7 +116,7 @@ class SessionTurns:
             for k in range(len(turns.samples), count):
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
             generation = await self._manager.submit_read(
-                self._with_turns(read, turns, params, shape), write, turns.recorded
+                self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session_id
             )
         except BaseException:
             turns.cancel()
