@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import select
+import signal
 import socket
 import time
 

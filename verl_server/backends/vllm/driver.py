@@ -1,7 +1,8 @@
 """`VllmDriver`: an `EngineDriver` that runs vLLM's `AsyncLLM` token in, token out.
 
 `AsyncLLM` belongs to an event loop, which runs in a thread of this driver. vLLM puts the outputs of one step into their
-requests' collectors in one turn of that loop, and `_Steps` gathers them to one `Step`. vLLM's processes are children of this one.
+requests' collectors in one turn of that loop, and `_Steps` gathers them to one `Step`.
+vLLM's processes are children of this process.
 """
 
 from __future__ import annotations
