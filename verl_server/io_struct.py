@@ -1,8 +1,9 @@
 """The messages between the processes of a server.
 
-The TokenizerManager sends the scheduler `GrammarTokenizer`, `TokenizedGenerateReq`, `AbortReq`, `FinishReq`, control
-requests and `WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a struct of arrays, and one
-`ControlReply` with the same `id` for each control request. All messages are msgpack on a `MessageSocket`.
+The TokenizerManager sends the scheduler `GrammarTokenizer`, `TokenizedGenerateReq`, `AbortReq`, `FinishReq`,
+`FinishSessionReq`, control requests and `WithdrawReq`. The scheduler sends one `BatchTokenIDOut` for each step, as a
+struct of arrays, and one `ControlReply` with the same `id` for each control request. All messages are msgpack on a
+`MessageSocket`.
 
 A control request is also the JSON body of its HTTP route, without `id`, which the TokenizerManager sets. `route` is the
 path of this route: `server.dialects.sglang.admin_routes` mounts the route, and `engine.http` sends requests to it. The
@@ -65,6 +66,9 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
     """The grammar of the output, which a text worker has translated and checked; "" for none. `sampling` has none."""
     grammar_bytes: int = 0
     """Bytes that the compiled grammar takes, roughly."""
+    session_id: str = ""
+    """Session of which the request is a turn; "" if none is known. The prefix cache estimates from the earlier turns of
+    the session for how long to keep its history."""
 
 
 class GrammarTokenizer(msgspec.Struct, tag=True, kw_only=True):
@@ -99,6 +103,12 @@ class FinishReq(msgspec.Struct, tag=True, kw_only=True):
     """Free a request without an answer. The TokenizerManager has the final answer, because a stop string matched."""
 
     rid: str
+
+
+class FinishSessionReq(msgspec.Struct, tag=True, kw_only=True):
+    """No request continues the session any more. The pages of its history are evicted first. There is no answer."""
+
+    session_id: str
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -560,5 +570,7 @@ class ControlReply(msgspec.Struct, tag=True, kw_only=True):
     """JSON-like result, for requests that have one."""
 
 
-SchedulerInput = GrammarTokenizer | TokenizedGenerateReq | AbortReq | FinishReq | WithdrawReq | ControlReq
+SchedulerInput = (
+    GrammarTokenizer | TokenizedGenerateReq | AbortReq | FinishReq | FinishSessionReq | WithdrawReq | ControlReq
+)
 SchedulerOutput = BatchTokenIDOut | ControlReply

@@ -115,6 +115,14 @@ class ServerArgs:
     """Most requests in one batch."""
     max_queued_requests: int | None = None
     """Most requests in the queue. If the queue is full, a new request is answered 503. Default: no limit."""
+    schedule_policy: Literal["lpm", "fcfs"] = "lpm"
+    """Order of waiting requests of one priority. `lpm` (longest prefix match): the longest cached prefix comes first.
+    If the KV cache cannot hold the histories of all episodes, running ones end before new ones begin, and the
+    cache evicts what will probably not be used again soon. `fcfs`: first come, first served; the cache evicts the least
+    recently used pages."""
+    schedule_max_age: float = 60.0
+    """Seconds after which no request that arrived later may start before a waiting one of the same priority, with
+    `schedule_policy="lpm"`."""
     chunked_prefill_size: int | None = None
     """Most prompt tokens in one step. A longer prompt is processed in chunks. Default: 8192 on CUDA, 2048 on the
     CPU."""
@@ -312,7 +320,15 @@ class ServerArgs:
             if getattr(self, name) < 0:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 0, not {getattr(self, name)}.")
         times = ("startup_timeout", "control_timeout", "sync_timeout", "text_timeout", "weight_update_lease")
-        for name in (*times, "kv_cache_gib", "session_ttl", "session_retention", "replay_grace", "replay_ttl"):
+        for name in (
+            *times,
+            "schedule_max_age",
+            "kv_cache_gib",
+            "session_ttl",
+            "session_retention",
+            "replay_grace",
+            "replay_ttl",
+        ):
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"ServerArgs.{name} must be positive and finite, not {getattr(self, name)}.")
         if not 0 <= self.stream_frame_gap < math.inf:

@@ -142,6 +142,9 @@ class BranchTurn(msgspec.Struct, frozen=True):
     finish_reason: str
     """ "cut" if another branch has the rest of the turn."""
     calls: list[dict[str, Any]] = []
+    sampling: dict[str, Any] = {}
+    """What shaped the distribution: `temperature`, the `sampling_seed` if there is one, and the other parameters of
+    `SamplingParams` that differ from their defaults. `grammar` is a digest of the output's grammar."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

@@ -217,10 +217,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def fake_server(policy: Policy, **options: Any) -> AsyncIterator[FakeServer]:
-    """Run a fake server on this event loop, on a free port."""
+async def fake_server(policy: Policy, port: int = 0, **options: Any) -> AsyncIterator[FakeServer]:
+    """Run a fake server on this event loop, on a free port if `port` is 0."""
     fake = FakeServer(policy, **options)
-    config = uvicorn.Config(fake.app(), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(fake.app(), port=port, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = _Uvicorn(config)
     task = asyncio.create_task(server.serve())
     try:

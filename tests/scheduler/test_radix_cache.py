@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
@@ -113,6 +115,67 @@ def test_older_versions_are_collected_before_anything_else_goes_and_no_page_twic
     assert new.page == -1 and cache.match([3] * 8, 8) is young
     assert sorted(pool.free_pages() + cache.path_pages(young)) == list(range(16))
     cache.check_invariants([])
+
+
+def test_pages_that_a_waiting_request_wants_are_evicted_last_and_the_shortest_prefix_first() -> None:
+    pool, cache = make()
+    long, short = insert(pool, cache, [1] * 12), insert(pool, cache, [2] * 8)
+    cache.want(long)
+    cache.want(short)
+    insert(pool, cache, [3] * 8)  # younger, but no request wants it
+    cache.check_invariants([], [long, short])
+    assert cache.evict(2) == 2 and cache.match([3] * 8, 8).depth == 0
+    assert cache.evict(1) == 1 and cache.match([2] * 8, 8).depth == 1
+    cache.check_invariants([], [long, short])  # the request that wanted `short` wants the page above it now
+    assert cache.evict(1) == 1 and cache.match([2] * 8, 8).depth == 0 and cache.match([1] * 12, 12) is long
+    cache.unwant(short)
+    cache.unwant(long)
+    insert(pool, cache, [4] * 4)
+    assert cache.evict(1) == 1 and long.page == -1, "a page that nobody wants any more is evicted by its last use"
+    cache.check_invariants([])
+
+
+def test_pages_are_kept_until_their_time_and_evicted_before_it_only_without_a_bound() -> None:
+    pool, cache = make()
+    nodes = []
+    for n, until in ((1, 30.0), (2, 10.0), (3, 20.0)):
+        nodes.append(insert(pool, cache, [n] * 4))
+        cache.lock(nodes[-1])
+        cache.unlock(nodes[-1], until)
+    assert cache.evict(3, until=9.0) == 0 and cache.evict(3, until=20.0) == 2
+    assert [node.page == -1 for node in nodes] == [False, True, True]
+    cache.want(nodes[0])
+    assert cache.evict(1, until=100.0) == 0, "a waiting request wants it"
+    assert cache.evict(1) == 1
+
+
+def test_a_finished_history_is_evicted_first_up_to_what_others_share() -> None:
+    pool, cache = make()
+    insert(pool, cache, [1] * 4 + [5] * 4)
+    finished = insert(pool, cache, [1] * 4 + [6] * 8)
+    cache.finish(finished)
+    assert cache.evict(2) == 2 and finished.page == -1
+    assert cache.match([1] * 4 + [5] * 4, 8).depth == 2, "older, but not finished"
+    cache.finish(finished)  # its pages are gone
+    cache.check_invariants([])
+
+
+def test_a_known_match_is_continued_as_a_fresh_one_would_end() -> None:
+    pool, cache = make(24)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2) for _ in range(24)] for _ in range(8)]
+    known: list[PageNode | None] = [None] * len(prompts)
+    for _ in range(400):
+        tokens = rng.choice(prompts)[: rng.randrange(4, 25)]
+        cache.evict(max(0, 8 - pool.available))
+        insert(pool, cache, tokens)
+        cache.evict(rng.choice([0, 0, 2, 5]))
+        if rng.random() < 0.02:
+            cache.start_version()
+        for i in rng.sample(range(len(prompts)), 4):
+            known[i] = cache.match(prompts[i], 24, known=known[i])
+            assert known[i].depth == cache.match(prompts[i], 24).depth
+            assert cache.path_pages(known[i]) == cache.path_pages(cache.match(prompts[i], 24))
 
 
 def test_leaf_heap_stays_small_when_the_same_pages_are_used_again_and_again() -> None:

@@ -17,6 +17,7 @@ from verl_server.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     FinishReq,
+    FinishSessionReq,
     FlushCacheReq,
     GetInternalStateReq,
     GetWeightsByNameReq,
@@ -67,7 +68,7 @@ class Monkey:
     def __init__(self, seed: int, modes: list[str], pause_modes: list[str], memory: bool, **settings: Any) -> None:
         self.rng = random.Random(seed)
         self.h = Harness(**settings)
-        self.h.runner.nan_at = lambda ids: self.rng.random() < 0.005
+        self.h.runner.nan_at = lambda ids: self.rng.random() < 0.01
         self.shadow = Shadow(self.h)
         self.modes, self.pause_modes, self.memory = modes, pause_modes, memory
         self.prompts: dict[str, list[int]] = {}
@@ -96,6 +97,7 @@ class Monkey:
                 frequency_penalty=rng.choice([0.0] * 19 + [1.0]),
                 namespace=["", "", "salt", f"v{self.h.runner.salt}"][len(self.prompts) % 4],
                 priority=[0, 0, 0, 5, -5][len(self.prompts) % 5],
+                session_id=["", "", "a", f"s{len(self.prompts) // 8}"][len(self.prompts) % 4],
             )
 
     def disturb(self) -> None:
@@ -127,7 +129,9 @@ class Monkey:
             self.send(GetInternalStateReq())
         elif dice < 0.29:
             self.send(GetWeightsByNameReq(name="w"))
-        elif dice < 0.31 and self.memory:
+        elif dice < 0.3:
+            h.scheduler.handle(FinishSessionReq(session_id=rng.choice(["a", f"s{len(self.prompts) // 8 - 1}"])))
+        elif dice < 0.32 and self.memory:
             if h.weights.reason is None:
                 self.send(ReleaseMemoryOccupationReq())
             else:
@@ -181,16 +185,19 @@ LARGE = {"num_pages": 200, "page_size": 4, "max_rows": 8, "chunked_prefill_size"
 ODD = {"num_pages": 70, "page_size": 1, "max_rows": 5, "chunked_prefill_size": 7}
 
 
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, LARGE, ODD], ids=["tiny", "large", "page1"])
 @pytest.mark.parametrize("seed", at_depth(range(3)))
-def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool) -> None:
+def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool, policy: str) -> None:
     monkey = Monkey(
         seed,
         modes=["wait", "in_place", "retract", "abort"],
         pause_modes=["abort", "retract", "in_place"],
         memory=True,
         overlaps=overlaps,
+        schedule_policy=policy,
+        schedule_max_age=40.0,
         **settings,
     )
     monkey.play(300)
@@ -203,17 +210,19 @@ def test_everything_at_once(seed: int, settings: dict[str, Any], overlaps: bool)
     assert planner.num_cached_tokens > 0 and (settings is LARGE or planner.num_retractions > 0)
 
 
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("settings", [TINY, ODD], ids=["tiny", "page1"])
 @pytest.mark.parametrize("seed", at_depth(range(2)))
 def test_wait_mode_computes_every_request_under_one_version(
-    seed: int, settings: dict[str, Any], overlaps: bool
+    seed: int, settings: dict[str, Any], overlaps: bool, policy: str
 ) -> None:
     """Every stream equals the reference of the one version that it names.
 
     Updates only wait and pauses only abort, so that no request continues under other weights.
     """
-    monkey = Monkey(100 + seed, ["wait"], ["abort"], memory=False, overlaps=overlaps, **settings)
+    settings = settings | {"overlaps": overlaps, "schedule_policy": policy}
+    monkey = Monkey(100 + seed, ["wait"], ["abort"], memory=False, **settings)
     monkey.play(300)
     monkey.check_ends()
     seen = set()

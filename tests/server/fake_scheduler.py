@@ -122,8 +122,8 @@ class FakeScheduler:
             self.running[message.rid] = Running(message, script)
         elif isinstance(message, io.FinishReq):
             self.running.pop(message.rid, None)
-        elif isinstance(message, io.GrammarTokenizer):
-            pass  # the fake has no grammars
+        elif isinstance(message, io.GrammarTokenizer | io.FinishSessionReq):
+            pass  # the fake has no grammars and no prefix cache
         elif isinstance(message, io.AbortReq):
             for rid in list(self.running) if message.abort_all else [message.rid]:
                 if rid in self.running:

@@ -34,6 +34,7 @@ def test_levels(make_stack: MakeStack, settings: dict[str, str], key: str | None
         assert response.status_code == (200 if path in allowed else 401), path
         if path not in allowed:
             assert response.json() == {"error": "Unauthorized"}
+            assert response.headers["X-Verl-Error"] == "UnauthorizedError", "a proxy's 401 has no such header"
 
 
 @pytest.mark.parametrize("header", ["k", "Basic k", "Bearer", "Bearer  k x", ""])
@@ -121,4 +122,5 @@ def test_a_key_does_not_make_a_page_welcome(make_stack: MakeStack) -> None:
 def test_other_addresses_have_other_names(make_stack: MakeStack) -> None:
     stack = make_stack(host="0.0.0.0", allow_unauthenticated=True)
     assert stack.get("/flush_cache", headers={"Host": "rollout-7.cluster:30000"}).status_code == 200
-    assert stack.get("/flush_cache", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    refused = stack.get("/flush_cache", headers={"Sec-Fetch-Site": "cross-site"})
+    assert (refused.status_code, refused.headers["X-Verl-Error"]) == (403, "ForbiddenError")

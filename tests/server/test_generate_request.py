@@ -80,7 +80,6 @@ def test_string_rid_of_a_batch_is_numbered() -> None:
         ({"text": "a", "return_hidden_states": True}, "`return_hidden_states` is not supported"),
         ({"text": "a", "return_routed_experts": True}, "`return_routed_experts` is not supported"),
         ({"text": "a", "custom_logit_processor": "x"}, "`custom_logit_processor` is not supported"),
-        ({"text": "a", "session_params": {"id": "s"}}, "`session_params` is not supported"),
         ({"text": "a", "routed_dp_rank": 1}, "`routed_dp_rank` is not supported: this server has one"),
         ({"text": "a", "data_parallel_rank": -1}, "`data_parallel_rank` is not supported"),
         ({"text": "a", "return_sampling_mask": True}, "return_sampling_mask needs greedy sampling or top_k of at most"),

@@ -13,12 +13,13 @@ from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.openapi import describe
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.service import SessionService
 
 
 @pytest.fixture(scope="module")
 def table(module_stack: Stack) -> list[Operation]:
-    return operations(module_stack.manager, module_stack.args, AccessRules(module_stack.args), SessionLedger())
+    sessions = SessionService(module_stack.manager, module_stack.args)
+    return operations(module_stack.manager, module_stack.args, AccessRules(module_stack.args), sessions)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ The session ledger stores the tree as bytes and appends to it: `NextTurn.new_nod
 worker gets a copy and finds the messages of a request in it (`MessageTree.match`). No text is stored: two messages are
 the same if their digests are.
 
-Digests leave out what clients change on the way: ids of calls, the order of keys in arguments, white space around the
-content, null against "" against an absent key, `developer` against `system`. The reasoning has a digest of its own,
-because many clients do not send it back.
+Digests leave out what clients change on the way: ids of calls, the order of keys in arguments, white space around a
+reply's content, null against "" against an absent key, `developer` against `system`. The reasoning has a digest of its
+own, because many clients do not send it back.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def text_digest(text: str) -> bytes:
 
 def _message_digest(role: str, content: str, calls: Sequence[tuple[str, str]], ordinal: int | None) -> bytes:
     role = "system" if role == "developer" else role
-    return _digest(_json([role, content.strip(), list(calls), ordinal]))
+    shown = content.strip() if role == "assistant" else content  # agents strip the replies that they send back
+    return _digest(_json([role, shown, list(calls), ordinal]))
 
 
 def _digest(text: str, size: int = 16) -> bytes:

@@ -384,6 +384,12 @@ def plan_ids(view: SessionView, ids: Ids32, candidates: Callable[[int], bytes]) 
     return _plain(None, 0, ids, "child" if view.replies else "root")
 
 
+def plan_behind(view: SessionView, turn: int, kept: int, ids: Ids32) -> NextTurn:
+    """Plan the turn whose prompt is the first `kept` ids of a turn's sequence, and `ids`."""
+    facts = next(facts for facts in view.replies if facts.turn == turn)
+    return _plain(facts, kept, ids, _began_behind(view, facts) if kept == _length(facts) else "edited")
+
+
 def _began_behind(view: SessionView, turn: ReplyFacts) -> str | None:
     return "edited" if any(facts.parent == turn.turn for facts in view.replies) else None
 

@@ -28,6 +28,8 @@ _FAULTS = (
     "ControlTimeoutError",
     "UnansweredError",
     "ServerUnavailableError",
+    "ForbiddenError",
+    "UnauthorizedError",
 )
 """Error classes that `control_reply` raises. Any other class is a refusal by the scheduler and becomes a reply."""
 

@@ -107,7 +107,7 @@ class Toolbox:
         self._action_schema = action_schema
         declared = _declared(factory)
         self.is_declared = bool(declared)
-        self.tools = {entry.name: entry for entry in (_described(name, member) for member in declared)}
+        self.tools = {entry.name: entry for entry in (_described(name, member, bound=True) for member in declared)}
         if not declared and action_schema is not None:
             self.tools = {ACT: _act(name, action_schema)}
 
@@ -149,15 +149,15 @@ class Toolbox:
         if not isinstance(arguments, dict):
             kind = type(arguments).__name__
             raise ToolError("invalid_args", f"The arguments of {name} must be an object, not {kind}.")
-        checked = _checked(entry, arguments)
+        checked = converted(entry, arguments)
         async with _bounded(f"{self.name}.reset", EnvTimeouts().reset, "EnvTimeouts.reset"):
             await hosted.begin()
         async with _bounded(f"The tool {name} of {self.name}", self.timeout, "tool_timeout of the environment server"):
             if entry.arguments is None:
                 step = await hosted.step(arguments)
-                return ToolResult(step, _text(name, step), step["reward"], step["done"])
+                return ToolResult(step, value_text(name, step), step["reward"], step["done"])
             value = await hosted.invoke(name, checked)
-            return ToolResult(value, _text(name, value))
+            return ToolResult(value, value_text(name, value))
 
 
 # -- declarations ----------------------------------------------------------------------------------------------
@@ -171,11 +171,19 @@ def _declared(factory: EnvFactory) -> list[Callable[..., Any]]:
     return [member for member in members.values() if inspect.isfunction(member) and hasattr(member, _MARK)]
 
 
-def _described(owner: str, method: Callable[..., Any]) -> Tool:
+def function_tool(function: Callable[..., Any]) -> Tool:
+    """Describe a function, async or not, as a tool. Raises BadRequestError if its signature has no JSON schema."""
+    if not inspect.isroutine(function):
+        raise BadRequestError(f"A tool must be a function, not an object of type {type(function).__name__}.")
+    return _described(function.__module__, function, bound=False)
+
+
+def _described(owner: str, method: Callable[..., Any], *, bound: bool) -> Tool:
+    """`bound`: the first parameter is the object, which is no argument of the tool."""
     name = method.__name__
     try:
         hints = typing.get_type_hints(method, include_extras=True)
-        struct = msgspec.defstruct(name, _fields(method, hints), kw_only=True, forbid_unknown_fields=True)
+        struct = msgspec.defstruct(name, _fields(method, hints, bound), kw_only=True, forbid_unknown_fields=True)
         _, parts = msgspec.json.schema_components([struct])
     except (NameError, TypeError, ValueError) as error:
         reason = str(error).split("\n")[0]
@@ -191,9 +199,9 @@ def _described(owner: str, method: Callable[..., Any]) -> Tool:
     return Tool(name, description, schema, struct)
 
 
-def _fields(method: Callable[..., Any], hints: dict[str, Any]) -> list[Any]:
+def _fields(method: Callable[..., Any], hints: dict[str, Any], bound: bool) -> list[Any]:
     fields: list[Any] = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+    for parameter in list(inspect.signature(method).parameters.values())[1 if bound else 0 :]:
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             raise TypeError(f"a tool has named parameters only, not {parameter}")
         kind = hints.get(parameter.name, Any)
@@ -209,8 +217,8 @@ def _act(owner: str, action_schema: ActionSchema) -> Tool:
 # -- calls -----------------------------------------------------------------------------------------------------
 
 
-def _checked(entry: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the types of the signature."""
+def converted(entry: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the types of the signature. Raises ToolError if one is missing, unknown or wrong."""
     if entry.arguments is None:
         return arguments
     try:
@@ -238,7 +246,8 @@ async def _bounded(what: str, seconds: float, bound: str) -> AsyncIterator[None]
         raise ToolError("execution_error", f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _text(name: str, value: Any) -> str:
+def value_text(name: str, value: Any) -> str:
+    """Return what a tool returned as text: itself, or its JSON. Raises ToolError if JSON cannot express it."""
     if isinstance(value, str):
         return value
     try:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
@@ -58,8 +58,9 @@ def ls(args: Ls, console: Console) -> int:
     """List runs or trajectories."""
     if args.path.is_dir() and not (args.path / "trajectories.jsonl").exists():
         return _ls_runs(args.path, console)
-    table = Table("episode", "branch", "end", "reward", "turns", "tokens", "sampled", "error")
-    for t in _read(args.path):
+    end, error = (Column(name, no_wrap=True) for name in ("end", "error"))
+    table = Table("episode", "branch", end, "reward", "turns", "tokens", "sampled", error)
+    for t in sorted(_read(args.path), key=lambda t: (t.task.group, t.member, t.branch)):
         reward = "-" if t.reward is None else f"{t.reward:g}"
         sizes = (str(len(t.turns)), str(len(t.tokens)), str(t.sampled_tokens))
         table.add_row(_name(t), str(t.branch), str(t.stop_reason), reward, *sizes, (t.error or "")[:60])

@@ -6,24 +6,31 @@ removes requests. One step may be in flight while the next is planned. Pages and
 writes may be assigned again, because the device runs steps in order.
 
 Policy: every running request decodes in every step. Prefills fill the rest of the step, oldest first, with at most
-`chunked_prefill_size` prompt tokens. Waiting requests start in the order of their priority, and in the order of arrival
-within one priority. Priority matters in the queue only: no running request makes room for a waiting one, and a waiting
-request of low priority may wait for as long as requests of higher priority arrive. Admission is optimistic: only a
-fraction of the tokens that requests may still sample is reserved. If pages run out, the newest request is retracted: it
-keeps its tokens, loses its KV, and is computed again later. The oldest request always fits (this is checked at
-arrival), so there is always progress. Admission also bounds the sum of the memory that sampling takes beyond a plain
-draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded number of log-probabilities of
-prompt tokens, so that a prompt with hundreds of candidates for each token does not delay the tokens of other requests.
+`chunked_prefill_size` prompt tokens. Waiting requests start in the order of the `WaitingQueue`. Priority matters in the
+queue only: no running request makes room for a waiting one, and a waiting request of low priority may wait for as long
+as requests of higher priority arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold
+the histories of all: see `_yields`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
+Admission is optimistic: only a fraction of the tokens that requests may still sample is reserved. If pages run out, the
+newest request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest request always
+fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that
+sampling takes beyond a plain draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded
+number of log-probabilities of prompt tokens, so that a prompt with hundreds of candidates for each token does not delay
+the tokens of other requests.
 If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
 
-import bisect
+import math
+import time
+from collections.abc import Callable
 
+from verl_server.scheduler.expected_return import ExpectedReturn
 from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
+from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
+from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
@@ -60,8 +67,14 @@ class BatchPlanner:
         chunked_prefill_size: int,
         disable_radix_cache: bool = False,
         step_budget: int | None = None,
+        schedule_policy: SchedulePolicy = "lpm",
+        max_age: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound."""
+        """`step_budget`: bound on the sum of `Req.step_bytes` of all running requests, None for no bound.
+
+        `schedule_policy` and `max_age`: see `WaitingQueue`. `clock` returns seconds.
+        """
         self.page_size = page_size
         self.limits = StepLimits(max_rows, chunked_prefill_size)
         self._step_budget = step_budget
@@ -69,9 +82,12 @@ class BatchPlanner:
         """Sum of `Req.step_bytes` of all running requests."""
         self.pages = PagePool(num_pages)
         self.rows = PageTableRows(max_rows)
-        self.cache = RadixCache(self.pages, page_size, disable_radix_cache)
-        self.waiting: list[Req] = []
-        """Waiting requests in the order of `Req.place`, including retracted ones."""
+        self.returns = ExpectedReturn()
+        """Decides how long the history of a turn is kept."""
+        self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
+        self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
+        self._histories = SessionHistories(self.cache, self.returns)
+        self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
         self.num_prompt_tokens = 0
@@ -89,13 +105,20 @@ class BatchPlanner:
         return self.pages.num_pages * self.page_size
 
     def add(self, req: Req) -> None:
-        """Queue a request by priority and arrival."""
-        bisect.insort(self.waiting, req, key=_place)
+        """Queue a request."""
+        self.waiting.match(req)
+        if not req.started:
+            self._histories.begin_turn(req, self._clock())
+        self.waiting.add(req)
+
+    def finish_session(self, session_id: str) -> None:
+        """Note that no request will continue the session."""
+        self._histories.finish(session_id)
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
         if req.row < 0:
-            del self.waiting[bisect.bisect_left(self.waiting, req.place, key=_place)]
+            self.waiting.remove(req)
             self._num_retracted -= req.started
             return
         self.running.remove(req)
@@ -116,7 +139,7 @@ class BatchPlanner:
         """
         assert req.cached_len == req.sound_len, f"{req.rid} is retracted while a step with it is in flight"
         self.running.remove(req)
-        self._free(req, cache=True)
+        self._free(req, cache=True, ended=False)
         req.private = False
         if req.prompt_logprobs is not None:
             req.prompt_logprobs.clear()
@@ -154,6 +177,7 @@ class BatchPlanner:
             self.retract(req)
             req.restarted = True
         self.cache.start_version()
+        self.waiting.start_version()
         for req in self.running:
             req.private = True
 
@@ -287,25 +311,20 @@ class BatchPlanner:
         Return the started requests.
         """
         admitted: list[Req] = []
-        skipped: list[Req] = []
         if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
         reserved = self._expected_pages(self.running)
         computing = {self._next_page(req) for req in self.running if req.prefilling}
-        for req in self.waiting:
-            if budget <= 0 or not self.rows.available or (len(skipped) > _MAX_SKIPPED and not only_started):
-                break
-            if len(admitted) == room:
-                break
+        self.waiting.age()
+        skipped = 0
+        while skipped < len(self.waiting) and budget > 0 and self.rows.available and len(admitted) < room:
+            req = self.waiting[skipped]
             if (only_started and not req.started) or self._reportable_tokens(req) == 0:
-                skipped.append(req)
-                continue
-            node = self.cache.match(req.token_ids, req.reuse_limit(), req.namespace)
-            # Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than
-            # computing the prompt for each of them. The wait is short, because prefills run oldest first.
-            shares = not self.cache.disabled and req.reuse_limit() >= (node.depth + 1) * self.page_size
-            if shares and _page_key(node, req, self.page_size) in computing:
-                skipped.append(req)
+                skipped += 1
+            elif (node := self.waiting.rematch(skipped)) is None:
+                continue  # another request is in this place now
+            elif self._is_computed(req, node, computing) or self._yields(req, node, reserved):
+                skipped += 1
             elif self._start(req, node, reserved):
                 budget -= self._take_chunk(req, budget)
                 reserved += self._expected_pages([req])
@@ -313,10 +332,21 @@ class BatchPlanner:
                 admitted.append(req)
             else:
                 break
-        self.waiting[: len(admitted) + len(skipped)] = skipped
+            if skipped > _MAX_SKIPPED and not only_started:
+                break
         return admitted
 
-    def _next_page(self, req: Req) -> tuple[int, tuple[int, ...]]:
+    def _is_computed(self, req: Req, node: PageNode, computing: set[PageKey]) -> bool:
+        """Return True if a running prefill computes the next page of the request, which has `node` already.
+
+        Requests of one group arrive together. Waiting for the prefill of the first request is cheaper than computing
+        the prompt for each of them. The wait is short, because prefills run oldest first.
+        """
+        if self.cache.disabled or req.reuse_limit() < (node.depth + 1) * self.page_size:
+            return False
+        return _page_key(node, req, self.page_size) in computing
+
+    def _next_page(self, req: Req) -> PageKey:
         """Return the key of the page that a running prefill will share next through the prefix cache."""
         assert req.node is not None
         return _page_key(req.node, req, self.page_size)
@@ -324,11 +354,11 @@ class BatchPlanner:
     def _start(self, req: Req, node: PageNode, reserved: int) -> bool:
         """Assign a row and the cached pages down to `node` to a waiting request. Return False if memory is short."""
         cache = self.cache
-        cache.lock(node)
-        need = self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
-        if self.running and (need + reserved > self.available_pages() or not self._has_step_bytes(req)):
-            cache.unlock(node)
+        need = self._needed_pages(req, node) + reserved
+        if self.running and not (self._has_step_bytes(req) and self._has_pages(need, node)):
             return False
+        cache.lock(node)
+        self.waiting.remove(req)
         req.row = self.rows.alloc()
         self._step_bytes += req.step_bytes
         req.node = node
@@ -346,6 +376,32 @@ class BatchPlanner:
             self.num_cached_tokens += req.cached_tokens
         self.running.append(req)
         return True
+
+    def _yields(self, req: Req, node: PageNode, reserved: int) -> bool:
+        """Return True if a waiting request should leave the pages that it needs to episodes that run.
+
+        A request of which little is cached takes no page that will probably be used again soon, unless it is overdue or
+        less than half of the pool is used. So the histories of running episodes stay in the cache until they end.
+        """
+        if not (self.running and self.waiting.by_prefix) or req.started or req.overdue:
+            return False
+        if 2 * node.depth * self.page_size >= len(req.token_ids):
+            return False
+        need = self._needed_pages(req, node) + reserved
+        if 2 * (self.available_pages() - need) >= self.pages.num_pages:
+            return False
+        short = need - self.pages.available
+        # The pages down to `node` stay, because this request waits for them (`RadixCache.want`).
+        return short > 0 and self.cache.evict(short, until=self._clock()) < short
+
+    def _has_pages(self, need: int, node: PageNode) -> bool:
+        """Return True if `need` pages are free or can be evicted besides those down to `node`."""
+        available = self.available_pages()
+        return need <= available and need <= available - self.cache.num_idle(node)
+
+    def _needed_pages(self, req: Req, node: PageNode) -> int:
+        """Return the pages that a waiting request needs besides those down to `node`, with what it may sample."""
+        return self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
 
     def _has_step_bytes(self, req: Req) -> bool:
         """Return True if a step has memory to sample for one more request."""
@@ -403,12 +459,15 @@ class BatchPlanner:
             req.pages[index] = page
             req.page_updates.append((index, [page]))
 
-    def _free(self, req: Req, cache: bool) -> None:
+    def _free(self, req: Req, cache: bool, ended: bool = True) -> None:
+        """Free row and pages of a running request. `ended` is False if the request will run again."""
         assert req.node is not None
         if cache:
             self._share(req)
         self.pages.free(req.pages[req.num_shared :])
-        self.cache.unlock(req.node)
+        now = self._clock()
+        keep_until = self._histories.end_turn(req, req.node, now) if ended else now
+        self.cache.unlock(req.node, keep_until if self.waiting.by_prefix else 0.0)
         self.rows.free(req.row)
         self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []
@@ -427,7 +486,7 @@ class BatchPlanner:
             return
         holders = [req.node for req in self.running if req.node is not None]
         assert len(holders) == len(self.running)
-        self.cache.check_invariants(holders)
+        self.cache.check_invariants(holders, self.waiting.check_invariants())
         owned = self.pages.free_pages() + [node.page for node in self.cache.nodes()]
         owned += [node.page for node in self.cache.outdated()]
         for req in self.running:
@@ -448,11 +507,10 @@ def _arrival(req: Req) -> int:
     return req.arrival
 
 
-def _place(req: Req) -> tuple[int, int]:
-    return req.place
+PageKey = tuple[int, tuple[int, ...]]
 
 
-def _page_key(node: PageNode, req: Req, page_size: int) -> tuple[int, tuple[int, ...]]:
+def _page_key(node: PageNode, req: Req, page_size: int) -> PageKey:
     """Return the key of the page of `req` directly below `node`: (id of the node, tokens of the page)."""
     start = node.depth * page_size
     return id(node), tuple(req.token_ids[start : start + page_size])

@@ -6,8 +6,9 @@ trees share one limit: eviction ignores namespaces.
 
 One node is one full page of tokens, so nodes never split. The `BatchPlanner` calls `match` and `lock` when it admits a
 request, `extend` when pages of the request were computed, `unlock` when the request ends, and `evict` when pages run
-out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first, the least
-recently used leaf first.
+out. A node that a request holds is locked with its whole path. Other nodes can be evicted, leaves first. The first ones
+are those that no waiting request wants, in the order of `PageNode.keep_until`, and of their last use where it is equal.
+Then come those that waiting requests want, the shortest prefix first.
 
 `start_version` is called when the weights changed. It detaches all trees, so that no page of older weights can be
 matched again. It visits the roots only, so its time does not depend on the number of pages. Detached pages without a
@@ -19,7 +20,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
+
+from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
 
 _FREED = -1
 
@@ -54,7 +58,21 @@ class PagePool:
 class PageNode:
     """One cached page. `key` is its tokens; the tokens before them are those of the nodes above. A root has no page."""
 
-    __slots__ = ("children", "depth", "key", "last_access", "lock_ref", "namespace", "page", "parent", "version")
+    __slots__ = (
+        "__weakref__",
+        "children",
+        "depth",
+        "ended",
+        "keep_until",
+        "key",
+        "last_access",
+        "lock_ref",
+        "namespace",
+        "page",
+        "parent",
+        "version",
+        "waiters",
+    )
 
     def __init__(
         self, key: tuple[int, ...], page: int, parent: PageNode | None, version: int, namespace: str = ""
@@ -70,12 +88,28 @@ class PageNode:
         self.lock_ref = 0
         """Number of requests that hold this node or a node below it."""
         self.last_access = 0
+        self.keep_until = 0.0
+        """Time of the planner's clock until which the page is likely to be used again."""
+        self.waiters = 0
+        """Number of waiting requests whose cached prefix ends here."""
+        self.ended: EndedTurn | None = None
+        """The turn whose history ends here, if the turn was not continued yet."""
+
+    def worth(self) -> tuple[bool, float, int]:
+        """Return the rank of a leaf for eviction. The smallest one is evicted first."""
+        if self.waiters:
+            return True, self.depth, self.last_access
+        return False, self.keep_until, self.last_access
 
 
 class RadixCache:
     """The prefix trees of the current weight version, and the detached pages of older versions."""
 
-    def __init__(self, pool: PagePool, page_size: int, disabled: bool = False) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, disabled: bool = False, returns: ExpectedReturn | None = None
+    ) -> None:
+        """`returns` learns which turns lose their pages before they are continued."""
+        self._returns = ExpectedReturn() if returns is None else returns
         self.pool = pool
         self.page_size = page_size
         self.disabled = disabled
@@ -90,7 +124,8 @@ class RadixCache:
         """Number of pages of older versions that a request still holds."""
         self._tick = 0  # order of use is counted, not timed, so that every replay evicts the same pages
         self._pushes = 0
-        self._leaves: list[tuple[int, int, PageNode]] = []  # heap; entries become stale and are checked when popped
+        self._leaves: list[tuple[tuple[bool, float, int], int, PageNode]] = []
+        """Heap of (worth, number of the push, node). Entries become stale, and are checked when they are popped."""
         self._outdated: list[PageNode] = []
         """Nodes of older versions. All pages at and below them are still to be collected."""
         self._uncollected = 0
@@ -111,23 +146,63 @@ class RadixCache:
         """Number of namespaces that have pages or a running request."""
         return len(self._roots)
 
-    def match(self, token_ids: Sequence[int], limit: int, namespace: str = "") -> PageNode:
+    def match(
+        self, token_ids: Sequence[int], limit: int, namespace: str = "", known: PageNode | None = None
+    ) -> PageNode:
         """Return the deepest node of the namespace whose path equals a prefix of `token_ids[:limit]`.
 
-        Changes nothing. The root of a new namespace belongs to the cache once it is locked.
+        `known`: an earlier result for the same arguments. Only what the tree gained or lost since then is looked at,
+        so the time does not depend on the length of the prefix. Changes nothing. The root of a new namespace belongs
+        to the cache once it is locked.
         """
-        node = self._roots.get(namespace)
+        node = self._remaining(known) or self._roots.get(namespace)
         if node is None:
             return PageNode((), _FREED, None, self.version, namespace)
         if self.disabled:
             return node
         size = self.page_size
-        for start in range(0, limit - size + 1, size):
+        for start in range(node.depth * size, limit - size + 1, size):
             child = node.children.get(tuple(token_ids[start : start + size]))
             if child is None:
                 break
             node = child
         return node
+
+    def _remaining(self, node: PageNode | None) -> PageNode | None:
+        """Return the deepest node of the path to `node` that is still cached, None if there is none."""
+        if node is None or node.version != self.version:
+            return None
+        while node is not None and node.page == _FREED:  # a root has no page either
+            node = node.parent
+        return node
+
+    def want(self, node: PageNode) -> None:
+        """Count a waiting request whose cached prefix ends at `node`. Pages that no request wants are evicted first."""
+        if node.parent is None:
+            return
+        node.waiters += 1
+        if node.waiters == 1:
+            self._push_if_evictable(node)
+
+    def unwant(self, node: PageNode) -> None:
+        """Undo `want`. The request may have called it with a node below `node` that was evicted since."""
+        left = self._remaining(node)
+        if left is None:
+            return
+        left.waiters -= 1
+        assert left.waiters >= 0, "a cached page was unwanted more often than wanted"
+        if left.waiters == 0:
+            self._push_if_evictable(left)
+
+    def finish(self, node: PageNode) -> None:
+        """Make the pages the first to be evicted that no other path than the one to `node` has."""
+        left = self._remaining(node)
+        if left is None or left.children:
+            return
+        while left.parent is not None and len(left.children) <= 1 and not left.lock_ref and not left.waiters:
+            left.keep_until, left.last_access = 0.0, 0
+            self._push_if_evictable(left)
+            left = left.parent
 
     def path_pages(self, node: PageNode) -> list[int]:
         """Return the page ids from the root to `node`."""
@@ -137,6 +212,14 @@ class RadixCache:
             node = node.parent
         pages.reverse()
         return pages
+
+    def num_idle(self, node: PageNode) -> int:
+        """Return the number of pages down to `node` that no request holds. They can be evicted until `lock`."""
+        count = 0
+        while not node.lock_ref and node.parent is not None:
+            count += 1
+            node = node.parent
+        return count
 
     def lock(self, node: PageNode) -> None:
         """Protect `node` and all nodes above it from eviction until `unlock`."""
@@ -148,14 +231,18 @@ class RadixCache:
         node.lock_ref += 1
         self._roots[node.namespace] = node
 
-    def unlock(self, node: PageNode) -> None:
-        """Undo one `lock`. A page of an older version is freed when its last lock ends."""
+    def unlock(self, node: PageNode, keep_until: float = 0.0) -> None:
+        """Undo one `lock`. A page of an older version is freed when its last lock ends.
+
+        `keep_until`: see `PageNode.keep_until`.
+        """
         self._tick += 1
         freed = []
         while node.parent is not None:
             node.lock_ref -= 1
             assert node.lock_ref >= 0, "a cached page was unlocked more often than locked"
             node.last_access = self._tick
+            node.keep_until = keep_until
             if node.lock_ref == 0:
                 if node.version != self.version:
                     self.detached -= 1
@@ -198,19 +285,29 @@ class RadixCache:
         self.pool.free(freed)
         return node, swapped
 
-    def evict(self, count: int) -> int:
-        """Free up to `count` pages without a holder: older versions first, then the least recently used leaves.
+    def evict(self, count: int, until: float = math.inf) -> int:
+        """Free up to `count` pages without a holder: older versions first, then the leaves that are worth least.
 
-        Return the number of freed pages.
+        `until`: free only pages that no request wants and whose `keep_until` is not later. Return the number of freed
+        pages.
         """
         freed = self._collect(count)
         while len(freed) < count and self._leaves:
-            entry = heapq.heappop(self._leaves)
+            entry = self._leaves[0]
             if not _is_evictable(entry):
+                heapq.heappop(self._leaves)
                 continue
-            node = entry[2]
+            (is_wanted, keep_until, _), _, node = entry
+            if until < math.inf and (is_wanted or keep_until > until):
+                break
+            heapq.heappop(self._leaves)
             parent = node.parent
             assert parent is not None
+            if node.ended is not None:
+                self._returns.lost(node.ended)
+            if parent.parent is not None:
+                parent.waiters += node.waiters
+            node.waiters = 0
             freed.append(node.page)
             node.page = _FREED
             del parent.children[node.key]
@@ -254,11 +351,16 @@ class RadixCache:
             if node.lock_ref == 0 and node.page != _FREED:
                 yield node
 
-    def check_invariants(self, holders: list[PageNode]) -> None:
+    def check_invariants(self, holders: list[PageNode], wanted: Iterable[PageNode] = ()) -> None:
         """Assert that every lock belongs to one of `holders` and that the counts are right.
 
-        `holders` has one node for each running request.
+        `holders` has one node for each running request, `wanted` one for each waiting request that called `want`.
         """
+        waiters: dict[int, int] = {}
+        for node in wanted:
+            left = self._remaining(node)
+            if left is not None:
+                waiters[id(left)] = waiters.get(id(left), 0) + 1
         locks: dict[int, int] = {}
         detached: dict[int, int] = {}
         for node in holders:
@@ -274,6 +376,7 @@ class RadixCache:
             expected = locks.get(id(node), 0)
             assert node.lock_ref == expected, f"a cached page has {node.lock_ref} locks, {expected} holders"
             assert node.page != _FREED and node.version == self.version
+            assert node.waiters == waiters.get(id(node), 0), "a cached page has a wrong number of waiting requests"
             evictable += expected == 0
             protected += expected > 0
         for namespace, root in self._roots.items():
@@ -300,12 +403,12 @@ class RadixCache:
             del self._roots[node.namespace]
 
     def _push_if_evictable(self, node: PageNode) -> None:
-        if node.parent is None or node.children or node.lock_ref:
+        if node.parent is None or node.children or node.lock_ref or node.version != self.version:
             return
         if len(self._leaves) > 2 * self.evictable + 64:
             self._drop_stale_leaves()
         self._pushes += 1  # breaks ties, because nodes cannot be compared
-        heapq.heappush(self._leaves, (node.last_access, self._pushes, node))
+        heapq.heappush(self._leaves, (node.worth(), self._pushes, node))
 
     def _drop_stale_leaves(self) -> None:
         self._leaves = [entry for entry in self._leaves if _is_evictable(entry)]
@@ -320,6 +423,6 @@ def _below(nodes: Iterable[PageNode]) -> Iterator[PageNode]:
         yield node
 
 
-def _is_evictable(entry: tuple[int, int, PageNode]) -> bool:
-    tick, _, node = entry
-    return node.page != _FREED and not node.lock_ref and not node.children and node.last_access == tick
+def _is_evictable(entry: tuple[tuple[bool, float, int], int, PageNode]) -> bool:
+    worth, _, node = entry
+    return node.page != _FREED and not node.lock_ref and not node.children and node.worth() == worth

@@ -32,6 +32,9 @@ from verl_server.scheduler.radix_cache import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 
+Place = tuple[int, bool, bool, int, bool, int]
+"""(-priority, not started, not overdue, -length of the cached prefix in pages, first turn, number of the arrival)"""
+
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobState:
@@ -91,28 +94,33 @@ class Req:
         "device_len",
         "grammar",
         "last_turn",
+        "match",
         "max_new_tokens",
         "namespace",
         "node",
         "num_pending",
         "num_retractions",
         "output_ids",
+        "overdue",
         "page_updates",
         "pages",
         "place",
         "prefilling",
+        "priority",
         "private",
         "prompt_ids",
         "prompt_logprobs",
         "restarted",
         "rid",
         "row",
+        "session_id",
         "sound_len",
         "spec",
         "started",
         "step_bytes",
         "stop_ids",
         "token_ids",
+        "turn",
         "wants_candidates",
     )
 
@@ -120,8 +128,16 @@ class Req:
         self.rid = message.rid
         self.arrival = arrival
         """Number in the order of arrival. The oldest request is retracted last."""
-        self.place = (-message.priority, arrival)
-        """Waiting requests are ordered by this. The first one is admitted first."""
+        self.priority = message.priority
+        self.place: Place = (-message.priority, False, False, 0, False, arrival)
+        """Waiting requests are ordered by this. `WaitingQueue` sets it."""
+        self.overdue = False
+        """True if the request has waited for so long that no later one may start before it."""
+        self.match: PageNode | None = None
+        """The end of the prefix that the cache held when the `WaitingQueue` looked last."""
+        self.session_id = message.session_id
+        self.turn = 0
+        """Number of the turns that the request continues, as far as it is known."""
         self.namespace = message.namespace
         """Namespace of the prefix cache."""
         self.prompt_ids = message.input_ids

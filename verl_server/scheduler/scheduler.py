@@ -26,6 +26,7 @@ from verl_server.io_struct import (
     AbortReq,
     FinishReason,
     FinishReq,
+    FinishSessionReq,
     GrammarTokenizer,
     SchedulerInput,
     SchedulerOutput,
@@ -85,6 +86,9 @@ class Scheduler:
             chunked_prefill_size=server_args.prefill_chunk(runner.device.type),
             disable_radix_cache=server_args.disable_radix_cache,
             step_budget=runner.step_budget,
+            schedule_policy=server_args.schedule_policy,
+            max_age=server_args.schedule_max_age,
+            clock=clock,
         )
         self.requests: dict[str, Req] = {}
         """Accepted requests without a terminal entry yet, by rid."""
@@ -111,6 +115,8 @@ class Scheduler:
             case FinishReq():
                 if (req := self.requests.get(message.rid)) is not None:
                     self._remove(req)
+            case FinishSessionReq():
+                self.planner.finish_session(message.session_id)
             case GrammarTokenizer():
                 self.grammars.load(message)
             case StartProfileReq() | StopProfileReq():
@@ -474,7 +480,7 @@ class Scheduler:
         if deep:
             pending = [] if self._in_flight is None else [req for req in self._in_flight[0].reqs if req.num_pending]
             assert sum(req.num_pending for req in self.planner.running) == len(pending), "a pending token was lost"
-            listed = sorted(req.rid for req in self.planner.waiting + self.planner.running + compiling)
+            listed = sorted(req.rid for req in [*self.planner.waiting, *self.planner.running, *compiling])
             assert listed == sorted(self.requests), "a live request is neither waiting nor running"
 
 

@@ -35,20 +35,19 @@ from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
-from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.service import SessionService
-from verl_server.server.sessions.turns import SessionTurns
+from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: SessionLedger | None = None) -> ASGIApp:
-    """Return the ASGI application with all operations and middlewares. Without a ledger, it makes one in memory."""
+def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: SessionService | None = None) -> ASGIApp:
+    """Return the ASGI application with all operations and middlewares. Without `sessions`, they are in memory."""
     rules = AccessRules(server_args)
-    ledger = SessionService(manager, server_args).ledger if ledger is None else ledger
-    mounted = operations(manager, server_args, rules, ledger)
+    sessions = SessionService(manager, server_args) if sessions is None else sessions
+    mounted = operations(manager, server_args, rules, sessions)
     control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
         routes=[route for operation in mounted for route in operation.routes()],
@@ -65,18 +64,17 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, ledger: Sessi
         ttl=server_args.replay_ttl,
         most_bytes=server_args.replay_bytes,
         most_body=server_args.max_request_bytes,
-        is_answered=lambda session, key, body: bool(ledger.replay_all(session, key, body)),
         cumulative_events=not server_args.incremental_streaming_output,
     )
-    guarded = AuthMiddleware(replaying, rules, control_paths, ledger)
+    guarded = AuthMiddleware(replaying, rules, control_paths, sessions.ledger.table)
     return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 
 def operations(
-    manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, ledger: SessionLedger
+    manager: TokenizerManager, server_args: ServerArgs, rules: AccessRules, sessions: SessionService
 ) -> list[Operation]:
     """Return the operations of all dialects, and those that describe them."""
-    turns = SessionTurns(manager, ledger)
+    turns, limit = SessionTurns(manager, sessions.turns), server_args.max_request_bytes
     dialects = [
         *NativeApi(manager, server_args, turns).operations(),
         *HealthApi(manager).operations(),
@@ -87,8 +85,8 @@ def operations(
         *VllmApi(manager, server_args, rules).operations(),
         *VllmControlApi(manager, server_args).operations(),
         *AnthropicApi(manager, server_args, turns).operations(),
-        *SessionApi(ledger, lambda: manager.controls.weight_version, server_args.max_request_bytes).operations(),
-        *SglangSessionApi(ledger, server_args.max_request_bytes).operations(),
+        *SessionApi(sessions.ledger, lambda: manager.controls.weight_version, limit).operations(),
+        *SglangSessionApi(sessions.ledger, limit).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

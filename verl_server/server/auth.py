@@ -27,7 +27,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.server.responses import error_object, json_response
+from verl_server.errors import ForbiddenError
+from verl_server.server.responses import error_headers, error_object, json_response
 from verl_server.server.sessions.access import (
     SessionAccess,
     is_open,
@@ -35,7 +36,7 @@ from verl_server.server.sessions.access import (
     unauthorized,
     without_owner_key,
 )
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.table import SessionTable
 from verl_server.server_args import ServerArgs
 
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -125,9 +126,9 @@ class AuthMiddleware:
     `control_paths` are the paths of the control routes. A request in a session has `scope["state"]["session"]`.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str], ledger: SessionLedger) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules, control_paths: Collection[str], table: SessionTable) -> None:
         self._app, self._rules, self._control_paths = app, rules, control_paths
-        self._sessions = SessionAccess(ledger, rules.owner_keys)
+        self._sessions = SessionAccess(table, rules.owner_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -142,7 +143,7 @@ class AuthMiddleware:
         if found or scope["method"] == "OPTIONS" or is_open(path):
             return None
         if is_owner_path(path):
-            return self._rules.owner_refusal(scope)
+            return self._rules.owner_refusal(scope) or self._sessions.starting()
         if path.rstrip("/") in self._control_paths:
             return self._rules.control_refusal(scope)
         return self._rules.refusal(scope)
@@ -164,4 +165,4 @@ def _sent_keys(headers: Headers) -> list[bytes]:
 
 
 def _forbidden(message: str) -> Response:
-    return json_response(error_object(message, 403, "Forbidden"), 403)
+    return json_response(error_object(message, 403, "Forbidden"), 403, error_headers(ForbiddenError()))

@@ -32,7 +32,6 @@ UNSUPPORTED_FIELDS = {
     "encoder_urls": _NO_MULTIMODAL,
     "lora_path": "LoRA adapters are not served; push merged weights",
     "lora_id": "LoRA adapters are not served; push merged weights",
-    "session_params": "send the whole history in input_ids; the prefix cache makes that cheap",
     "custom_logit_processor": "use logit_bias, allowed_token_ids, bad_words or penalties",
     "watermark": "watermarks are not implemented",
     "return_hidden_states": _NO_INTERNALS,

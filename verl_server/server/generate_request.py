@@ -28,6 +28,21 @@ SamplingLogprobsMode = Literal["selected", "support"]
 _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
+class SessionParams(msgspec.Struct, frozen=True):
+    """SGLang's `session_params`: the prompt continues a request of a session, which the owner's key opened."""
+
+    id: str
+    """The session, from `/open_session` or `POST /sessions`."""
+    rid: str | None = None
+    """`meta_info.id` of the request that is continued. Null: the prompt is the whole prompt."""
+    offset: int = 0
+    """Unless 0: number of tokens of that request, prompt and output, that are kept. Negative: without this many."""
+    replace: bool = False
+    """Without effect: the earlier continuation stays in the record as a branch of its own."""
+    drop_previous_output: bool = False
+    """Keep the prompt of that request, and not its output."""
+
+
 class GenerateReqInput(msgspec.Struct, kw_only=True):
     """Body of `POST /generate`, with SGLang's names and defaults.
 
@@ -74,6 +89,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of each prompt. -1: as many as the model can serve together with
     `max_new_tokens`."""
+    session_params: SessionParams | None = None
+    """Continue a request of a session with the tokens of this prompt. The session records them."""
     columnar: bool = False
     """Return token ids and log-probabilities as arrays (`verl_server.columns`). SGLang ignores this field."""
 

@@ -41,7 +41,7 @@ class HttpServer:
         self._sessions = SessionService(manager, server_args)
         level = server_args.log_level_http or "warning"
         config = uvicorn.Config(
-            create_app(manager, server_args, self._sessions.ledger),
+            create_app(manager, server_args, self._sessions),
             log_config=None,
             log_level=level,
             access_log=level in ("debug", "info"),

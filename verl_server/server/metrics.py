@@ -45,10 +45,9 @@ def gauges_text(load: Mapping[str, Any]) -> str:
 
 
 class CountedSessions(Protocol):
-    """What `Metrics` reads of the sessions. `SessionLedger` implements it."""
+    """What `Metrics` reads of the sessions. `SessionTable` implements it."""
 
-    @property
-    def num_sessions(self) -> int: ...
+    def __len__(self) -> int: ...
 
     @property
     def memory(self) -> int: ...
@@ -144,13 +143,13 @@ class Metrics:
         if began is not None:
             self._branches.labels(**self._labels, reason=began).inc()
 
-    def watch_sessions(self, ledger: CountedSessions) -> None:
-        """Report the gauges of a ledger from now on."""
-        self._sessions = ledger
+    def watch_sessions(self, sessions: CountedSessions) -> None:
+        """Report the gauges of sessions from now on."""
+        self._sessions = sessions
 
     def _set_session_gauges(self) -> None:
         if self._sessions is not None:
-            self._open_sessions.set(self._sessions.num_sessions)
+            self._open_sessions.set(len(self._sessions))
             self._session_bytes.set(self._sessions.memory)
 
     def render(self, internal_state: Mapping[str, Any], paused_seconds: float) -> bytes:

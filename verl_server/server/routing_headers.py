@@ -1,9 +1,10 @@
 """Headers with which routers and clients choose a server, checked for every route.
 
 `X-Session-ID` and `X-SMG-Routing-Key` choose among servers. At the server, `X-Session-ID` names a session beside an
-owner's key if its owner created one (`sessions/access`). Otherwise both have no effect: the prefix cache finds a prefix
-by itself. `X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400).
-`X-Request-Id` names a request of `/inference/v1/generate`.
+owner's key if its owner created one (`sessions/access`). Otherwise it is a hint: the prefix cache estimates from
+earlier requests with the same id how long to keep the history. `X-SMG-Routing-Key` has no effect at the server.
+`X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400). `X-Request-Id`
+names a request of `/inference/v1/generate`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ from verl_server.errors import BadRequestError
 from verl_server.server.responses import bad_request
 
 _RANK_HEADER = "X-data-parallel-rank"
+_SESSION_HEADER = "X-Session-ID"
+_HINT_LENGTH = 128
+"""Characters of X-Session-ID that count."""
+
+
+def session_hint(headers: Headers) -> str:
+    """Return the id with which the scheduler knows the session that X-Session-ID names outside of the ledger, or "".
+
+    The ids of the ledger's sessions have no colon. So a caller cannot name a session of somebody else.
+    """
+    named = headers.get(_SESSION_HEADER)
+    return f"hint:{named[:_HINT_LENGTH]}" if named else ""
 
 
 class RoutingHeadersMiddleware:

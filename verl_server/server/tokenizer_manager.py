@@ -15,7 +15,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +35,7 @@ from verl_server.io_struct import (
     ControlReply,
     ControlReq,
     FinishReq,
+    FinishSessionReq,
     GetInternalStateReq,
     GrammarTokenizer,
     SchedulerInput,
@@ -160,13 +161,21 @@ class TokenizerManager:
         self.check_serving()
         return await self.submit_read(await self.text.read(obj))
 
-    async def submit_read(self, read: ReadRequest, write: Write | None = None) -> Generation:
+    async def submit_read(
+        self,
+        read: ReadRequest,
+        write: Write | None = None,
+        recorded: Mapping[int, Sequence[BatchTokenIDOut]] | None = None,
+        session_id: str = "",
+    ) -> Generation:
         """Check a request, then send its samples to the scheduler. Either all samples are accepted, or none.
 
         With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
-        slices, between which the loop does other work.
+        slices, between which the loop does other work. `recorded`: index of a sample -> its tokens, which the scheduler
+        sent before. Such a sample is not sampled again. `session_id`: the session of the request, if it is known.
         """
         self.check_serving()
+        recorded = recorded or {}
         prompts, slices = read.prompts, Slices()
         states: list[ReqState] = []
         messages: list[bytes] = []
@@ -187,25 +196,29 @@ class TokenizerManager:
             for k in range(len(samples.rids)):
                 if states:  # a request of one sample is one slice
                     await slices.end()
-                states.append(self._make_state(read.request, samples, k, prompt, write, checked))
+                states.append(self._make_state(read.request, samples, k, prompt, write, checked, session_id))
                 messages.append(self._encode(states[-1].req))
         self.check_serving()
-        for state in states:
+        new = [state for k, state in enumerate(states) if k not in recorded]
+        for state in new:
             if state.rid in self._by_rid:
                 raise BadRequestError(f"Duplicate request ID detected: {state.rid}")
-        for state in states:
+        for state in new:
             self._states[state.req.rid] = self._by_rid[state.rid] = state
         generation = Generation(states, read.is_single, self.abandon, self._frame_gap)
         try:
             for k, (state, message) in enumerate(zip(states, messages, strict=True)):
                 if k:
                     await slices.end()
+                for out in recorded.get(k, ()):
+                    if not state.done:
+                        state.extend(out, 0)
                 if not state.done:  # a shutdown or the scheduler's death may have ended it between two slices
                     self._send(message)
         except BaseException:
             generation.close()
             raise
-        self.metrics.requests_accepted(len(states), tokens)
+        self.metrics.requests_accepted(len(new), tokens)
         return generation
 
     def _check(self, samples: Samples, prompt_tokens: int) -> None:
@@ -239,6 +252,7 @@ class TokenizerManager:
         input_ids: list[int],
         write: Write | None,
         grammar: CheckedGrammar | None,
+        session_id: str,
     ) -> ReqState:
         """Return the state of sample `k` of a prompt."""
         assert self.model_text is not None
@@ -262,6 +276,7 @@ class TokenizerManager:
             bad_words_ids=samples.bad_words_ids,
             namespace=samples.namespace,
             priority=obj.priority or 0,
+            session_id=session_id,
         )
         if grammar is not None:
             req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))
@@ -318,6 +333,10 @@ class TokenizerManager:
             self._send(self._encode(AbortReq(rid=self._by_rid[rid].req.rid)))
             return True
         return False
+
+    def finish_session(self, session_id: str) -> None:
+        """Note that no request continues the session any more."""
+        self._send(self._encode(FinishSessionReq(session_id=session_id)))
 
     # -- control --------------------------------------------------------------------------------------------
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 import uvicorn
 
-from tests.rollout.agents.common import says_number
+from tests.rollout.agents.common import says_number, wait_for
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, _Uvicorn
 from verl_server.cli import main
-from verl_server.rollout.agents.cli import read_tasks
+from verl_server.rollout.agents.cli import AgentRolloutArgs, read_tasks
+from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.types import AgentTask
+from verl_server.rollout.trajectory import read_jsonl
 
 ROOT = Path(__file__).parents[3]
 _AGENT = """
@@ -75,7 +81,7 @@ def test_a_run_from_the_command_line(fake: FakeServer, folder: Path, capsys: pyt
 
     assert main(["trajectories", "ls", "runs"]) == 0
     assert main(["trajectories", "ls", "runs/x"]) == 0
-    assert "1-1" in capsys.readouterr().out
+    assert re.findall(r"\d-\d", capsys.readouterr().out) == ["0-0", "0-1", "1-0", "1-1"], "sorted, not as they ended"
     for color in ("logprob", "mask", "version"):
         assert main(["trajectories", "show", "runs/x", "--episode", "1-1", "--color", color]) == 0
     said = capsys.readouterr().out
@@ -134,3 +140,71 @@ def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
     file.write_text('{"seed": 7}\n\n"a question"\n{"question": 1, "seed": 2}\n')
     expected: list[Any] = [AgentTask(seed=7), AgentTask(seed=2, input="a question")]
     assert read_tasks(file) == [*expected, AgentTask(seed=3, input={"question": 1, "seed": 2})]
+
+
+_SLOW_AGENT = """
+import asyncio, httpx
+async def play(session, task):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": f"say {task.seed}"}]}
+        await client.post(session.base_url + "/chat/completions", json=body)
+        if task.seed >= 3:
+            await asyncio.Event().wait()
+def one(episode):
+    return 1.0
+"""
+
+
+def test_a_run_that_was_killed_goes_on_and_repeats_nothing(fake: FakeServer, folder: Path) -> None:
+    """SIGKILL in mid-run: the second run plays only what is left, and removes the sessions of the first."""
+    (folder / "slow.py").write_text(_SLOW_AGENT)
+    (folder / "six.jsonl").write_text("".join(f'{{"seed": {i}}}\n' for i in range(6)))
+    command = [sys.executable, "-m", "verl_server", "rollout", "--agent", "slow.py:play", "--tasks", "six.jsonl"]
+    command += ["--reward", "slow.py:one", "--server", fake.url, "--out", "runs/k"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    episodes = folder / "runs/k/episodes.jsonl"
+    first = subprocess.Popen(command, env=env, cwd=folder)
+    try:
+        stuck = "six sessions, three of which have ended"
+        assert wait_for(lambda: len(read_lines(episodes)) == 3 and len(fake.sessions) == 3, 60), stuck
+    finally:
+        first.kill()
+        first.wait(10)
+    before = episodes.read_text()
+    left = set(fake.sessions)
+    (folder / "slow.py").write_text(_SLOW_AGENT.replace("task.seed >= 3", "False"))
+    second = subprocess.run([*command, "--resume"], env=env, cwd=folder, timeout=60, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert "6 episodes in 6 attempts" in second.stdout
+    assert not left & set(fake.sessions), "the sessions of the killed run are deleted"
+    assert episodes.read_text().startswith(before)
+    played = sorted((t.task.group, t.member) for t in read_jsonl(folder / "runs/k/trajectories.jsonl"))
+    assert played == [(i, 0) for i in range(6)], "each episode once"
+
+
+def test_tools_from_the_command_line(fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_tools.py").write_text('def double(n: int) -> int:\n    "Double."\n    return 2 * n\n')
+    command = ["rollout", "--tasks", "tasks.jsonl", "--reward", f"{folder}/ends.py:ended", "--server", fake.url]
+    (folder / "ends.py").write_text("def ended(episode):\n    return float(episode.reason == 'done')\n")
+    own = ["--tool", f"{folder}/my_tools.py:double", "--system", "be brief"]
+    assert main([*command, "--agent", "tools", *own, "--out", "runs/t"]) == 0
+    assert "mean reward 1.000" in capsys.readouterr().out
+    assert "ToolLoop(tools=['double'], max_turns=16, system='be brief'" in (folder / "runs/t/run.json").read_text()
+    os.environ["VERL_SERVER_API_KEY"] = OWNER_KEY
+    assert main([*command, "--agent", "true", *own, "--out", "runs/u"]) == 1
+    assert "--tool and --system are for --agent tools" in capsys.readouterr().err
+
+
+def test_options_may_be_repeated() -> None:
+    words = "--agent x --tasks t --out o --server a --server b --pass-env C --pass-env D --tool e:f --tool g:h"
+    args = tyro.cli(AgentRolloutArgs, args=words.split())
+    assert (args.server, args.pass_env, args.tool) == (("a", "b"), ("C", "D"), ("e:f", "g:h"))
+
+
+def test_tools_without_a_reward_function_are_refused(
+    fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", types.ModuleType("mcp"))
+    command = ["rollout", "--agent", "tools", "--tasks", "tasks.jsonl", "--server", fake.url, "--out", "runs/m"]
+    assert main([*command, "--environment", "mcp:http://127.0.0.1:1/mcp"]) == 1
+    assert "--reward is needed" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, FakeSession, fake
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.output import read_lines
 from verl_server.rollout.agents.run import arun_agents
-from verl_server.rollout.agents.types import AgentSession, AgentTask, Server
+from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason, read_jsonl
 from verl_server.session_types import CreateSession
 
@@ -110,3 +110,22 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     episodes.write_bytes(b"{broken}\n" + episodes.read_bytes())
     with pytest.raises(BadRequestError, match=r"episodes\.jsonl:1 is damaged"):
         run(player, 1, out=tmp_path, resume=True, **_OPTIONS)
+
+
+def test_a_resumed_run_plays_again_what_a_failed_reward_function_left(tmp_path: Path) -> None:
+    works: list[bool] = []
+
+    def reward(episode: AgentEpisode) -> float:
+        if episode.index == 1 and not works:
+            raise ValueError("a bug")
+        return 0.5
+
+    options: dict[str, Any] = {"out": tmp_path, "reward": reward, "environment": lambda task: Echo()}
+    first = run(player, 3, **options)
+    assert sorted((e.index, e.reward) for e in first.episodes if e.reward is not None) == [(0, 0.5), (2, 0.5)]
+    works.append(True)
+    again = run(player, 3, resume=True, **options)
+    assert [(e.index, e.reward) for e in again.episodes] == [(1, 0.5)]
+    assert [(t.task.group, t.reward) for t in again.trajectories] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["episodes"] == 3

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import JSONResponse
 
 from tests.rollout.agents.common import FAST, Echo, chat, player, run, says_number
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, fake_server
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ServerDiedError
 from verl_server.rollout.agents.run import arun_agents, session_seed
+from verl_server.rollout.agents.servers import ServerPool
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
 from verl_server.rollout.trajectory import StopReason
+from verl_server.session_types import CreateSession
 
 
 def _echo(task: AgentTask) -> Echo:
@@ -96,6 +100,23 @@ def test_a_failed_generation_is_no_fault_of_the_agent() -> None:
     result = run(agent, policy=lambda messages: JSONResponse({"error": "x"}, 500), reward=lambda episode: 1.0)
     assert result.episodes[0].reason is StopReason.GENERATION_ERROR
     assert result.episodes[0].reward is None
+
+
+def test_a_server_error_is_tried_again_by_the_rule_and_names_the_server() -> None:
+    """An agent with httpx; the first two generations answer 500. Without retries left, the last end is final."""
+    answers: list[Any] = [JSONResponse({"error": "x"}, 500)] * 2 + ["1"]
+
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        await chat(session, "say 1")
+
+    result = run(agent, policy=lambda messages: answers.pop(0), reward=lambda episode: 1.0, retries=2)
+    assert [(e.reason, e.reward, e.final) for e in result.episodes] == [
+        (StopReason.GENERATION_ERROR, None, False),
+        (StopReason.GENERATION_ERROR, None, False),
+        (StopReason.DONE, 1.0, True),
+    ]
+    assert result.episodes[0].error is not None
+    assert result.episodes[0].error.startswith(f"{result.episodes[0].server}: HTTPStatusError")
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("hang", StopReason.ENV_TIMEOUT), ("boom", StopReason.ENV_ERROR)])
@@ -226,6 +247,43 @@ def test_a_server_that_is_away_gets_no_session() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_the_episodes_of_a_server_that_dies_are_replayed_on_another() -> None:
+    """Four episodes run, two on each server, when one server dies for good. Its two are played again on the other."""
+
+    async def main() -> None:
+        together = asyncio.Barrier(4)
+        away = asyncio.Event()
+
+        async def agent(session: AgentSession, task: AgentTask) -> None:
+            await chat(session, "say 1")
+            if not away.is_set():
+                await together.wait()
+                await kill_one()
+            await chat(session, "say 2")
+
+        async def kill_one() -> None:
+            if not away.is_set():
+                away.set()
+                await stack.aclose()
+
+        async with fake_server(says_number) as two:
+            stack = contextlib.AsyncExitStack()
+            one = await stack.enter_async_context(fake_server(says_number))
+            servers = [Server(fake.url, OWNER_KEY) for fake in (one, two)]
+            tasks = [AgentTask(seed=i) for i in range(4)]
+            limits = dataclasses.replace(FAST, restart_timeout=0.5)
+            result = await arun_agents(agent, tasks, servers=servers, reward=lambda e: 1.0, limits=limits, retries=1)
+            lost = [e for e in result.episodes if not e.final]
+            assert [(e.server, e.reason, e.reward) for e in lost] == [(one.url, StopReason.SESSION_LOST, None)] * 2
+            assert all(one.url in (e.error or "") for e in lost)
+            assert [t.reward for t in result.trajectories] == [1.0] * 4
+            replayed = {(e.index, e.server) for e in result.episodes if e.attempt == 1}
+            assert replayed == {(e.index, two.url) for e in lost}
+            assert len(two.ended) == 4 and two.sessions == {}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_session_that_vanishes_is_lost() -> None:
     def check(fake: FakeServer) -> None:
         return
@@ -247,6 +305,75 @@ def test_a_session_that_vanishes_is_lost() -> None:
             assert result.episodes[0].reason is StopReason.SESSION_LOST
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_open_server_that_comes_back_gets_no_session() -> None:
+    """One of two servers is away when the run begins, so it could not be asked whether it generates for anybody."""
+
+    async def main() -> None:
+        async with fake_server(says_number) as closed:
+            async with fake_server(says_number) as gone:
+                port = int(gone.url.rpartition(":")[2])
+            servers = [Server(gone.url, OWNER_KEY), Server(closed.url, OWNER_KEY)]
+            async with ServerPool(servers) as pool:
+                await pool.check_closed()
+                async with fake_server(says_number, generates_openly=True, port=port) as back:
+                    await pool._probe()
+                    for _ in range(2):
+                        async with pool.session(CreateSession(), 5) as (client, _created):
+                            assert client.url == closed.url
+                    assert not back.sessions
+                async with fake_server(says_number, port=port):
+                    await pool._probe()
+                    async with (
+                        pool.session(CreateSession(), 5) as (one, _),
+                        pool.session(CreateSession(), 5) as (two, _),
+                    ):
+                        assert {one.url, two.url} == {gone.url, closed.url}
+            with pytest.raises(ServerDiedError):
+                await arun_agents(player, [AgentTask()], servers=servers[:1], environment=_echo)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_interruption_during_the_reward_leaves_no_session() -> None:
+    async def main() -> None:
+        computing = asyncio.Event()
+
+        async def reward(episode: AgentEpisode) -> float:
+            computing.set()
+            await asyncio.Event().wait()
+            return 1.0
+
+        async with fake_server(says_number) as fake:
+            servers = [Server(fake.url, OWNER_KEY)]
+            playing = arun_agents(player, [AgentTask()], servers=servers, environment=_echo, reward=reward, limits=FAST)
+            task = asyncio.ensure_future(playing)
+            await computing.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert fake.sessions == {}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_failure_of_another_server_is_the_agents() -> None:
+    async def agent(session: AgentSession, task: AgentTask) -> None:
+        request = httpx.Request("GET", "http://elsewhere.example/search")
+        httpx.Response(503, request=request).raise_for_status()
+
+    result = run(agent, reward=lambda episode: 1.0)
+    assert (result.episodes[0].reason, result.episodes[0].reward) == (StopReason.AGENT_ERROR, None)
+
+
+def test_a_timeout_inside_a_reward_function_is_its_own() -> None:
+    def reward(episode: AgentEpisode) -> float:
+        raise TimeoutError("the judge is slow")
+
+    (episode,) = run(player, environment=_echo, reward=reward).episodes
+    assert (episode.reason, episode.reward) == (StopReason.DONE, None)
+    assert "raised TimeoutError: the judge is slow" in (episode.error or "")
 
 
 def test_an_open_server_is_refused() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import os
 import random
+import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,6 +150,50 @@ def test_the_code_tool_runs_programs_with_bounds() -> None:
     _run(main())
 
 
+_ESCAPE = """
+import os, socket, sys
+found = {}
+found["home"] = os.path.exists(FILE)
+found["variables"] = sorted(set(os.environ) - {"PATH", "HOME", "LANG", "PWD", "LC_CTYPE"})
+try:
+    open("/usr/escape", "w")
+    found["writes"] = True
+except OSError:
+    found["writes"] = False
+try:
+    socket.create_connection(("127.0.0.1", PORT), 2)
+    found["network"] = True
+except OSError:
+    found["network"] = False
+found["processes"] = [p for p in os.listdir("/proc") if p.isdigit() and int(p) > 20]
+print(found)
+"""
+
+
+def test_bubblewrap_isolates_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program looks for a file of the user, the runner's variables, other processes, and a port that listens."""
+    works = (
+        shutil.which("bwrap") is not None
+        and not subprocess.run(isolated(["true"], "bubblewrap"), capture_output=True, timeout=20).returncode
+    )
+    if not works:
+        pytest.skip("needs bubblewrap, and the right to make namespaces")
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    monkeypatch.setenv("SOME_SECRET", "secret")
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            code = _ESCAPE.replace("FILE", repr(str(secret))).replace("PORT", str(listening.getsockname()[1]))
+            tool = CodeTool(seconds=20.0)
+            found = await tool.call("run_python", {"code": code})
+        nothing = {"home": False, "variables": [], "writes": False, "network": False, "processes": []}
+        assert ast.literal_eval(found) == nothing, found
+        assert "longer than 1 s" in await CodeTool(seconds=1.0).call("run_python", {"code": "while True: pass"})
+
+    _run(main())
+
+
 _MCP_SERVER = """
 import os, time
 from mcp.server.mcpserver import MCPServer
@@ -195,6 +244,41 @@ def test_mcp_tools_on_stdio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             await slow.call("add", {"a": 1, "b": 1})
 
     _run(main())
+
+
+def test_mcp_tools_over_streamable_http(tmp_path: Path) -> None:
+    """A server of the package in a process of its own; a call that its caller cancels leaves the connection usable."""
+    pytest.importorskip("mcp", reason="needs mcp (extra `mcp`)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = tmp_path / "server.py"
+    script.write_text(_MCP_SERVER.replace('run("stdio")', f'run("streamable-http", port={port})'))
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+
+    async def main() -> None:
+        tools = McpTools(f"http://127.0.0.1:{port}/mcp", "use the tools")
+        for _ in range(100):
+            try:
+                assert await tools.reset(1) == "use the tools"
+                break
+            except EnvError:
+                await asyncio.sleep(0.1)
+        assert [tool["function"]["name"] for tool in tools.tools] == ["add", "fail", "secret", "hang", "die"]
+        assert await asyncio.gather(*(tools.call("add", {"a": i, "b": 1}) for i in range(4))) == ["1", "2", "3", "4"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await tools.call("hang", {})
+        assert await tools.call("add", {"a": 2, "b": 2}) == "4"
+        assert await tools.step("the answer") == ("", None, True)
+        await tools.close()
+        await tools.close()
+
+    server = subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.DEVNULL)
+    try:
+        _run(main())
+    finally:
+        server.kill()
+        server.wait(10)
 
 
 def test_an_mcp_server_that_does_not_start_is_an_error() -> None:

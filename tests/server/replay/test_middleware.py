@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from verl_server.errors import IdempotencyConflictError
 from verl_server.server.replay.middleware import ReplayMiddleware
 
 SESSION = SimpleNamespace(session_id="ses_1", child=None, scope_key=b"s" * 16)
@@ -102,11 +101,8 @@ class House:
 
     def __init__(self, **options: Any) -> None:
         self.app = App()
-        self.answered = False
         settings: dict[str, Any] = {"grace": 60.0, "ttl": 60.0, "most_bytes": 1 << 20, "most_body": 1 << 20}
-        self.middleware = ReplayMiddleware(
-            self.app, is_answered=lambda *_: self.answered, cumulative_events=True, **settings | options
-        )
+        self.middleware = ReplayMiddleware(self.app, cumulative_events=True, **settings | options)
         self.tasks: list[asyncio.Task[None]] = []
 
     def connect(self, session: Any = SESSION, path: str = "/v1/messages", **headers: str) -> Client:
@@ -270,16 +266,6 @@ def test_refusals_and_expired_answers_are_not_kept() -> None:
     scenario(test, ttl=0.01)
 
 
-def test_a_turn_of_the_ledger_is_never_sampled_again() -> None:
-    async def test(house: House) -> None:
-        house.answered = True
-        client = house.connect(idempotency_key="k")
-        await house.ended()
-        assert client.status == 409 and house.app.runs == 0
-
-    scenario(test)
-
-
 def test_a_stream_continues_behind_an_event() -> None:
     async def test(house: House) -> None:
         house.app.media_type, house.app.pieces = (
@@ -354,18 +340,5 @@ def test_delivery_is_reported_for_whole_answers_only() -> None:
         house.connect(idempotency_key="k")
         await house.ended()
         assert delivered == [1]
-
-    scenario(test)
-
-
-def test_conflicts_of_the_ledger_are_errors() -> None:
-    async def test(house: House) -> None:
-        def conflict(*_: Any) -> bool:
-            raise IdempotencyConflictError("another body")
-
-        house.middleware._is_answered = conflict
-        client = house.connect(idempotency_key="k")
-        await house.ended()
-        assert client.status == 409 and b"another body" in client.body
 
     scenario(test)

@@ -9,8 +9,11 @@ from hashlib import blake2b
 from typing import Any
 
 from verl_server.chat.history import NODE
-from verl_server.server.sessions.contract import FinishedTurn, NextTurn, OpenTurn, ReplyMessage, SessionCaller
+from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession
 
 
@@ -77,6 +80,6 @@ async def turn(
     ledger: SessionLedger, who: SessionCaller, next: NextTurn, output: Sequence[int], **fields: Any
 ) -> OpenTurn:
     """Begin a turn and commit it."""
-    opened = ledger.begin(who, next, fields.get("key"), fields.get("body") or b"b" * 16)
-    await ledger.commit(opened, finished(next, output, **fields))
+    opened = TurnLedger(ledger).begin(who, next, fields.get("key"), fields.get("body") or b"b" * 16)
+    await TurnLedger(ledger).commit(opened, finished(next, output, **fields))
     return opened

@@ -23,12 +23,18 @@ class LiveServer:
     """`verl-server serve` with its children. Leaving the context kills all of them."""
 
     def __init__(
-        self, model: Path, log: Path, *arguments: str, api_key: str | None = API_KEY, admin_key: str | None = None
+        self,
+        model: Path,
+        log: Path,
+        *arguments: str,
+        api_key: str | None = API_KEY,
+        admin_key: str | None = None,
+        port: int = 0,
     ) -> None:
-        """Start a server. Everything that its processes write is added to the file `log`."""
+        """Start a server. Everything that its processes write is added to the file `log`. Port 0 is a free one."""
         self.api_key, self.admin_key, self.log = api_key, admin_key, log
         keys = {"VERL_SERVER_API_KEY": api_key, "VERL_SERVER_ADMIN_API_KEY": admin_key}
-        small = ["--kv-cache-gib", "0.1", "--cpu-threads", "1", "--cpu-kernel-choice", "torch", "--port", "0"]
+        small = ["--kv-cache-gib", "0.1", "--cpu-threads", "1", "--cpu-kernel-choice", "torch", "--port", str(port)]
         self._begin = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
             self.process = subprocess.Popen(

@@ -12,7 +12,7 @@ from tests.server.conftest import MakeStack, Stack
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
 from verl_server.server.sessions.access import is_owner_path
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.service import SessionService
 
 OWNER = {"Authorization": "Bearer owner"}
 PERMITTED = {
@@ -43,7 +43,7 @@ def create(stack: Stack, **body: Any) -> dict[str, Any]:
 
 def calls(stack: Stack) -> list[tuple[str, str]]:
     """Return method and path of all operations, and of paths that nobody serves."""
-    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionLedger())
+    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
     paths = {re.sub(r"{\w+(:\w+)?}", "x", path) for operation in mounted for path in operation.paths}
     methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
     return [(method, path) for path in sorted(paths | {"/nothing", "/v1", "/"}) for method in methods]
@@ -119,7 +119,7 @@ def test_session_routes_need_an_owners_key(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:
     stack = make_stack(**settings)
-    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionLedger())
+    mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
     owned = [operation for operation in mounted if operation.owner]
     assert len(owned) >= 9
     for operation in mounted:
@@ -147,7 +147,7 @@ def test_without_a_key_there_are_no_sessions(make_stack: MakeStack) -> None:
         ("POST", "/open_session"),
     ):
         response = stack.request(method, path, json={} if method == "POST" else None)
-        assert response.status_code == 403
+        assert (response.status_code, response.headers["X-Verl-Error"]) == (403, "ForbiddenError")
         assert "--api-key-file or --admin-api-key-file" in response.text
     assert stack.request("GET", "/s/vs-x/v1/models").status_code == 401
     assert stack.get("/v1/models", headers=bearer("vs-" + "x" * 43)).status_code == 200, "as before"

@@ -15,7 +15,7 @@ from tests.server.fake_scheduler import INFO
 from tests.server.test_http_routes import events
 from verl_server.errors import SessionUnavailableError
 from verl_server.io_struct import TokenizedGenerateReq
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.turn_ledger import TurnLedger
 
 OWNER = {"Authorization": "Bearer owner"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -260,13 +260,62 @@ def test_a_response_follows_the_one_that_it_names(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_reply_ends_before_its_turn_is_stored(stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    async def refuse(self: SessionLedger, *_: Any) -> None:
+    async def refuse(self: TurnLedger, *_: Any) -> None:
         raise SessionUnavailableError("the disk is full")
 
     session = Session(stack)
     session.says("x")
-    monkeypatch.setattr(SessionLedger, "commit", refuse)
+    monkeypatch.setattr(TurnLedger, "commit", refuse)
     body = {"messages": [user("a")], "stream": stream}
     response = stack.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {session.key}"})
     assert "the disk is full" in response.text and '"finish_reason":"stop"' not in response.text
     assert stream or (response.status_code, response.headers["Retry-After"]) == (503, "1")
+
+
+def test_session_params_continue_a_request(stack: Stack) -> None:
+    """SGLang's continual prompting: offset, dropped output, branches, and who may."""
+
+    def ask(ids: list[int], key: str = "owner", **params: Any) -> Any:
+        body = {"input_ids": ids, "session_params": {"id": session.id, **params}}
+        return stack.post("/generate", body, headers={"Authorization": f"Bearer {key}"})
+
+    session = Session(stack)
+    session.cuts("one", "two", "three", "four", "five")
+    first = ask([5, 6, 7]).json()
+    rid, known = first["meta_info"]["id"], [5, 6, 7, *first["output_ids"]]
+    second = ask([8, 9], rid=rid).json()
+    assert session.sent().input_ids == [*known, 8, 9]
+    assert second["meta_info"]["session"]["parent"] == 0 and second["meta_info"]["session"]["began"] is None
+    ask([8], rid=rid, drop_previous_output=True)
+    assert session.sent().input_ids == [5, 6, 7, 8]
+    ask([8], rid=rid, offset=4)
+    assert session.sent().input_ids == [*known[:4], 8]
+    ask([8], key=session.key, rid=rid, offset=-1, replace=True)
+    assert session.sent().input_ids == [*known[:-1], 8]
+    branches = session.trajectory()["branches"]
+    assert branches[0]["ids"] == [*known, 8, 9, *second["output_ids"]]
+    assert len(branches) == 4 and sum(sum(branch["loss_mask"]) for branch in branches) == len("onetwothreefourfive")
+    other = Session(stack)
+    for key, wrong, status in ((session.key, other.id, 400), ("owner", "nobody", 404)):
+        assert ask([1], key=key, id=wrong).status_code == status
+    assert "no finished request" in ask([1], rid="unknown").text
+
+
+def test_the_trajectory_says_how_each_turn_was_sampled(stack: Stack) -> None:
+    session = Session(stack, seed=3, sampling_params={"top_p": 0.5}, forced_sampling_params={"temperature": 0.25})
+    session.says("one", '{"a": 1}', "three")
+    messages: list[Any] = [user("a")]
+    for body in (
+        {"temperature": 2.0},
+        {"response_format": {"type": "json_object"}, "top_p": 1.0},
+        {"logit_bias": {"7": 1}},
+    ):
+        message = session.chat(messages, **body)["message"]
+        messages += [{"role": "assistant", "content": message["content"]}, user("b")]
+    (branch,) = session.trajectory()["branches"]
+    first, second, third = (turn["sampling"] for turn in branch["turns"])
+    seeds = [each.pop("sampling_seed") for each in (first, second, third)]
+    assert len(set(seeds)) == 3
+    assert first == {"temperature": 0.25, "top_p": 0.5}
+    assert second.pop("grammar").startswith("blake2b:") and second == {"temperature": 0.25}
+    assert third == {"temperature": 0.25, "top_p": 0.5, "logit_bias": {"7": 1.0}}

@@ -24,7 +24,7 @@ class Server:
         self.stack = stack
         self.service = SessionService(stack.manager, stack.args)
         self.ledger = self.service.ledger
-        stack.app = create_app(stack.manager, stack.args, self.ledger)
+        stack.app = create_app(stack.manager, stack.args, self.service)
 
     def open(self) -> None:
         self.stack.manager.run_sync(self.service.open(), 20)
@@ -59,19 +59,22 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
     server = start()
     server.open()
     with pytest.raises(SessionUnavailableError, match=r"serves version default; the session store ends at version v7"):
-        server.ledger.view(caller("s"))
+        server.service.turns.view(caller("s"))
     with pytest.raises(SessionUnavailableError, match=r"accept_restart\(\), or start with --weight-version v7"):
-        server.ledger.begin(caller("s"), plan([1]), None, b"")
-    # Reading, rewards, new sessions and the key work at once.
+        server.service.turns.begin(caller("s"), plan([1]), None, b"")
+    # A new session would have to wait, too, and its owner knows how to wait.
+    refused = server.stack.post("/sessions", {}, headers=OWNER)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    # Reading, rewards and the key work at once.
     assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
     assert server.stack.get("/sessions/s/trajectory", headers=OWNER).json()["branches"][0]["ids"] == [1, 2]
     assert server.stack.post("/sessions/s/reward", {"reward": 1}, headers=OWNER).status_code == 200
-    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
     assert server.stack.get("/v1/models", headers={"x-api-key": key}).status_code == 200
     server.stack.manager.controls.weights_confirmed = True
-    assert len(server.ledger.view(caller("s")).replies) == 1
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
+    assert len(server.service.turns.view(caller("s")).replies) == 1
     server.stack.manager.controls.weights_confirmed = False
-    server.ledger.view(caller("s"))  # the gate stays open
+    server.service.turns.view(caller("s"))  # the gate stays open
     server.close()
 
 
@@ -80,7 +83,7 @@ def test_the_version_of_the_store_opens_the_gate(start: Any) -> None:
     server = start(weight_version="v7")
     server.stack.manager.controls.weight_version = "v7"
     server.open()
-    server.ledger.view(caller("s"))
+    server.service.turns.view(caller("s"))
     server.close()
 
 
@@ -93,16 +96,39 @@ def test_a_store_without_open_sessions_has_no_gate(start: Any) -> None:
     again = start()
     again.open()
     again.ledger.create(CreateSession(id="new"))
-    again.ledger.view(caller("new"))
+    again.service.turns.view(caller("new"))
     again.close()
 
 
 def test_sessions_are_refused_until_the_store_was_read(start: Any) -> None:
+    """A server answers before it knows its sessions. "Unknown key" or "no such session" would be final and untrue."""
+    key = _with_a_turn(start, "v7")
     server = start()
-    response = server.stack.post("/sessions", {}, headers=OWNER)
-    assert response.status_code == 503 and "reads its session store" in response.text
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+
+    def answers() -> dict[str, Any]:
+        post, get = server.stack.post, server.stack.get
+        named = OWNER | {"X-Session-ID": "s"}
+        return {
+            "create": post("/sessions", {}, headers=OWNER),
+            "list": get("/sessions", headers=OWNER),
+            "read": get("/sessions/s", headers=OWNER),
+            "trajectory": get("/sessions/s/trajectory", headers=OWNER),
+            "reward": post("/sessions/s/reward", {"reward": 1}, headers=OWNER),
+            "finish": post("/sessions/s/finish", {}, headers=OWNER),
+            "delete": server.stack.request("DELETE", "/sessions/s", headers=OWNER),
+            "key": post("/v1/chat/completions", chat, headers={"x-api-key": key}),
+            "key in the path": post(f"/s/{key}/v1/chat/completions", chat),
+            "header": post("/v1/chat/completions", chat, headers=named),
+        }
+
+    for name, answer in answers().items():
+        assert (answer.status_code, answer.headers.get("Retry-After")) == (503, "1"), (name, answer.text)
+        assert "reads its session store" in answer.text and "x-should-retry" not in answer.headers, name
+    assert server.stack.get("/sessions").status_code == 401, "without a key, nothing is said about sessions"
     server.open()
-    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
+    assert server.stack.get("/sessions/s", headers=OWNER).json()["turns"] == 1
+    assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 503, "the weights are not confirmed"
     server.close()
 
 

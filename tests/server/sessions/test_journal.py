@@ -19,6 +19,7 @@ from verl_server.server.sessions.journal_files import DamagedStoreError, Disk, J
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.records import FORMAT, HeaderRecord
 from verl_server.server.sessions.restart import restore
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
 HEADER = HeaderRecord(FORMAT, 100, b"t" * 16, "/model")
@@ -57,7 +58,7 @@ class Store:
 def image(ledger: SessionLedger) -> dict[str, Any]:
     """Return everything that a ledger holds, except times of its own."""
     found = {}
-    for session in (each for root in ledger.sessions() for each in ledger.family(root)):
+    for session in (each for root in ledger.table.roots() for each in ledger.table.family(root)):
         found[session.id] = (
             session.record,
             session.turns,
@@ -79,13 +80,13 @@ async def fill(ledger: SessionLedger) -> None:
     who = created(ledger, id="one", group="g", metadata={"a": [1]}, limits=SessionLimits(max_turns=99), seed=3)
     first = plan([1, 2], new_nodes=node("head", 0) + node("hi"))
     await turn(ledger, who, first, [3, 4], key=b"key", body=b"b" * 16)
-    lost = ledger.begin(who, plan([9], new_nodes=node("lost"), after_node=1), b"interrupted", b"b" * 16)
+    lost = TurnLedger(ledger).begin(who, plan([9], new_nodes=node("lost"), after_node=1), b"interrupted", b"b" * 16)
     await turn(ledger, who, plan([5], 0, 4, new_nodes=node("more"), after_node=2), [6], spans=[("v1", 0), ("v2", 1)])
     await turn(ledger, who, plan([7]), [8])
     await turn(ledger, caller("one", "helper"), plan([1]), [2])
-    ledger.delivered("one", 0)
+    TurnLedger(ledger).delivered("one", 0)
     ledger.reward("one", RewardBody(0.5))
-    ledger.cancel(lost)
+    TurnLedger(ledger).cancel(lost)
     created(ledger, id="two")
     ledger.finish("two", "why")
     created(ledger, id="three")
@@ -105,12 +106,12 @@ def test_a_restarted_server_has_everything(tmp_path: Path, policy: Any) -> None:
         before = image(store.ledger)
         await store.close()
         again = Store(tmp_path / "store", policy)
-        del again.ledger.find("one").keys[b"interrupted"]  # the cancelled turn
+        del again.ledger.table.find("one").keys[b"interrupted"]  # the cancelled turn
         assert image(again.ledger) == before
-        assert again.ledger.of_key(key) == "keyed"
-        assert again.ledger.find("one").started == 4
-        assert again.ledger.memory == pytest.approx(store.ledger.memory)
-        assert again.ledger.last_version == "v1"
+        assert again.ledger.table.of_key(key) == "keyed"
+        assert again.ledger.table.find("one").started == 4
+        assert again.ledger.table.memory == pytest.approx(store.ledger.table.memory)
+        assert again.ledger.table.last_version == "v1"
         # The session goes on, and its ids and nodes are those that it would have had.
         more = await turn(again.ledger, caller("one"), plan([9], 2, 6, new_nodes=node("m"), after_node=5), [1])
         assert (more.turn, more.prompt) == (4, ids([1, 2, 3, 4, 5, 6, 9]))
@@ -126,14 +127,14 @@ def test_an_interrupted_turn_is_sampled_anew_and_recorded_so(tmp_path: Path) -> 
     async def main() -> None:
         store = Store(tmp_path)
         who = created(store.ledger)
-        store.ledger.begin(who, plan([1]), b"key", b"b" * 16)
+        TurnLedger(store.ledger).begin(who, plan([1]), b"key", b"b" * 16)
         await store.ledger.store.flushed()
         await store.close()
         again = Store(tmp_path)
-        assert again.ledger.replay(who, b"key", b"b" * 16) is None
+        assert TurnLedger(again.ledger).answered(who, b"key", b"b" * 16) == []
         await turn(again.ledger, who, plan([1]), [2], key=b"key", body=b"b" * 16)
-        found = again.ledger.replay(who, b"key", b"b" * 16)
-        assert found is not None and (found.turn, found.stored.flags) == (1, 8)
+        (found,) = TurnLedger(again.ledger).answered(who, b"key", b"b" * 16)
+        assert (found.turn, found.stored.flags) == (1, 8)
         await again.close()
 
     run(main())
@@ -201,7 +202,7 @@ def test_damage_anywhere_else_refuses_the_start(tmp_path: Path) -> None:
             with pytest.raises((DamagedStoreError, BadRequestError), match=r"journal-00000001\.log"):
                 Store(tmp_path / "full")
         first.write_bytes(data[:-1])
-        with pytest.raises(DamagedStoreError, match="truncate -s"):
+        with pytest.raises(DamagedStoreError, match="verl-server trajectories repair"):
             Store(tmp_path / "full")
         # In the last file, a damaged record with sound ones behind it was not cut off either.
         (tmp_path / "last").mkdir()
@@ -358,14 +359,14 @@ def test_a_full_disk_refuses_turns_and_loses_none(tmp_path: Path) -> None:
         who = created(store.ledger)
         await turn(store.ledger, who, plan([1]), [2])
         running = plan([3], 0, 2)
-        opened = store.ledger.begin(who, running, None, b"")
+        opened = TurnLedger(store.ledger).begin(who, running, None, b"")
         disk.full = True
         from tests.server.sessions.building import finished
 
         with pytest.raises(SessionUnavailableError, match="No space left"):
-            await store.ledger.commit(opened, finished(running, [4]))
+            await TurnLedger(store.ledger).commit(opened, finished(running, [4]))
         with pytest.raises(SessionUnavailableError, match="No space left"):
-            store.ledger.view(who)
+            TurnLedger(store.ledger).view(who)
         with pytest.raises(SessionUnavailableError, match="No space left"):
             created(store.ledger)
         disk.full = False
@@ -390,7 +391,7 @@ def test_a_failed_sync_refuses_turns_until_a_restart(tmp_path: Path) -> None:
             await turn(store.ledger, who, plan([1]), [2])
         disk.broken_sync = False
         with pytest.raises(SessionUnavailableError, match="Start the server again"):
-            store.ledger.view(who)
+            TurnLedger(store.ledger).view(who)
         await store.close()
 
     run(main())
@@ -438,7 +439,7 @@ def test_long_files_are_rotated_and_dead_sessions_compacted(tmp_path: Path) -> N
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 60 * 700
         again = Store(tmp_path)
         assert image(again.ledger) == before
-        assert again.ledger.sequence("kept", 0) == ids([1, 2, 3])
+        assert TurnLedger(again.ledger).sequence("kept", 0) == ids([1, 2, 3])
         await again.close()
 
     run(main())
@@ -448,7 +449,7 @@ def test_a_turn_that_ends_after_its_session_is_no_damage(tmp_path: Path) -> None
     async def main() -> None:
         store = Store(tmp_path)
         who = created(store.ledger)
-        store.ledger.begin(who, plan([1]), None, b"")
+        TurnLedger(store.ledger).begin(who, plan([1]), None, b"")
         store.ledger.delete(who.session_id)
         await store.ledger.store.flushed()
         await store.close()

@@ -1,10 +1,12 @@
-"""Kill -9 of a whole server with 64 sessions open: what a client received in full is in the store, exactly once."""
+"""Kill -9 of a whole server with sessions open: what a client received in full is in the store, exactly once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,16 @@ from tests.waiting import eventually
 from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder
 
-SESSIONS = 64
+STREAMS = 6
+"""Streams that are open when the server is killed."""
+LONG = 300
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "model": "m"},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4},
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 4}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +44,12 @@ class Reply:
     logprobs: list[float]
 
 
-@dataclass
+@dataclass(eq=False)
 class Agent:
-    """An agent that talks until its server is away. `replies` are those that it received in full."""
+    """An agent that talks until its server is away. `replies` are those that it received in full.
+
+    Each request has an idempotency key of its own. `sent` is the newest one, `answered` the newest with a reply.
+    """
 
     id: str
     key: str
@@ -43,6 +57,28 @@ class Agent:
     replies: list[Reply] = field(default_factory=list)
     began: list[str | None] = field(default_factory=list)
     refused: str = ""
+    sent: tuple[str, dict[str, Any]] = ("", {})
+    answered: tuple[str, dict[str, Any]] = ("", {})
+    seen: int = 0
+    """Bytes of the stream that `leave_open` read."""
+
+    def post(self, client: httpx.Client, url: str, request: tuple[str, dict[str, Any]]) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key}", "Idempotency-Key": request[0]}
+        return client.post(f"{url}/v1/chat/completions", json=request[1], headers=headers)
+
+    def leave_open(self, url: str) -> None:
+        """Read a long stream until its connection breaks."""
+        body = {"messages": [*self.messages, {"role": "user", "content": "long"}], "max_tokens": LONG}
+        self.sent = f"long-{len(self.replies)}", body | {"stream": True, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {self.key}", "Idempotency-Key": self.sent[0]}
+        path = f"{url}/v1/chat/completions"
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(timeout=60, trust_env=False) as client,
+            client.stream("POST", path, json=self.sent[1], headers=headers) as answer,
+        ):
+            for piece in answer.iter_bytes():
+                self.seen += len(piece)
 
     def turn(self, client: httpx.Client, url: str) -> httpx.Response:
         """Send the next message. Raise httpx.HTTPError if the reply does not arrive in full."""
@@ -56,22 +92,23 @@ class Agent:
             "return_token_ids": True,
             "stream": streams,
         }
-        answer = client.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {self.key}"})
+        self.sent = f"{len(self.replies)}-{url}", body
+        answer = self.post(client, url, self.sent)
         if answer.status_code != 200:
             return answer
-        choices = _events(answer.text) if streams else answer.json()["choices"]
-        shown = [each.get("delta") or each.get("message") or {} for each in choices]
-        session = next(each["meta_info"]["session"] for each in choices if "meta_info" in each)
-        self.replies.append(
-            Reply(
-                session["turn"],
-                [token for each in choices for token in each.get("token_ids") or []],
-                [e["logprob"] for each in choices for e in (each.get("logprobs") or {}).get("content") or []],
-            )
-        )
-        self.began.append(session["began"])
-        self.messages = [*asked, {"role": "assistant", "content": "".join(e.get("content") or "" for e in shown)}]
+        reply, text, began = _read(answer, streams)
+        self.replies.append(reply)
+        self.began.append(began)
+        self.answered = self.sent
+        self.messages = [*asked, {"role": "assistant", "content": text}]
         return answer
+
+    def go_on(self, client: httpx.Client, url: str) -> None:
+        """Take two turns, which must both be answered. The second one continues the first one."""
+        for _ in range(2):
+            answer = self.turn(client, url)
+            assert answer.status_code == 200, answer.text
+        assert self.began[-1] is None, "the conversation goes on where it was"
 
     def talk(self, url: str) -> None:
         with httpx.Client(timeout=60, trust_env=False) as client:
@@ -83,6 +120,17 @@ class Agent:
                 if answer.status_code != 200:
                     self.refused = answer.text
                     return
+
+
+def _read(answer: httpx.Response, streams: bool) -> tuple[Reply, str, str | None]:
+    """Return a reply, its text and why its branch began. Raise httpx.ReadError if the end of a stream is missing."""
+    choices = _events(answer.text) if streams else answer.json()["choices"]
+    shown = [each.get("delta") or each.get("message") or {} for each in choices]
+    session = next(each["meta_info"]["session"] for each in choices if "meta_info" in each)
+    ids = [token for each in choices for token in each.get("token_ids") or []]
+    logprobs = [e["logprob"] for each in choices for e in (each.get("logprobs") or {}).get("content") or []]
+    text = "".join(each.get("content") or "" for each in shown)
+    return Reply(session["turn"], ids, logprobs), text, session["began"]
 
 
 def _events(text: str) -> list[dict[str, Any]]:
@@ -111,19 +159,78 @@ def check(server: LiveServer, agent: Agent) -> int:
     return len(held) - len(agent.replies)
 
 
-@pytest.mark.parametrize("seed", at_depth(range(3)))
-def test_a_killed_server_keeps_every_turn_that_was_answered(folder: Path, tmp_path: Path, seed: int) -> None:
+def tree(server: LiveServer, agent: Agent) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = server.owner("GET", f"/sessions/{agent.id}").get("tree", [])
+    return turns
+
+
+def sampled(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns without the note that a client took the reply."""
+    return [turn | {"delivered": True} for turn in turns]
+
+
+def check_refusals(server: LiveServer, agent: Agent, client: httpx.Client) -> None:
+    """Assert that everything that generates in a session is refused for now, so that clients try again."""
+    for path, body in ROUTES.items():
+        refused = client.post(f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {agent.key}"})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1"), path
+        assert refused.headers.get("x-should-retry") != "false"
+        assert "version 7" in refused.text and "accept_restart" in refused.text
+    created = client.post(f"{server.url}/sessions", json={}, headers={"Authorization": f"Bearer {server.api_key}"})
+    assert (created.status_code, created.headers["Retry-After"]) == (503, "1")
+
+
+def check_keys(server: LiveServer, agent: Agent, client: httpx.Client) -> bool:
+    """Send the agent's newest requests again, with their keys. Return True if the newest one was unfinished.
+
+    A finished turn is not sampled again. An unfinished one is, and its turn says so.
+    """
+    before = tree(server, agent)
+    if agent.answered[0]:
+        answer = agent.post(client, server.url, agent.answered)
+        assert answer.status_code == 200, answer.text
+        same = _read(answer, agent.answered[1]["stream"])[0] == agent.replies[-1]
+        assert same and sampled(tree(server, agent)) == sampled(before), "a finished turn is never sampled again"
+    other = agent.answered[0], {"messages": [{"role": "user", "content": "another body"}]}
+    assert not agent.answered[0] or agent.post(client, server.url, other).status_code == 409
+    if agent.sent == agent.answered:
+        return False
+    answer = agent.post(client, server.url, agent.sent)
+    after = tree(server, agent)
+    if len(before) > len(agent.replies):
+        assert _read(answer, agent.sent[1]["stream"])[0].turn == before[-1]["turn"]
+        assert sampled(after) == sampled(before), "its turn was stored, and its reply was lost"
+        return False
+    assert answer.status_code == 200, answer.text
+    (new,) = after[len(before) :]
+    assert not any(turn["resampled"] for turn in before) and not new["aborted"]
+    # The kill may have come before the note that a turn began was written; never for a stream that was read.
+    assert new["resampled"] or not agent.seen
+    again = agent.post(client, server.url, agent.sent)
+    assert (again.status_code, again.content) == (200, answer.content) and tree(server, agent) == after
+    return True
+
+
+@pytest.mark.parametrize(("seed", "sessions"), at_depth([(0, 16), (1, 64), (2, 64)]))
+def test_a_killed_server_keeps_every_turn_that_was_answered(
+    folder: Path, tmp_path: Path, seed: int, sessions: int
+) -> None:
     chance = random.Random(seed)
     store = ["--session-store", str(tmp_path / "store")]
     log = tmp_path / "log"
     with LiveServer(folder, log, *store, "--weight-version", "7", admin_key=ADMIN_KEY) as server:
-        made = [server.owner("POST", "/sessions", {"id": f"s{i}", "seed": i}) for i in range(SESSIONS)]
+        made = [server.owner("POST", "/sessions", {"id": f"s{i}", "seed": i}) for i in range(sessions)]
         agents = [Agent(each["id"], each["key"]) for each in made]
-        threads = [threading.Thread(target=agent.talk, args=(server.url,)) for agent in agents]
+        streaming = agents[:STREAMS]
+        threads = [threading.Thread(target=agent.talk, args=(server.url,)) for agent in agents[STREAMS:]]
         for thread in threads:
             thread.start()
-        turns = chance.randint(2 * SESSIONS, 4 * SESSIONS)
+        turns = chance.randint(2 * sessions, 4 * sessions)
         assert eventually(lambda: sum(len(agent.replies) for agent in agents) >= turns, 120)
+        for agent in streaming:
+            threads.append(threading.Thread(target=agent.leave_open, args=(server.url,)))
+            threads[-1].start()
+        assert eventually(lambda: all(agent.seen for agent in streaming), 60)
         threading.Event().wait(chance.random() * 0.2)  # not when a reply has just come
         server.kill()
         for thread in threads:
@@ -131,25 +238,27 @@ def test_a_killed_server_keeps_every_turn_that_was_answered(folder: Path, tmp_pa
         assert not any(agent.refused for agent in agents), [agent.refused for agent in agents if agent.refused][:1]
     with LiveServer(folder, log, *store, admin_key=ADMIN_KEY) as server:
         more = sum(check(server, agent) for agent in agents)  # readable at once
-        assert 0 <= more <= SESSIONS, "only what ran at the end may be there without a client that has it"
+        assert 0 <= more <= sessions, "only what ran at the end may be there without a client that has it"
         server.owner("POST", "/sessions/s0/reward", {"reward": 0.5})
         with httpx.Client(timeout=60, trust_env=False) as client:
-            refused = agents[0].turn(client, server.url)
-            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            assert "version 7" in refused.text and "accept_restart" in refused.text
+            check_refusals(server, agents[0], client)
             HttpServerEngineAdapter.attach(server.url, server.api_key, ADMIN_KEY).accept_restart()
-            for agent in agents:
-                for _ in range(2):
-                    answer = agent.turn(client, server.url)
-                    assert answer.status_code == 200, answer.text
-                assert agent.began[-1] is None, "the conversation goes on where it was"
+            anew = [agent for agent in (*streaming, *agents[STREAMS::4]) if check_keys(server, agent, client)]
+            assert set(anew) >= set(streaming), "a stream that was not at its end is unfinished"
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda agent: agent.go_on(client, server.url), agents))
         for agent in agents:
-            check(server, agent)
-            (branch,) = server.owner("GET", f"/sessions/{agent.id}/trajectory")["branches"]
-            assert [turn["turn"] for turn in branch["turns"]] == [reply.turn for reply in agent.replies]
+            others = check(server, agent)
+            assert others <= 1, "the reply of one turn was lost, or was read as that of a key"
+            branches = server.owner("GET", f"/sessions/{agent.id}/trajectory")["branches"]
+            known = [reply.turn for reply in agent.replies]
+            assert known in [[turn["turn"] for turn in branch["turns"]] for branch in branches]
+        held = {agent.id: tree(server, agent) for agent in agents}
         server.kill()
     with LiveServer(folder, log, *store, "--weight-version", "default", admin_key=ADMIN_KEY) as server:
-        assert sum(check(server, agent) for agent in agents) == more
+        for agent in agents:
+            check(server, agent)
+            assert tree(server, agent) == held[agent.id]
         assert server.owner("GET", "/sessions/s0")["reward"] == 0.5
         with httpx.Client(timeout=60, trust_env=False) as client:
             assert agents[0].turn(client, server.url).status_code == 200, "the journal ends at the loaded version"

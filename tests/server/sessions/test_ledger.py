@@ -20,7 +20,10 @@ from verl_server.errors import (
     SessionNotFoundError,
     SessionUnavailableError,
 )
-from verl_server.server.sessions.ledger import Bounds, SessionLedger, TurnTooLargeError
+from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.limits import Bounds, TurnTooLargeError
+from verl_server.server.sessions.stored_turn import stored_turns
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
 
@@ -34,23 +37,24 @@ def run(coro: Any) -> Any:
 def test_a_prompt_is_the_parents_sequence_and_what_is_new() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger)
         first = await turn(ledger, who, plan([1, 2, 3]), [4, 5])
         assert (first.turn, first.parent, first.shared, first.prompt) == (0, -1, 0, ids([1, 2, 3]))
-        second = ledger.begin(who, plan([6, 7], parent=0, kept=5), None, b"")
+        second = turns.begin(who, plan([6, 7], parent=0, kept=5), None, b"")
         assert (second.prompt, second.shared) == (ids([1, 2, 3, 4, 5, 6, 7]), 5)
-        await ledger.commit(second, finished(plan([6, 7], parent=0, kept=5), [8]))
-        third = ledger.begin(who, plan([9], parent=1, kept=4), None, b"")
+        await turns.commit(second, finished(plan([6, 7], parent=0, kept=5), [8]))
+        third = turns.begin(who, plan([9], parent=1, kept=4), None, b"")
         assert (third.prompt, third.parent, third.shared) == (ids([1, 2, 3, 4, 9]), 0, 4), "a sibling of turn 1"
-        whole = ledger.begin(who, plan([1, 2, 3, 4, 5, 6, 7, 8, 9], parent=1, kept=-1, began="head"), None, b"")
+        whole = turns.begin(who, plan([1, 2, 3, 4, 5, 6, 7, 8, 9], parent=1, kept=-1, began="head"), None, b"")
         assert (whole.parent, whole.shared) == (1, 8)
-        assert ledger.described(whole, plan([], parent=1, kept=-1, began="head"))["began"] is None
-        retry = ledger.begin(who, plan([], parent=1, kept=7, began="retry"), None, b"")
+        assert turns.described(whole, plan([], parent=1, kept=-1, began="head"))["began"] is None
+        retry = turns.begin(who, plan([], parent=1, kept=7, began="retry"), None, b"")
         assert (retry.prompt, retry.parent, retry.shared, retry.sibling) == (second.prompt, 0, 5, 1)
-        root = ledger.begin(who, plan([], parent=0, kept=3, began="retry"), None, b"")
+        root = turns.begin(who, plan([], parent=0, kept=3, began="retry"), None, b"")
         assert (root.prompt, root.parent, root.shared, root.sibling) == (first.prompt, -1, 0, 1)
-        assert ledger.sequence(who.session_id, 1) == ids(range(1, 9))
-        assert [ledger.sequence(who.session_id, 1, kept) for kept in range(9)] == [
+        assert turns.sequence(who.session_id, 1) == ids(range(1, 9))
+        assert [turns.sequence(who.session_id, 1, kept) for kept in range(9)] == [
             ids(range(1, 1 + kept)) for kept in range(9)
         ]
 
@@ -63,6 +67,7 @@ def test_sequences_of_random_trees() -> None:
     async def main() -> None:
         draw = random.Random(0)
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger)
         known: list[list[int]] = []
         for i in range(200):
@@ -79,10 +84,10 @@ def test_sequences_of_random_trees() -> None:
                     == ids(known[opened.parent] if opened.parent >= 0 else [])[: 4 * opened.shared]
                 )
             known.append(prompt + output)
-            assert ledger.sequence(who.session_id, i) == ids(known[i])
+            assert turns.sequence(who.session_id, i) == ids(known[i])
             some = draw.randrange(len(known[i]) + 1)
-            assert ledger.sequence(who.session_id, i, some) == ids(known[i][:some])
-        for stored, sequence in zip(ledger.stored_turns(ledger.find(who.session_id)), known, strict=True):
+            assert turns.sequence(who.session_id, i, some) == ids(known[i][:some])
+        for stored, sequence in zip(stored_turns(ledger.table.find(who.session_id)), known, strict=True):
             assert stored.prompt_ids() + stored.output_ids() == sequence
             assert stored.output_logprobs() == [-0.5] * len(stored.output_ids())
 
@@ -91,10 +96,11 @@ def test_sequences_of_random_trees() -> None:
 
 def test_a_parent_that_has_not_finished_is_refused() -> None:
     ledger = SessionLedger()
+    turns = TurnLedger(ledger)
     who = created(ledger)
-    ledger.begin(who, plan([1]), None, b"")
+    turns.begin(who, plan([1]), None, b"")
     with pytest.raises(SessionNotFoundError, match="no finished turn 0"):
-        ledger.begin(who, plan([2], parent=0, kept=1), None, b"")
+        turns.begin(who, plan([2], parent=0, kept=1), None, b"")
 
 
 # -- the tree -----------------------------------------------------------------------------------------------
@@ -103,19 +109,20 @@ def test_a_parent_that_has_not_finished_is_refused() -> None:
 def test_turns_with_equal_prompts_are_siblings_with_seeds_of_their_own() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger, seed=7)
         next = plan([1], new_nodes=node("head", 0) + node("hi"))
-        three = [ledger.begin(who, next, None, b"") for _ in range(3)]
+        three = [turns.begin(who, next, None, b"") for _ in range(3)]
         assert [each.sibling for each in three] == [0, 1, 2]
         assert len({each.seed for each in three}) == 3
         for each in three:
-            await ledger.commit(each, finished(next, [2]))
-            assert ledger.described(each, next)["child"] is None
-        assert len(ledger.view(who).nodes) == 5 * 44, "one head, one message, three replies"
-        again = ledger.begin(who, plan([1], after_node=1, matched_messages=1, began="retry"), None, b"")
+            await turns.commit(each, finished(next, [2]))
+            assert turns.described(each, next)["child"] is None
+        assert len(turns.view(who).nodes) == 5 * 44, "one head, one message, three replies"
+        again = turns.begin(who, plan([1], after_node=1, matched_messages=1, began="retry"), None, b"")
         assert again.sibling == 3
         other = SessionLedger()
-        same = other.begin(created(other, seed=7), next, None, b"")
+        same = TurnLedger(other).begin(created(other, seed=7), next, None, b"")
         assert same.seed == three[0].seed, "a seed depends on the session's seed and on the tree only"
 
     run(main())
@@ -124,11 +131,12 @@ def test_turns_with_equal_prompts_are_siblings_with_seeds_of_their_own() -> None
 def test_the_first_turn_that_continues_a_sequence_continues_its_branch() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger)
         branches = []
         for added, parent, kept in [([1], -1, 0), ([3], 0, 2), ([4], 0, 2), ([5], 1, 4), ([6], 1, 1), ([9], -1, 0)]:
             next = plan(added, parent, kept)
-            branches.append(ledger.described(await turn(ledger, who, next, [2]), next)["branch"])
+            branches.append(turns.described(await turn(ledger, who, next, [2]), next)["branch"])
         assert branches == [0, 0, 1, 0, 2, 3]
 
     run(main())
@@ -137,15 +145,16 @@ def test_the_first_turn_that_continues_a_sequence_continues_its_branch() -> None
 def test_a_conversation_without_common_messages_is_a_child() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger)
         main_turn, sub = plan([1]), plan([2])
-        assert ledger.described(await turn(ledger, who, main_turn, [5]), main_turn)["child"] is None
-        described = ledger.described(await turn(ledger, who, sub, [6]), sub)
+        assert turns.described(await turn(ledger, who, main_turn, [5]), main_turn)["child"] is None
+        described = turns.described(await turn(ledger, who, sub, [6]), sub)
         assert (described["child"], described["began"]) == ("auto-1", "child")
         later = plan([7], parent=1, kept=2)
-        assert ledger.described(await turn(ledger, who, later, [8]), later)["child"] == "auto-1"
-        twice = ledger.begin(who, sub, None, b"")
-        assert (twice.sibling, ledger.described(twice, sub)["child"]) == (1, "auto-1")
+        assert turns.described(await turn(ledger, who, later, [8]), later)["child"] == "auto-1"
+        twice = turns.begin(who, sub, None, b"")
+        assert (twice.sibling, turns.described(twice, sub)["child"]) == (1, "auto-1")
 
     run(main())
 
@@ -153,20 +162,24 @@ def test_a_conversation_without_common_messages_is_a_child() -> None:
 def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger, limits=SessionLimits(max_turns=2), seed=1)
         helper = caller(who.session_id, "helper")
-        assert ledger.view(helper).replies == []
+        assert turns.view(helper).replies == []
         opened = await turn(ledger, helper, plan([1]), [2])
         assert opened.session_id == f"{who.session_id}.helper"
-        assert ledger.view(who).replies == []
-        assert [each.turn for each in ledger.view(helper).replies] == [0]
+        assert turns.view(who).replies == []
+        assert [each.turn for each in turns.view(helper).replies] == [0]
         await turn(ledger, who, plan([1]), [2])
         with pytest.raises(SessionLimitError, match="max_turns=2"):
-            ledger.view(helper)
-        assert [each.id for each in ledger.family(ledger.find(who.session_id))] == [who.session_id, opened.session_id]
+            turns.view(helper)
+        assert [each.id for each in ledger.table.family(ledger.table.find(who.session_id))] == [
+            who.session_id,
+            opened.session_id,
+        ]
         ledger.delete(who.session_id)
-        assert not ledger.knows(opened.session_id)
-        assert ledger.memory == 0
+        assert opened.session_id not in ledger.table
+        assert ledger.table.memory == 0
 
     run(main())
 
@@ -174,8 +187,9 @@ def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
 @pytest.mark.parametrize("name", ["", "a b", "../x", "auto-1", "x" * 65])
 def test_a_bad_name_of_a_child_is_refused(name: str) -> None:
     ledger = SessionLedger()
+    turns = TurnLedger(ledger)
     with pytest.raises(BadRequestError, match="X-Session-Child"):
-        ledger.view(caller(created(ledger).session_id, name))
+        turns.view(caller(created(ledger).session_id, name))
 
 
 # -- limits -------------------------------------------------------------------------------------------------
@@ -185,26 +199,27 @@ def test_limits() -> None:
     async def main() -> None:
         clock = Clock()
         ledger = SessionLedger(clock=clock)
+        turns = TurnLedger(ledger)
         who = created(ledger, limits=SessionLimits(max_tokens=5, max_context=8, max_concurrent=2, seconds=60))
-        opened = ledger.begin(who, plan([1, 2]), None, b"")
+        opened = turns.begin(who, plan([1, 2]), None, b"")
         assert opened.max_new_tokens == 5
-        second = ledger.begin(who, plan([1, 2, 3, 4]), None, b"")
+        second = turns.begin(who, plan([1, 2, 3, 4]), None, b"")
         assert second.max_new_tokens == 4
         with pytest.raises(SessionUnavailableError, match="max_concurrent=2"):
-            ledger.view(who)
-        ledger.cancel(second)
-        await ledger.commit(opened, finished(plan([1, 2]), [1, 1]))
-        assert ledger.begin(who, plan([9], parent=0, kept=4), None, b"").max_new_tokens == 3
+            turns.view(who)
+        turns.cancel(second)
+        await turns.commit(opened, finished(plan([1, 2]), [1, 1]))
+        assert turns.begin(who, plan([9], parent=0, kept=4), None, b"").max_new_tokens == 3
         with pytest.raises(SessionLimitError, match="max_context=8"):
-            ledger.begin(who, plan([1] * 8), None, b"")
+            turns.begin(who, plan([1] * 8), None, b"")
         await turn(ledger, who, plan([1]), [1, 1, 1])
         with pytest.raises(SessionLimitError, match=r"session ses_\w+ has used its max_tokens=5|max_tokens=5"):
-            ledger.view(who)
+            turns.view(who)
         clock.now += 61
         with pytest.raises(SessionEndedError, match="seconds=60"):
-            ledger.view(who)
+            turns.view(who)
         with pytest.raises(SessionEndedError, match=r"expired \(seconds\)"):
-            ledger.view(who)
+            turns.view(who)
 
     run(main())
 
@@ -212,15 +227,16 @@ def test_limits() -> None:
 def test_bounds_of_the_server() -> None:
     async def main() -> None:
         ledger = SessionLedger(Bounds(max_sessions=2, max_turn_tokens=4, max_nodes=2))
+        turns = TurnLedger(ledger)
         who = created(ledger)
         created(ledger)
         with pytest.raises(SessionUnavailableError, match="max_sessions"):
             created(ledger)
         with pytest.raises(TurnTooLargeError, match="max_session_turn_tokens"):
-            ledger.begin(who, plan([1] * 4), None, b"")
+            turns.begin(who, plan([1] * 4), None, b"")
         with pytest.raises(SessionLimitError, match="2 messages"):
-            ledger.begin(who, plan([1], new_nodes=node("a") + node("b") + node("c")), None, b"")
-        assert ledger.find(who.session_id).in_flight == 0
+            turns.begin(who, plan([1], new_nodes=node("a") + node("b") + node("c")), None, b"")
+        assert ledger.table.find(who.session_id).in_flight == 0
 
     run(main())
 
@@ -235,9 +251,9 @@ def test_memory_is_bounded_and_freed() -> None:
         ledger.finish(who.session_id)
         with pytest.raises(SessionUnavailableError):
             created(ledger)
-        ledger.find(who.session_id).fetched = True
+        ledger.table.find(who.session_id).fetched = True
         created(ledger)
-        assert not ledger.knows(who.session_id)
+        assert who.session_id not in ledger.table
 
     run(main())
 
@@ -245,24 +261,25 @@ def test_memory_is_bounded_and_freed() -> None:
 def test_sessions_expire_and_are_forgotten() -> None:
     clock = Clock()
     ledger = SessionLedger(Bounds(ttl=100, retention=10), clock=clock)
+    turns = TurnLedger(ledger)
     idle, timed, other = (
         created(ledger, limits=SessionLimits(idle_seconds=5)),
         created(ledger, limits=SessionLimits(seconds=50)),
         created(ledger),
     )
-    running = ledger.begin(other, plan([1]), None, b"")
+    running = turns.begin(other, plan([1]), None, b"")
     clock.now += 6
     ledger.sweep()
-    assert [ledger.find(each.session_id).state for each in (idle, timed, other)] == ["expired", "open", "open"]
-    ledger.find(idle.session_id).fetched = True
+    assert [ledger.table.find(each.session_id).state for each in (idle, timed, other)] == ["expired", "open", "open"]
+    ledger.table.find(idle.session_id).fetched = True
     clock.now += 101
     ledger.sweep()
-    assert ledger.find(timed.session_id).reason == "seconds"
-    assert not ledger.knows(idle.session_id)
-    assert ledger.find(other.session_id).state == "open", "a turn runs"
-    ledger.cancel(running)
+    assert ledger.table.find(timed.session_id).reason == "seconds"
+    assert idle.session_id not in ledger.table
+    assert ledger.table.find(other.session_id).state == "open", "a turn runs"
+    turns.cancel(running)
     ledger.sweep()
-    assert ledger.find(other.session_id).reason == "session_ttl"
+    assert ledger.table.find(other.session_id).reason == "session_ttl"
 
 
 # -- keys, ends, rewards, replays ---------------------------------------------------------------------------
@@ -271,18 +288,19 @@ def test_sessions_expire_and_are_forgotten() -> None:
 def test_a_finished_session_has_no_key_and_aborts_its_turns() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         session, key = ledger.create(CreateSession())
-        assert ledger.of_key(key) == session.id
+        assert ledger.table.of_key(key) == session.id
         who, aborted = caller(session.id), []
         next = plan([1])
-        opened = ledger.begin(who, next, None, b"", abort=lambda: aborted.append(True))
+        opened = turns.begin(who, next, None, b"", abort=lambda: aborted.append(True))
         ledger.finish(session.id)
         assert aborted == [True]
-        assert ledger.of_key(key) is None
-        await ledger.commit(opened, finished(next, [2], aborted=True))
-        assert [each.aborted for each in ledger.stored_turns(session)] == [True]
+        assert ledger.table.of_key(key) is None
+        await turns.commit(opened, finished(next, [2], aborted=True))
+        assert [each.aborted for each in stored_turns(session)] == [True]
         with pytest.raises(SessionEndedError):
-            ledger.view(who)
+            turns.view(who)
         assert ledger.finish(session.id, "again").reason == "done"
 
     run(main())
@@ -291,13 +309,14 @@ def test_a_finished_session_has_no_key_and_aborts_its_turns() -> None:
 def test_a_turn_of_a_deleted_session_is_refused() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who = created(ledger)
-        opened = ledger.begin(who, plan([1]), None, b"")
+        opened = turns.begin(who, plan([1]), None, b"")
         ledger.delete(who.session_id)
         with pytest.raises(SessionNotFoundError):
-            await ledger.commit(opened, finished(plan([1]), [2]))
-        ledger.cancel(opened)
-        assert ledger.memory == 0
+            await turns.commit(opened, finished(plan([1]), [2]))
+        turns.cancel(opened)
+        assert ledger.table.memory == 0
 
     run(main())
 
@@ -330,14 +349,15 @@ def test_rewards_replace_and_add() -> None:
 def test_an_idempotency_key_finds_its_turns() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who, key, body = created(ledger), b"key", b"b" * 16
-        assert ledger.replay(who, key, body) is None
+        assert turns.answered(who, key, body) == []
         await turn(ledger, who, plan([1]), [2], key=key, body=body)
         await turn(ledger, who, plan([1]), [3], key=key, body=body)
-        assert [each.output_ids() for each in ledger.replay_all(who, key, body)] == [[2], [3]]
+        assert [each.output_ids() for each in turns.answered(who, key, body)] == [[2], [3]]
         with pytest.raises(IdempotencyConflictError):
-            ledger.replay(who, key, b"x" * 16)
-        assert ledger.replay(created(ledger), key, body) is None, "another session"
+            turns.answered(who, key, b"x" * 16)
+        assert turns.answered(created(ledger), key, body) == [], "another session"
 
     run(main())
 
@@ -345,9 +365,10 @@ def test_an_idempotency_key_finds_its_turns() -> None:
 def test_previous_response() -> None:
     async def main() -> None:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         who, other = created(ledger), created(ledger)
         await turn(ledger, who, plan([1]), [2])
-        assert ledger.view(who, f"resp_{who.session_id}_0").previous == 0
+        assert turns.view(who, f"resp_{who.session_id}_0").previous == 0
         for bad in (
             f"resp_{who.session_id}_1",
             f"resp_{other.session_id}_0",
@@ -356,7 +377,7 @@ def test_previous_response() -> None:
             f"resp_{who.session_id}_-1",
         ):
             with pytest.raises(SessionNotFoundError, match="previous_response_id"):
-                ledger.view(who, bad)
+                turns.view(who, bad)
 
     run(main())
 
@@ -366,16 +387,17 @@ def test_previous_response() -> None:
 
 def test_a_token_takes_at_most_24_bytes() -> None:
     """2,000 turns of 32 prompt and 32 sampled tokens with two messages each."""
-    sessions, turns, new = 20, 100, 32
+    sessions, count, new = 20, 100, 32
 
     async def main() -> tuple[SessionLedger, int]:
         ledger = SessionLedger()
+        turns = TurnLedger(ledger)
         gc.collect()
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         for s in range(sessions):
             who = created(ledger)
-            for i in range(turns):
+            for i in range(count):
                 added = list(range(1000 * s, 1000 * s + new))
                 next = plan(
                     added,
@@ -386,7 +408,7 @@ def test_a_token_takes_at_most_24_bytes() -> None:
                     options=bytes([111] * 16),
                     began="root" if i == 0 else None,
                 )
-                opened = ledger.begin(who, next, None, b"b" * 16)
+                opened = turns.begin(who, next, None, b"b" * 16)
                 done = finished(
                     next,
                     added,
@@ -396,13 +418,13 @@ def test_a_token_takes_at_most_24_bytes() -> None:
                     spans=[(f"v{i // 10}", 0)],
                     body=i.to_bytes(16, "little"),
                 )
-                await ledger.commit(opened, done)
+                await turns.commit(opened, done)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return ledger, after - before
 
     ledger, used = run(main())
-    tokens = sessions * turns * 2 * new
+    tokens = sessions * count * 2 * new
     assert used / tokens <= 24, f"{used / tokens:.1f} bytes a token"
-    assert 0.8 < ledger.memory / used < 1.5, "the ledger's own count is about right"
+    assert 0.8 < ledger.table.memory / used < 1.5, "the ledger's own count is about right"

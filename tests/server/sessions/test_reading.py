@@ -14,6 +14,7 @@ import pytest
 from tests.chat.session_fakes import QWEN, TOOLS
 from tests.server.fake_scheduler import INFO
 from tests.server.sessions.building import Clock, created, floats, ids
+from verl_server.chat.session_view import NextTurn, ReplyMessage
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
@@ -23,10 +24,11 @@ from verl_server.server.dialects.openai.reading import CHAT, COMPLETION
 from verl_server.server.dialects.openai.responses_request import RESPONSES
 from verl_server.server.request_state import ReqState
 from verl_server.server.session_prompt import prompt_text
-from verl_server.server.sessions.contract import FinishedTurn, NextTurn, OpenTurn, ReplyMessage
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.reading import session_body
 from verl_server.server.sessions.replies import end_token, read_reply
+from verl_server.server.sessions.turn import FinishedTurn, OpenTurn
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import Job, TextTools
 from verl_server.server.text_worker import do_job, make_tools
@@ -54,11 +56,12 @@ class Talk:
     def __init__(self, tools: TextTools) -> None:
         self.tools = tools
         self.end = tools.encode(["<|im_end|>"], add_special_tokens=False)[0][0]
-        self.ledger = SessionLedger(clock=Clock(), end_tokens=lambda: [self.end])
+        self.ledger = SessionLedger(clock=Clock())
+        self.turns = TurnLedger(self.ledger, end_tokens=lambda: [self.end])
         self.caller = created(self.ledger)
 
     def read(self, job: str, body: dict[str, Any], previous: str | None = None) -> Any:
-        view = self.ledger.view(self.caller, previous)
+        view = self.turns.view(self.caller, previous)
         answer = do_job(self.tools, f"session/{job}", session_body(view, json.dumps(body).encode()))
         if answer.status != 200:
             raise error_for_status(answer.status, bytes(answer.data).decode())
@@ -68,7 +71,7 @@ class Talk:
         self, next: NextTurn, output: ChatOutput | None, text: str, matched: int | str | None = -1, **options: Any
     ) -> tuple[OpenTurn, ReplyMessage]:
         """Begin a turn, let it answer with `text`, and commit it. `matched` -1: the end token ends it."""
-        opened = self.ledger.begin(self.caller, next, None, b"b" * 16)
+        opened = self.turns.begin(self.caller, next, None, b"b" * 16)
         matched = self.end if matched == -1 else matched
         sampled = self.tools.encode([text], add_special_tokens=False)[0]
         sampled += [self.end] if matched == self.end else []
@@ -86,7 +89,7 @@ class Talk:
             rid="rid",
             end_token=end_token(state, [self.end]),
         )
-        asyncio.run(self.ledger.commit(opened, finished))
+        asyncio.run(self.turns.commit(opened, finished))
         return opened, reply
 
     def state(self, opened: OpenTurn, sampled: list[int], matched: int | str | None) -> ReqState:
@@ -168,7 +171,7 @@ def test_a_conversation_in_three_dialects(talk: Talk) -> None:
     read = talk.read("responses", {"input": "and 2 + 2?"}, previous=f"resp_{talk.caller.session_id}_{second.turn}")
     assert (read.next.parent, read.next.kept, read.next.began) == (
         second.turn,
-        (len(second.prompt) // 4) + talk.ledger.view(talk.caller).replies[1].output_tokens,
+        (len(second.prompt) // 4) + talk.turns.view(talk.caller).replies[1].output_tokens,
         None,
     )
 

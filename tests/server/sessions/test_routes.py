@@ -11,7 +11,8 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from tests.server.sessions.building import caller, plan, turn
 from verl_server.server.app import create_app
-from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.service import SessionService
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import RewardBody, SessionInfo, SessionTrajectory
 
 OWNER = {"Authorization": "Bearer owner"}
@@ -21,8 +22,9 @@ class Owner:
     """The owner of sessions on a server without an engine."""
 
     def __init__(self, stack: Stack) -> None:
-        self.stack, self.ledger = stack, SessionLedger()
-        stack.app = create_app(stack.manager, stack.args, self.ledger)
+        sessions = SessionService(stack.manager, stack.args)
+        self.stack, self.ledger = stack, sessions.ledger
+        stack.app = create_app(stack.manager, stack.args, sessions)
 
     def call(self, method: str, path: str, body: Any = None, status: int = 200, **kwargs: Any) -> Any:
         headers = OWNER | kwargs.pop("headers", {})
@@ -73,7 +75,7 @@ def test_create_and_read(owner: Owner) -> None:
 )
 def test_bad_bodies(owner: Owner, body: Any) -> None:
     owner.call("POST", "/sessions", body, 400)
-    assert not list(owner.ledger.sessions())
+    assert not list(owner.ledger.table.roots())
 
 
 def test_lists(owner: Owner) -> None:
@@ -115,7 +117,7 @@ def test_trajectories(owner: Owner) -> None:
     owner.turn(session, plan([1, 2]), [3, 4], spans=[("v1", 0), ("v2", 1)])
     owner.turn(session, plan([5], 0, 4), [6])
     owner.turn(session, plan([7], 0, 4), [8])
-    owner.ledger.delivered(session, 0)
+    TurnLedger(owner.ledger).delivered(session, 0)
     owner.turn(session, plan([9]), [9], child="helper")
     owner.ledger.reward(session, RewardBody(0.5))
     owner.ledger.reward(session, RewardBody(2.0, turn=1))
@@ -160,7 +162,7 @@ def test_a_store_that_cannot_be_written_answers_503(owner: Owner) -> None:
 def test_sglang_routes(owner: Owner) -> None:
     body = {"capacity_of_str_len": 1000, "session_id": "mine", "timeout": 5}
     assert owner.call("POST", "/open_session", body).json() == "mine"
-    assert owner.ledger.find("mine").limits.seconds == 5
+    assert owner.ledger.table.find("mine").limits.seconds == 5
     owner.call("POST", "/open_session", body, 400)
     assert isinstance(owner.call("POST", "/open_session", {"capacity_of_str_len": 1}).json(), str)
     assert owner.call("POST", "/close_session", {"session_id": "mine"}).content == b""

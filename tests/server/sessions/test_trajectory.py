@@ -27,6 +27,7 @@ class FakeTurn:
     delivered: bool = True
     child: str | None = None
     rid: str = ""
+    conditions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_tokens(self) -> int:

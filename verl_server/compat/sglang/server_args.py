@@ -55,7 +55,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "cuda_graph_backend_prefill": (None, _KERNELS),
     "disable_prefill_cuda_graph": (False, _KERNELS),
     "max_prefill_tokens": (16384, _SCHEDULING),
-    "schedule_policy": ("fcfs", _SCHEDULING),
     "schedule_conservativeness": (1.0, _SCHEDULING),
     "num_continuous_decode_steps": (1, _SCHEDULING),
     "scheduler_recv_interval": (1, _SCHEDULING),
@@ -169,6 +168,8 @@ class TranslatedArgs:
             own["attention_backend"] = "auto"  # a kernel library of SGLang's
         if own.get("grammar_backend", "none") not in ("llguidance", "none"):
             del own["grammar_backend"]  # another library for the same grammars
+        if own.get("schedule_policy", "lpm") not in ("lpm", "fcfs"):
+            del own["schedule_policy"]  # another order of the queue does not change results
         if own.get("chunked_prefill_size", 1) < 1:
             del own["chunked_prefill_size"]  # -1 means one chunk; chunks do not change results
         return Settings(**own)

@@ -11,9 +11,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import tyro
 from rich.console import Console
 
 from verl_server.errors import BadRequestError
@@ -24,12 +25,15 @@ from verl_server.rollout.agents.progress import ProgressView
 from verl_server.rollout.agents.report import write_run_report
 from verl_server.rollout.agents.rewards import Reward
 from verl_server.rollout.agents.run import arun_agents
+from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.env_factory import load_function
-from verl_server.rollout.environments.named import environment_named, is_named
+from verl_server.rollout.environments.named import environment_named, has_reward, is_named
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 _GROUPS = 16
+Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+"""An option that is written once for each value. Without the annotation, the last one would replace the others."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class AgentRolloutArgs:
     """Let an agent play tasks with a policy, each episode in a session that records its tokens."""
 
     agent: str
-    """MODULE:function or FILE.py:function, an `async def (session, task)`; or the command of a program, in quotes."""
+    """MODULE:function or FILE.py:function, an `async def (session, task)`; the command of a program, in quotes; or
+    `tools`: a loop that lets the policy call the tools of the environment and those of `--tool`."""
     tasks: str
     """FILE.jsonl with one task a line (`seed`, `input`, `environment`; or any other JSON value, the task's `input`),
     reasoning-gym:NAME or textarena:NAME."""
@@ -50,12 +55,18 @@ class AgentRolloutArgs:
     first_seed: int = 0
     """Task i of a named environment has the seed first_seed + i."""
     environment: str | None = None
-    """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME or the URL of an OpenEnv server."""
+    """Environment of the tasks of a file: reasoning-gym:NAME, textarena:NAME, the URL of an OpenEnv server, mcp:URL or
+    mcp:COMMAND (tools of an MCP server), or code (the tool run_python, isolated by bubblewrap)."""
+    tool: Repeated = ()
+    """MODULE:function, a Python function that the policy may call. For `--agent tools`. May be repeated."""
+    system: str | None = None
+    """System message. For `--agent tools`."""
     reward: str | None = None
     """`environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode. Default:
     `environment` if there is one, `exit` for a program."""
-    server: tuple[str, ...] = ()
-    """URLs of running servers. Their key is VERL_SERVER_API_KEY of the environment, or in `--api-key-file`."""
+    server: Repeated = ()
+    """URL of a running server. May be repeated. The servers' key is VERL_SERVER_API_KEY of the environment, or in
+    `--api-key-file`."""
     api_key_file: Path | None = None
     """File with the servers' API key or admin key."""
     model_path: str | None = None
@@ -71,8 +82,8 @@ class AgentRolloutArgs:
     seed: int = 0
     """Seed of the sessions."""
     limits: AgentLimits = field(default_factory=AgentLimits)
-    pass_env: tuple[str, ...] = ()
-    """Names of variables that a program receives beside its own."""
+    pass_env: Repeated = ()
+    """Name of a variable that a program receives beside its own. May be repeated."""
     allow_open_server: bool = False
     """Accept servers that generate without a key, where an agent can sample outside its session."""
 
@@ -82,8 +93,10 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
     console = console or Console()
     key = take_from_environment("VERL_SERVER_API_KEY")  # no agent inherits it, nor reads it in /proc
     servers = _servers(args, key)
-    agent = load_agent(args.agent)
+    agent = load_agent(args.agent, args.tool, args.system, args.limits.max_turns)
     tasks, environment = load_tasks(args)
+    if args.reward is None and args.environment is not None and not has_reward(args.environment):
+        raise BadRequestError(f"--reward is needed: MODULE:function, because {args.environment} has tools only.")
     reward = load_reward(args.reward, agent, environment)
     try:
         asyncio.run(_played(args, servers, agent, tasks, environment, reward, console))
@@ -96,9 +109,15 @@ def rollout_agents(args: AgentRolloutArgs, console: Console | None = None) -> in
         f"{summary['episodes']} episodes in {summary['attempts']} attempts, {summary['tokens']} tokens, "
         f"mean reward {mean}, ends {summary['reasons']}. Files: {args.out}",
         highlight=False,
+        soft_wrap=True,
     )
     for entry in [e for e in read_lines(args.out / "episodes.jsonl") if e.final and e.error][:5]:
-        console.print(f"  {entry.task}-{entry.member} {entry.reason}: {entry.error}", highlight=False, markup=False)
+        console.print(
+            f"  {entry.task}-{entry.member} {entry.reason}: {entry.error}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     return 0 if summary["scored"] else 1
 
 
@@ -140,8 +159,15 @@ async def _played(
     return run
 
 
-def load_agent(text: str) -> AgentFunction | list[str]:
-    """The function that the text names, or the words of its command."""
+def load_agent(
+    text: str, tools: Sequence[str] = (), system: str | None = None, max_turns: int | None = None
+) -> AgentFunction | list[str]:
+    """The function that the text names, the tool loop, or the words of a command. The rest is for the tool loop."""
+    if text == "tools":
+        functions = [load_function(tool, "tool") for tool in tools]
+        return ToolLoop(functions, system=system, max_turns=max_turns or DEFAULT_MAX_TURNS)
+    if tools or system is not None:
+        raise BadRequestError("--tool and --system are for --agent tools.")
     if _FUNCTION.fullmatch(text):
         return load_function(text, "agent")
     words = shlex.split(text)
@@ -213,6 +239,4 @@ def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    import tyro
-
     return rollout_agents(tyro.cli(AgentRolloutArgs, args=argv, prog="verl-server rollout"))

@@ -67,6 +67,8 @@ class Progress:
     """What runs now, for a live display."""
 
     running: int = 0
+    began: float | None = None
+    """`time.monotonic` at the start of the first episode."""
     referees: set[Referee] = field(default_factory=set)
 
     @property
@@ -101,6 +103,7 @@ class AgentPlayer:
         start = self.clock()
         referee: Referee | None = None
         self.progress.running += 1
+        self.progress.began = self.progress.began or time.monotonic()
         try:
             if self.environment is not None:
                 referee = await self._opened(self.environment, episode)
@@ -156,11 +159,11 @@ class AgentPlayer:
                 episode.session, episode.server = created.id, client.url
                 try:
                     end = await self._agent_end(client, created, episode, referee)
+                    await self._closed(client, created.id, episode, referee, end)
                 except asyncio.CancelledError:
                     episode.reason = StopReason.ABORTED
                     await _shielded(self._dropped(client, created.id))
                     raise
-                await self._closed(client, created.id, episode, referee, end)
         except (ServerDiedError, ServerUnavailableError) as error:
             raise End(StopReason.SESSION_LOST, str(error)) from error
 
@@ -177,6 +180,7 @@ class AgentPlayer:
             api_key=created.key,
             environment=GuardedEnvironment(referee) if referee is not None else None,
         )
+        run = client.run
         agent = asyncio.ensure_future(self._run_agent(session, episode, referee))
         activity = asyncio.ensure_future(self._watched(client, created.id, referee))
         waits: list[asyncio.Future[Any]] = [agent, activity] + ([referee.fault] if referee is not None else [])
@@ -185,7 +189,7 @@ class AgentPlayer:
             if referee is not None and referee.fault.done():
                 return _environment_end(referee.fault.result())
             if agent.done():
-                return await self._own_end(agent, client)
+                return await self._judged(_own_end(agent, client.url), client, run)
             if activity.done():
                 return activity.result()
             return End(StopReason.TIME_LIMIT, f"The agent ran for {self.limits.seconds:.3g} s (AgentLimits.seconds).")
@@ -217,18 +221,13 @@ class AgentPlayer:
         if agent.done() and not agent.cancelled():
             agent.exception()  # it was read: asyncio logs nothing
 
-    async def _own_end(self, agent: asyncio.Future[Any], client: SessionsClient) -> End:
-        """The end of an agent that returned, raised or exited."""
-        if agent.cancelled():
-            return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
-        error = agent.exception()
-        if error is None:
-            result = agent.result()
-            return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
-        text = f"{type(error).__name__}: {error}"[:2000]
-        if _server_failed(error) or not await client.is_alive():
-            return End(StopReason.GENERATION_ERROR, text)
-        return End(StopReason.AGENT_ERROR, text)
+    @staticmethod
+    async def _judged(end: End, client: SessionsClient, run: str | None) -> End:
+        """Return the end. An agent that failed is not to blame if its server is away, or is no longer the run `run`."""
+        if end.reason is StopReason.AGENT_ERROR and (not await client.is_alive() or client.run != run):
+            end.reason = StopReason.GENERATION_ERROR
+            end.error = f"The server ended meanwhile. {end.error}"
+        return end
 
     async def _watched(self, client: SessionsClient, session_id: str, referee: Referee | None) -> End:
         """Return when the agent is idle for too long, or its session is lost."""
@@ -275,8 +274,10 @@ class AgentPlayer:
             lost = error if end.reason is not StopReason.SESSION_LOST else end.error
             raise End(StopReason.SESSION_LOST, f"{lost} (the agent's end: {end.reason})") from error
         episode.turns, episode.tokens = info.turns, info.tokens
-        if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR):
+        if end.reason in (StopReason.AGENT_ERROR, StopReason.GENERATION_ERROR, StopReason.MAX_TOKENS):
             end.reason = self._limit_reason(info) or end.reason
+        if end.reason is StopReason.GENERATION_ERROR:
+            end.error = f"{client.url}: {end.error}"
         _note(episode, end)
         if referee is not None:
             episode.environment_reward = referee.reward
@@ -339,13 +340,29 @@ def _exit_end(exit: Exit) -> End:
     return End(reason, f"{cause}. Its last lines:\n{lines}", exit_code=exit.code, output=exit.output)
 
 
-def _server_failed(error: BaseException) -> bool:
-    """True if an SDK's error, or its cause, says that the server failed (status 5xx)."""
+def _own_end(agent: asyncio.Future[Any], server_url: str) -> End:
+    """Return the end of an agent that returned, raised or exited."""
+    if agent.cancelled():
+        return End(StopReason.AGENT_ERROR, "The agent cancelled itself.")
+    error = agent.exception()
+    if error is None:
+        result = agent.result()
+        return _exit_end(result) if isinstance(result, Exit) else End(StopReason.DONE, result=result)
+    if isinstance(error, End):  # a `ToolLoop` names its reason
+        return error
+    reason = StopReason.GENERATION_ERROR if _server_failed(error, server_url) else StopReason.AGENT_ERROR
+    return End(reason, f"{type(error).__name__}: {error}"[:2000])
+
+
+def _server_failed(error: BaseException, server_url: str) -> bool:
+    """True if an SDK's error, or its cause, says that the rollout server answered with status 5xx."""
     seen: BaseException | None = error
     while seen is not None:
-        status = getattr(seen, "status_code", None)
+        response = getattr(seen, "response", None)
+        status = getattr(seen if response is None else response, "status_code", None)
         if isinstance(status, int) and status >= 500:
-            return True
+            url = getattr(getattr(seen, "request", None), "url", None)
+            return url is None or str(url).startswith(f"{server_url}/")  # an agent may ask other servers, too
         seen = seen.__cause__ or seen.__context__
     return False
 

@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
+from jsonschema.exceptions import best_match
+from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,6 +36,9 @@ from verl_server.rollout.environments.text import TextEnvironment
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
+_KEEP_ALIVE = 3600
+"""Seconds that an idle connection stays open. A program is silent while it generates; if the gateway closed the
+connection meanwhile, the program's next call could fail. The connection ends with the program."""
 
 
 class GuardedEnvironment:
@@ -61,7 +67,7 @@ class GuardedEnvironment:
         return await self.__referee.step(text)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text."""
+        """Call a tool and return its result as text. Raises BadRequestError for an unknown tool or wrong arguments."""
         return await self.__referee.call(name, arguments)
 
 
@@ -105,6 +111,9 @@ class Referee:
         names = [tool.get("function", {}).get("name") for tool in self.tools]
         if name not in names:
             raise BadRequestError(f"There is no tool {name!r}. The tools: {', '.join(map(str, names)) or 'none'}.")
+        wrong = _violation(self.tools[names.index(name)]["function"].get("parameters") or {}, arguments)
+        if wrong is not None:
+            raise BadRequestError(f"The arguments of {name} are wrong: {wrong}")
         return await self._bounded("call", self._environment.call(name, arguments))
 
     async def close(self) -> None:
@@ -148,6 +157,18 @@ class Referee:
         return error
 
 
+def _violation(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
+    """Where and how arguments violate a tool's schema. None if they follow it, or if the schema itself is unusable."""
+    try:
+        validator = validator_for(schema, default=Draft202012Validator)(
+            schema, registry=Registry()
+        )  # downloads nothing
+        error = best_match(validator.iter_errors(arguments))
+    except Exception:
+        return None  # an environment with a faulty schema checks its arguments itself
+    return None if error is None else f"`arguments{error.json_path.removeprefix('$')}`: {error.message[:500]}"
+
+
 class EnvironmentGateway:
     """Serves the environments of programs on the loopback address. Use `running`."""
 
@@ -165,7 +186,14 @@ class EnvironmentGateway:
             "/{token}/call": ("POST", self._call),
         }
         app = Starlette(routes=[Route(path, handler, methods=[method]) for path, (method, handler) in paths.items()])
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=1,
+        )
         server = _Server(config)
         with bind_socket("127.0.0.1", 0) as sock:
             self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"

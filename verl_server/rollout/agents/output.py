@@ -47,7 +47,12 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     turns: int
     branches: int
     final: bool
-    """True if no other attempt follows. A resumed run plays a (task, member) without a final line again."""
+    """True if no other attempt follows in this run."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if a resumed run does not play the task again: no other attempt follows, and the reward did not fail."""
+        return self.final and not (self.reward is None and self.reason.is_scored)
 
 
 class RunFolder:
@@ -106,7 +111,8 @@ class RunFolder:
 
     def _recover(self) -> None:
         """Remove what an interruption left half-written."""
-        lines = list(_whole_lines(self._episodes, EpisodeLine))
+        written = _whole_lines(self._episodes, EpisodeLine)
+        lines = [msgspec.structs.replace(entry, final=entry.is_complete) for entry in written]
         _rewrite(self._episodes, lines)
         self.finished = {(entry.task, entry.member): entry for entry in lines if entry.final}
         kept = {(entry.task, entry.member, entry.attempt) for entry in lines if entry.final}

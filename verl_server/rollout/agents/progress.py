@@ -30,7 +30,6 @@ class ProgressView:
         self._progress = progress
         self._expected = expected
         self._console = console
-        self._start = time.monotonic()
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
         self._tokens = 0
@@ -51,7 +50,8 @@ class ProgressView:
 
     def facts(self) -> dict[str, str]:
         """What the view shows, by name."""
-        seconds = max(1e-9, time.monotonic() - self._start)
+        began = self._progress.began  # the start of a server is not counted
+        seconds = 1e-9 if began is None else max(1e-9, time.monotonic() - began)
         waiting = self._progress.in_environment
         reward = f"{sum(self._rewards) / len(self._rewards):.3f}" if self._rewards else "-"
         return {
@@ -87,4 +87,7 @@ class ProgressView:
     async def _lines(self) -> None:
         while True:
             await asyncio.sleep(_LINE_SECONDS)
-            self._console.print("  ".join(f"{name} {value}" for name, value in self.facts().items()), highlight=False)
+            line = "  ".join(f"{name} {value}" for name, value in self.facts().items())
+            self._console.print(
+                line if self._progress.began else "waiting for the server", highlight=False, soft_wrap=True
+            )

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
-from collections.abc import Callable
 from typing import Any, Literal
 
 from verl_server.errors import BadRequestError
+from verl_server.rollout.agents.threads import in_thread
 from verl_server.rollout.agents.types import AgentEpisode, RewardFunction
 from verl_server.rollout.trajectory import StopReason
 
@@ -35,14 +34,15 @@ async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> floa
         assert episode.environment_reward is not None
         return episode.environment_reward
     assert callable(reward)
+    bound = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with bound:
             value = await _called(reward, episode)
-    except TimeoutError:
-        raise BadRequestError(
-            f"The reward function did not return within {seconds:.3g} s (AgentLimits.reward_seconds)."
-        ) from None
     except Exception as error:
+        if bound.expired():
+            raise BadRequestError(
+                f"The reward function did not return within {seconds:.3g} s (AgentLimits.reward_seconds)."
+            ) from None
         raise BadRequestError(f"The reward function raised {type(error).__name__}: {error}") from error
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRequestError(f"The reward function must return a finite number, not {value!r}.")
@@ -52,33 +52,5 @@ async def compute(reward: Reward, episode: AgentEpisode, seconds: float) -> floa
 async def _called(reward: RewardFunction, episode: AgentEpisode) -> Any:
     if inspect.iscoroutinefunction(reward):
         return await reward(episode)
-    value = await _in_thread(lambda: reward(episode))
+    value = await in_thread(lambda: reward(episode), "reward")
     return await value if inspect.isawaitable(value) else value
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Run a function in a daemon thread, which does not keep the process alive if the function hangs."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, failed = None, None
-        try:
-            value = work()
-        except Exception as error:
-            failed = error
-        try:
-            loop.call_soon_threadsafe(settle, value, failed)
-        except RuntimeError:  # the loop was closed while the function ran
-            return
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return await result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,6 +15,8 @@ from verl_server.errors import BadRequestError, ServerDiedError, ServerUnavailab
 from verl_server.rollout.agents.sessions_client import SessionsClient
 from verl_server.rollout.agents.types import Server
 from verl_server.session_types import CreatedSession, CreateSession
+
+logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Seconds between two questions to a server that is away."""
@@ -28,6 +31,8 @@ class ServerPool:
         self.clients = [SessionsClient(server.url, server.api_key) for server in servers]
         self._open = dict.fromkeys(self.clients, 0)
         self._away: set[SessionsClient] = set()
+        self._unchecked: set[SessionsClient] = set()
+        """Servers that were away when the run began. `check_closed` has not asked them."""
 
     async def __aenter__(self) -> ServerPool:
         return self
@@ -37,14 +42,28 @@ class ServerPool:
             await client.close()
 
     async def check_closed(self) -> None:
-        """Raise BadRequestError if one of the servers generates for callers without a key."""
+        """Raise BadRequestError if one of the servers generates for callers without a key.
+
+        A server that is away is asked when it comes back. Raise ServerDiedError if all of them are away.
+        """
         for client in self.clients:
-            if await client.is_open():
-                raise BadRequestError(
-                    f"The server at {client.url} generates for anybody: an agent could sample outside its session. "
-                    "Start it with --api-key-file (an admin key alone leaves generation open), or accept this with "
-                    "allow_open_server=True (--allow-open-server)."
-                )
+            try:
+                await self._check_closed(client)
+            except ServerDiedError as error:
+                logger.warning("%s The run begins without it.", error)
+                self._away.add(client)
+                self._unchecked.add(client)
+                if len(self._away) == len(self.clients):
+                    raise
+
+    @staticmethod
+    async def _check_closed(client: SessionsClient) -> None:
+        if await client.is_open():
+            raise BadRequestError(
+                f"The server at {client.url} generates for anybody: an agent could sample outside its session. "
+                "Start it with --api-key-file (an admin key alone leaves generation open), or accept this with "
+                "allow_open_server=True (--allow-open-server)."
+            )
 
     @contextlib.asynccontextmanager
     async def session(
@@ -87,9 +106,18 @@ class ServerPool:
         self._away.add(client)
 
     def _candidates(self) -> list[SessionsClient]:
-        return [client for client in self.clients if client not in self._away] or self.clients
+        checked = [client for client in self.clients if client not in self._unchecked]
+        return [client for client in checked if client not in self._away] or checked
 
     async def _probe(self) -> None:
         for client in list(self._away):
-            if await client.is_alive():
-                self._away.discard(client)
+            if not await client.is_alive():
+                continue
+            if client in self._unchecked:
+                try:
+                    await self._check_closed(client)
+                except (BadRequestError, ServerDiedError) as error:
+                    logger.warning("No session goes to this server. %s", error)
+                    continue
+                self._unchecked.discard(client)
+            self._away.discard(client)

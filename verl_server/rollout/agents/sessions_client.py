@@ -20,6 +20,7 @@ from verl_server.errors import (
     VerlServerError,
     error_for_status,
 )
+from verl_server.io_struct import INSTANCE_HEADER
 from verl_server.session_types import (
     CreatedSession,
     CreateSession,
@@ -33,6 +34,9 @@ from verl_server.session_types import (
 T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+_CONNECTIONS = 32
+"""Most connections to one server. For each request httpx goes through all connections, and once more for each idle one:
+with a connection for each of 256 episodes, that took a quarter of the runner's time."""
 _PAGE = 1000
 """Sessions of one page of `GET /sessions`."""
 
@@ -43,11 +47,13 @@ class SessionsClient:
     def __init__(self, url: str, api_key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`api_key` is the server's API key or admin key. `transport` replaces the network in tests."""
         self.url = url.rstrip("/")
+        self.run: str | None = None
+        """Id of the server's run that answered last. A server that is started again has another one."""
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=256),
+            limits=httpx.Limits(max_connections=_CONNECTIONS),
             trust_env=False,
             transport=transport,
         )
@@ -108,6 +114,7 @@ class SessionsClient:
             answer = await self._client.get("/health", timeout=5.0)
         except httpx.HTTPError:
             return False
+        self._note_run(answer)
         return answer.status_code == 200
 
     async def close(self) -> None:
@@ -130,12 +137,16 @@ class SessionsClient:
             answer = await self._client.request(method, path, content=content, params=params, headers=headers)
         except httpx.HTTPError as error:
             raise self._died(error) from None
+        self._note_run(answer)
         if answer.status_code >= 400:
             raise self._refusal(answer)
         try:
             return msgspec.json.decode(answer.content or b"null", type=kind)
         except msgspec.DecodeError as error:
             raise VerlServerError(f"{self.url} answered {method} {path} with other data: {error}") from None
+
+    def _note_run(self, answer: httpx.Response) -> None:
+        self.run = answer.headers.get(INSTANCE_HEADER, self.run)
 
     def _died(self, error: Exception) -> ServerDiedError:
         return ServerDiedError(f"The server at {self.url} does not answer: {error!r}")

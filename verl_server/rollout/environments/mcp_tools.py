@@ -59,14 +59,21 @@ class McpTools:
         return self._prompt
 
     async def step(self, text: str) -> tuple[str, float | None, bool]:
-        raise BadRequestError("This environment is played with its tools, not with step(text).")
+        """End the episode: the text is the final answer."""
+        return "", None, True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool. A tool's own error is a result; a server that does not answer raises EnvTimeoutError."""
         if self._owner is None or self._owner.done() or self._session is None:
             raise EnvError(f"The MCP server {self._server} has ended.")
         answer = asyncio.ensure_future(self._session.call_tool(name, arguments))
-        done, _ = await asyncio.wait([answer, self._owner], timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            done, _ = await asyncio.wait(
+                [answer, self._owner], timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        except asyncio.CancelledError:
+            answer.cancel()  # the caller has its own bound; the connection stays
+            raise
         if answer in done:
             try:
                 return _text(answer.result())

@@ -1,8 +1,17 @@
-"""Environments by name, as the command line writes them: `reasoning-gym:NAME`, `textarena:NAME`, or an OpenEnv URL."""
+"""Environments by name, as the command line writes them.
+
+`reasoning-gym:NAME`, `textarena:NAME`, the URL of an OpenEnv server, `mcp:URL` or `mcp:COMMAND` (tools of an MCP
+server), and `code` (the isolated tool run_python).
+"""
 
 from __future__ import annotations
 
+import shlex
+
 from verl_server.errors import BadRequestError
+from verl_server.rollout.environments.code_tool import CodeTool
+from verl_server.rollout.environments.isolation import check_isolation
+from verl_server.rollout.environments.mcp_tools import McpTools
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.environments.reasoning_gym import ReasoningGymEnvironment, check_reasoning_gym
 from verl_server.rollout.environments.text import MakeEnvironment
@@ -16,6 +25,11 @@ def is_named(text: str) -> bool:
     return text.startswith(_FAMILIES)
 
 
+def has_reward(text: str) -> bool:
+    """False if the named environment has tools only, so that a run needs a reward function."""
+    return text != "code" and not text.startswith("mcp:")
+
+
 def environment_named(text: str) -> MakeEnvironment:
     """Return the factory. Raises BadRequestError if the package, or the name in it, does not exist."""
     family, _, name = text.partition(":")
@@ -27,6 +41,20 @@ def environment_named(text: str) -> MakeEnvironment:
     if family == "textarena":
         check_textarena(name)
         return lambda options: TextArenaEnvironment(name, **options)
+    if family == "mcp":
+        server = name if "://" in name else shlex.split(name)
+        if not server:
+            raise BadRequestError(
+                "mcp: has no server behind the colon, such as mcp:http://HOST/mcp or 'mcp:python x.py'."
+            )
+        McpTools(server)  # names a missing package before the first episode
+        return lambda options: McpTools(server, **options)
+    if text == "code":
+        check_isolation("bubblewrap")
+        return lambda options: CodeTool(**options)
     if "://" in text:
         return lambda options: OpenEnvEnvironment(text, **options)
-    raise BadRequestError(f"{text!r} is no environment: write reasoning-gym:NAME, textarena:NAME or http://HOST:PORT.")
+    raise BadRequestError(
+        f"{text!r} is no environment: write reasoning-gym:NAME, textarena:NAME, http://HOST:PORT (OpenEnv), mcp:URL, "
+        "'mcp:COMMAND' or code."
+    )

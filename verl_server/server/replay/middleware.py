@@ -6,7 +6,8 @@ the log: a connection that breaks loses nothing for `replay_grace` seconds. The 
 
 - a key that came before, with the same body: the connection joins the running answer, or gets the kept one;
 - the same key with another body: 409;
-- a key whose turn is in the session's ledger, although its answer is no longer kept: 409, never a second sample;
+- a key of a session whose answer is no longer kept, also after a restart: the routes answer from the turn that the
+  session's ledger has, and never sample it a second time;
 - a retry of an SDK without a key (`x-stainless-retry-count` above 0) in a session: it joins the one request of the same
   body whose connection was lost before its reply was complete. With none or several of them it is sampled anew.
 
@@ -63,15 +64,10 @@ class ReplayMiddleware:
         ttl: float,
         most_bytes: int,
         most_body: int,
-        is_answered: Callable[[Any, bytes, bytes], bool],
         cumulative_events: bool,
     ) -> None:
-        """`is_answered(session, key, body)` is True if the session's ledger has the turn of a key.
-
-        It raises IdempotencyConflictError if the body was another one. `cumulative_events`: an event of `/generate`
-        holds everything so far.
-        """
-        self._app, self._most_body, self._is_answered = app, most_body, is_answered
+        """`cumulative_events`: an event of `/generate` holds everything so far."""
+        self._app, self._most_body = app, most_body
         self._cumulative = cumulative_events
         self.entries = Entries(grace, ttl, most_bytes, _MOST_ENTRY_BYTES)
         self._running: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
@@ -112,18 +108,17 @@ class ReplayMiddleware:
         hashed = None if key is None else hashlib.blake2b(key.encode(), digest_size=16).digest()
         if hashed is not None:
             entry = self.entries.find(caller, hashed)
-            if entry is not None:
+            if entry is not None and not (session is not None and self._is_only_in_ledger(entry)):
                 return self._known(entry, digest)
-            if session is not None and self._is_answered(session, hashed, digest):
-                raise IdempotencyConflictError(
-                    "The request of this idempotency key was answered, and its answer is no longer kept. Its turn is "
-                    "in the session's trajectory. Use a new key to sample again."
-                )
         elif _is_retry(headers):
             lost = await self._lost(caller, digest)
             if lost is not None:
                 return lost
         return self._begin(scope, caller, hashed, digest, body)
+
+    def _is_only_in_ledger(self, entry: Entry) -> bool:
+        """Return True for an answer that is complete and too large to be kept."""
+        return entry.log.is_complete and self.entries.is_too_large(entry)
 
     def _known(self, entry: Entry, digest: bytes) -> Entry:
         if entry.digest != digest:

@@ -17,10 +17,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl_server.errors import BadRequestError
-from verl_server.server.responses import bad_request, error_object, json_response
-from verl_server.server.sessions.contract import SessionCaller
-from verl_server.server.sessions.ledger import KEY_PREFIX, SessionLedger
+from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailableError, UnauthorizedError
+from verl_server.server.responses import bad_request, error_headers, error_object, json_response, message_error
+from verl_server.server.sessions.ledger import KEY_PREFIX
+from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.table import SessionTable
 
 SESSION_HEADER = "X-Session-ID"
 CHILD_HEADER = "X-Session-Child"
@@ -44,6 +45,8 @@ _IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
 _STATE = "session_key"
 """Name in `scope["state"]` of the key that was in the path, until `SessionAccess` reads it."""
+_OWNER_STATE = "owner"
+"""Name in `scope["state"]` of the hash of an owner's key."""
 _HIDDEN = f"{KEY_PREFIX}..."
 _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
 
@@ -58,8 +61,15 @@ def is_owner_path(path: str) -> bool:
     return _OWNER_PATH.fullmatch(path) is not None
 
 
+def owner_of(scope: Scope) -> bytes | None:
+    """Return a hash of the owner's key that a request without a session key was sent with, or None."""
+    key: bytes | None = scope.get("state", {}).get(_OWNER_STATE)
+    return key
+
+
 def unauthorized() -> Response:
-    return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer", "x-should-retry": "false"})
+    headers = error_headers(UnauthorizedError()) | {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+    return json_response({"error": "Unauthorized"}, 401, headers)
 
 
 def without_owner_key() -> Response:
@@ -68,7 +78,8 @@ def without_owner_key() -> Response:
 
 
 def _forbidden(message: str) -> Response:
-    return json_response(error_object(message, 403, "Forbidden"), 403, {"x-should-retry": "false"})
+    headers = error_headers(ForbiddenError()) | {"x-should-retry": "false"}
+    return json_response(error_object(message, 403, "Forbidden"), 403, headers)
 
 
 class SessionPathMiddleware:
@@ -88,8 +99,8 @@ class SessionPathMiddleware:
 class SessionAccess:
     """Reads the session of each request. `owner_keys` are the server's keys; without one, there are no sessions."""
 
-    def __init__(self, ledger: SessionLedger, owner_keys: list[str]) -> None:
-        self._ledger = ledger
+    def __init__(self, table: SessionTable, owner_keys: list[str]) -> None:
+        self._table = table
         self._owner_keys = [key.encode() for key in owner_keys]
 
     def resolve(self, scope: Scope, sent_keys: list[bytes], is_owner: bool) -> Response | bool:
@@ -106,10 +117,14 @@ class SessionAccess:
             keys.add(in_path)
         headers = Headers(scope=scope)
         if not keys:
-            if is_owner:
-                self._resolve_header(scope, headers, sent_keys)
-            return False
-        session_id = self._ledger.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
+            if not is_owner:
+                return False
+            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
+            scope.setdefault("state", {})[_OWNER_STATE] = scope_key
+            return self._resolve_header(scope, headers, scope_key) or False
+        if (refusal := self.starting()) is not None:
+            return refusal
+        session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
             return unauthorized()
         if not _is_permitted(scope["method"], scope["path"]):
@@ -117,15 +132,27 @@ class SessionAccess:
                 f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
                 "the owner's key."
             )
-        key_hash = self._ledger.find(session_id).record.key_hash
+        key_hash = self._table.find(session_id).record.key_hash
         return self._enter(scope, session_id, headers.get(CHILD_HEADER), False, key_hash[:16]) or True
 
-    def _resolve_header(self, scope: Scope, headers: Headers, sent_keys: list[bytes]) -> None:
+    def starting(self) -> Response | None:
+        """Return the refusal of a request that needs a session while sessions are still read from the store."""
+        if self._table.is_complete:
+            return None
+        return message_error(
+            SessionUnavailableError("The server is starting and reads its session store. Retry later.")
+        )
+
+    def _resolve_header(self, scope: Scope, headers: Headers, scope_key: bytes) -> Response | None:
         """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
         named = headers.get(SESSION_HEADER)
-        if named is not None and self._ledger.knows(named) and scope["path"] in SESSION_ROUTES:
-            scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
-            self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
+        if named is None or scope["path"] not in SESSION_ROUTES:
+            return None
+        if (refusal := self.starting()) is not None:
+            return refusal
+        if named not in self._table:
+            return None
+        return self._enter(scope, named, headers.get(CHILD_HEADER), True, scope_key)
 
     def _enter(
         self, scope: Scope, session_id: str, child: str | None, is_owner: bool, scope_key: bytes

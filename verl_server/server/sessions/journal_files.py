@@ -108,7 +108,7 @@ class JournalFiles:
                     if not is_last or self._continues(data, offset):
                         raise DamagedStoreError(
                             f"The session store is damaged: {path}, byte {offset}: {error}. To lose what follows in "
-                            f"this file, cut it there: truncate -s {offset} {path}"
+                            f"this file and keep a copy of it: verl-server trajectories repair {self._folder}"
                         ) from None
                     self._cut(path, offset, len(data) - offset)
                     break

@@ -88,6 +88,9 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     options: bytes = b""
     calls: bytes | None = None
     """JSON: list of {"id", "name", "arguments"}."""
+    sampling: bytes = b""
+    """JSON: `BranchTurn.sampling` without the seed."""
+    seed: int | None = None
     key: bytes | None = None
     body: bytes | None = None
     dialect: str = ""

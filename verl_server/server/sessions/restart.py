@@ -48,9 +48,9 @@ def restore(ledger: SessionLedger, records: Iterable[Any]) -> int:
     """
     count = 0
     for record in records:
-        if isinstance(record, SessionRecord) or ledger.knows(record.session):
+        if isinstance(record, SessionRecord) or record.session in ledger.table:
             try:
-                ledger.apply(record)
+                ledger.table.apply(record)
             except (KeyError, IndexError) as error:
                 raise DamagedStoreError(
                     f"The session store is damaged: {type(record).__name__} without {error}."

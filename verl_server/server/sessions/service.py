@@ -1,4 +1,4 @@
-"""`SessionService`: the ledger of one HTTP server with its store, from the start to the end.
+"""`SessionService`: the ledgers of one HTTP server with its store, from the start to the end.
 
 `HttpServer` makes it, opens it when the engine is ready, and closes it. Until the store was read, sessions are refused.
 """
@@ -14,9 +14,11 @@ from typing import Any
 
 from verl_server.server.sessions.journal import Journal
 from verl_server.server.sessions.journal_files import JournalFiles
-from verl_server.server.sessions.ledger import Bounds, MemoryStore, SessionLedger
+from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.limits import Bounds
 from verl_server.server.sessions.records import FORMAT, HeaderRecord
 from verl_server.server.sessions.restart import RestartGate, restore
+from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 
@@ -35,13 +37,10 @@ class SessionService:
             max_sessions=server_args.max_sessions,
             max_turn_tokens=server_args.max_session_turn_tokens,
         )
-        store = MemoryStore()
-        if server_args.session_store is not None:
-            store.failure = "the server is starting and reads its session store"
-        self.ledger = SessionLedger(
-            bounds, end_tokens=self._end_tokens, gate=self._gate, store=store, counters=manager.metrics
-        )
-        manager.metrics.watch_sessions(self.ledger)
+        self.ledger = SessionLedger(bounds, gate=self._gate, counters=manager.metrics, on_end=manager.finish_session)
+        self.ledger.table.is_complete = server_args.session_store is None
+        self.turns = TurnLedger(self.ledger, end_tokens=self._end_tokens)
+        manager.metrics.watch_sessions(self.ledger.table)
         self._journal: Journal | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -73,9 +72,10 @@ class SessionService:
         except BaseException:
             files.close()
             raise
-        open_sessions = sum(session.state == "open" for session in self.ledger.sessions())
-        self._gate.close(self.ledger.last_version if open_sessions else None)
+        open_sessions = sum(session.state == "open" for session in self.ledger.table.roots())
+        self._gate.close(self.ledger.table.last_version if open_sessions else None)
         self.ledger.store = self._journal = journal
+        self.ledger.table.is_complete = True
         logger.info("The session store %s has %d records and %d open sessions.", folder, count, open_sessions)
         if (reason := self._gate()) is not None:
             logger.warning("%s Turns of sessions are answered 503 until then.", reason)

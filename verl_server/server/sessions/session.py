@@ -9,14 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from verl_server.chat.history import NODE
-from verl_server.server.sessions.contract import NextTurn
+from verl_server.chat.session_view import NextTurn
 from verl_server.server.sessions.records import RewardRecord, SessionRecord
-from verl_server.server.sessions.turn import Turn
-from verl_server.session_types import SessionInfo, SessionLimits, SessionState
+from verl_server.server.sessions.turn import ABORTED, DELIVERED, RESAMPLED, Turn
+from verl_server.session_types import SessionInfo, SessionLimits, SessionState, TurnInfo
 
 _FIXED_BYTES = 4096
 """Bytes of a session beside its turns and its message tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCaller:
+    """The session of a request: `scope["state"]["session"]`. Absent outside a session."""
+
+    session_id: str
+    child: str | None
+    """Header X-Session-Child."""
+    is_owner: bool
+    """True if X-Session-ID beside an owner's key named the session."""
+    scope_key: bytes
+    """16 bytes: a hash of the caller's key, for idempotency."""
 
 
 @dataclass(slots=True)
@@ -162,3 +177,25 @@ class Session:
             limit=self.root.limit,
             children=list(self.children.values()),
         )
+
+    def tree(self) -> list[TurnInfo]:
+        """Return the finished turns without their tokens."""
+        return [
+            TurnInfo(
+                turn=i,
+                parent=turn.parent,
+                shared=turn.shared,
+                prompt_tokens=turn.prompt_tokens,
+                output_tokens=turn.output_tokens,
+                finish_reason=turn.finish[0],
+                sibling=turn.sibling,
+                spans=list(turn.spans),
+                calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
+                times=turn.accepted_first_finished,
+                delivered=bool(turn.flags & DELIVERED),
+                aborted=bool(turn.flags & ABORTED),
+                resampled=bool(turn.flags & RESAMPLED),
+            )
+            for i, turn in enumerate(self.turns)
+            if turn is not None
+        ]

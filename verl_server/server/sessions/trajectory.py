@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_server.server.sessions.contract import StoredTurn
+from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import common_prefix
 from verl_server.session_types import Branch, BranchKind, BranchTurn, VersionSpan
 
@@ -154,6 +154,7 @@ def _place(part: _Part) -> BranchTurn:
         end=part.end,
         finish_reason=turn.finish[0] if part.is_whole else "cut",
         calls=msgspec.json.decode(turn.calls) if turn.calls and part.is_whole else [],
+        sampling=turn.conditions,
     )
 
 

@@ -1,7 +1,7 @@
-"""`Turn`: one finished generation of a session, in few bytes.
+"""One generation of a session: `OpenTurn` while it runs, `FinishedTurn` when it is done, and `Turn` in the ledger.
 
-The ledger holds one for each turn. Of the prompt it keeps only the ids behind those that the parent's sequence (prompt
-and output) has too; `sequence` joins them.
+A `Turn` has few bytes. Of the prompt it keeps only the ids behind those that the parent's sequence (prompt and output)
+has too; `sequence` joins them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from verl_server.chat.session_view import CompletionText
+from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyMessage
 from verl_server.server.sessions.records import TurnRecord
 
 IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
@@ -20,6 +21,48 @@ IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 _TIMES = struct.Struct("<3d")
 _FIXED_BYTES = 700
 """Bytes of a turn beside its ids, log-probabilities and calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """A turn that is being generated."""
+
+    session_id: str
+    turn: int
+    parent: int
+    shared: int
+    """First ids of the prompt that are the parent's sequence."""
+    prompt: Ids32
+    """The whole prompt."""
+    sibling: int
+    seed: int | None
+    sampling: dict[str, Any]
+    forced: dict[str, Any]
+    max_new_tokens: int | None
+    """What the limits leave; None: no limit."""
+
+
+@dataclass(slots=True)
+class FinishedTurn:
+    """What the ledger stores of a turn."""
+
+    next: NextTurn
+    output: Ids32
+    logprobs: bytes
+    """float32, one for each output id."""
+    spans: list[tuple[str, int]]
+    finish: tuple[str, str | int | None]
+    reply: ReplyMessage
+    times: tuple[float, float, float]
+    dialect: str
+    rid: str
+    sampling: bytes = b""
+    """JSON: `BranchTurn.sampling` without the seed."""
+    seed: int | None = None
+    end_token: int = -1
+    aborted: bool = False
+    key: bytes | None = None
+    body: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +87,8 @@ class Turn:
     branch: int
     options: bytes
     calls: bytes | None
+    sampling: bytes
+    seed: int | None
     key: bytes | None
     body: bytes | None
     dialect: str
@@ -77,6 +122,8 @@ class Turn:
             branch=record.branch,
             options=once(record.options),  # type: ignore[arg-type]
             calls=record.calls,
+            sampling=once(record.sampling),  # type: ignore[arg-type]
+            seed=record.seed,
             key=record.key,
             body=record.body,
             dialect=sys.intern(record.dialect),

@@ -13,7 +13,7 @@ from tests.server.dialects.openai.conftest import MESSAGES, Caller
 from verl_server.server.dialects.openai.routes import OpenAIApi
 from verl_server.server.dialects.operation import Operation
 from verl_server.server.sessions.service import SessionService
-from verl_server.server.sessions.turns import SessionTurns
+from verl_server.server.sessions.session_turns import SessionTurns
 
 
 def words(text: str) -> list[str]:

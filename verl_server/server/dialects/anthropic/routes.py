@@ -26,7 +26,8 @@ from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
 from verl_server.server.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
-from verl_server.server.sessions.turns import ReplyShape, SessionTurns
+from verl_server.server.sessions.request_turns import ReplyShape
+from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -82,6 +83,7 @@ class AnthropicApi:
             )
         except VerlServerError as error:
             return anthropic_error(error)
+        writer.id = generation.states[0].rid.rpartition("/")[2]  # of the first answer, if this one repeats it
         headers = {"request-id": writer.id}
         if read.request.stream:
             stream = EventStream(_events(generation, writer), generation.close)

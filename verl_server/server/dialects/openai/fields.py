@@ -17,6 +17,7 @@ _ELSEWHERE = ("modalities", "return_flat_raw_top_logprobs_b64")
 
 _REFUSED = {name: reason for name, reason in UNSUPPORTED_FIELDS.items() if name not in _ELSEWHERE} | {
     "structural_tag": "use response_format or structured_outputs",
+    "session_params": "use a session key, which names the session of each request",
     "custom_params": "custom logit processors are not implemented",
     "logits_processors": "use logit_bias, penalties or stop_token_ids",
     "watermark": "watermarks are not implemented",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -16,7 +17,9 @@ Event = tuple[str, dict[str, Any]]
 class OutputItems:
     """The items of one response. At most the last item is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: str = "") -> None:
+        """`seed` determines the ids of the items. Without it, they are random."""
+        self._seed = seed
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._texts: list[str] = []
@@ -65,7 +68,7 @@ class OutputItems:
         events: list[Event] = []
         if delta.id is not None:
             events += self.close("completed")
-            item = {"type": "function_call", "id": _new_id("fc"), "call_id": delta.id, "name": delta.name}
+            item = {"type": "function_call", "id": self._new_id("fc"), "call_id": delta.id, "name": delta.name}
             events += self._append(item | {"arguments": "", "status": "in_progress"})
         if delta.arguments:
             self._texts.append(delta.arguments)
@@ -74,10 +77,15 @@ class OutputItems:
 
     def _begin(self, kind: str) -> list[Event]:
         if kind == "reasoning":
-            item: dict[str, Any] = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "status": "in_progress"}
+            item: dict[str, Any] = {
+                "type": "reasoning",
+                "id": self._new_id("rs"),
+                "summary": [],
+                "status": "in_progress",
+            }
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         else:
-            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
+            item = {"type": "message", "id": self._new_id("msg"), "role": "assistant", "status": "in_progress"}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         events = self._append(item | {"content": []})
         self.items[-1]["content"] = [part]
@@ -94,6 +102,8 @@ class OutputItems:
     def _place(self) -> dict[str, Any]:
         return self._item_place() | {"content_index": 0}
 
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
+    def _new_id(self, prefix: str) -> str:
+        if not self._seed:
+            return f"{prefix}_{secrets.token_hex(16)}"
+        digest = blake2b(f"{self._seed}/item/{len(self.items)}".encode(), digest_size=16).hexdigest()
+        return f"{prefix}_{digest}"

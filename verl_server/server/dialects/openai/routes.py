@@ -59,7 +59,8 @@ from verl_server.server.responses import (
     unless_disconnected,
     write_json,
 )
-from verl_server.server.sessions.turns import ReplyShape, SessionTurns
+from verl_server.server.sessions.request_turns import ReplyShape
+from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.text_tools import Job
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager

@@ -21,8 +21,9 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.dialects.operation import JSON, POST, Operation
 from verl_server.server.json_body import parse_json
 from verl_server.server.responses import encoded_response, json_response, message_error, read_body
-from verl_server.server.sessions.ledger import SessionLedger, describe
+from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
+from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.slices import Slices
 from verl_server.session_types import (
     Branch,
@@ -111,8 +112,8 @@ class SessionApi:
         except VerlServerError as error:
             return message_error(error)
         slices, page = Slices(), []
-        begun = after is None or not self._ledger.knows(after)
-        for session in [*self._ledger.sessions()]:
+        begun = after is None or after not in self._ledger.table
+        for session in [*self._ledger.table.roots()]:
             await slices.end()
             if not begun:
                 begun = session.id == after
@@ -171,7 +172,7 @@ class SessionApi:
             retries, children = _truth(query, "retries", False), _truth(query, "children", True)
         except VerlServerError as error:
             return message_error(error)
-        family = self._ledger.family(session) if children else [session]
+        family = self._ledger.table.family(session) if children else [session]
         found: list[Branch] = []
         slices = Slices()
         for each in family:
@@ -189,7 +190,7 @@ class SessionApi:
     async def _branches(self, session: Session, mask: Any, retries: bool, first: int) -> list[Branch]:
         from verl_server.server.sessions.trajectory import branches
 
-        turns = self._ledger.stored_turns(session)
+        turns = stored_turns(session)
         rewards: dict[int, list[RewardBody]] = {}
         for (turn, name), each in session.rewards.items():
             if turn is not None:
@@ -212,10 +213,11 @@ class SessionApi:
         return named
 
     def _find(self, request: Request) -> Session:
-        return self._ledger.find(request.path_params["session_id"])
+        return self._ledger.table.find(request.path_params["session_id"])
 
     def _described(self, session: Session) -> Response:
-        return _answer(describe(session, self._ledger.family(session)))
+        children = [each.id for each in self._ledger.table.family(session)[1:]]
+        return _answer(msgspec.structs.replace(session.info(), tree=session.tree(), children=children))
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = parse_json(await read_body(request, self._limit))

@@ -35,7 +35,8 @@ from verl_server.server.responses import (
     status_error,
     unless_disconnected,
 )
-from verl_server.server.sessions.turns import ReplyShape, SessionTurns
+from verl_server.server.sessions.request_turns import ReplyShape
+from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
 

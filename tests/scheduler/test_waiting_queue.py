@@ -1,0 +1,299 @@
+"""The order of the waiting queue by policy, its bound on age, and that a long prompt is matched once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, SupportsIndex
+
+import pytest
+
+from tests.scheduler.fakes import Harness, generate, prompt
+from verl_server.io_struct import FinishSessionReq, PauseGenerationReq
+from verl_server.scheduler import session_histories
+
+
+def busy(**settings: Any) -> Harness:
+    """Return a harness with one row, which a long request takes, and with the prefixes of prompts 1 and 2 cached."""
+    h = Harness(**({"max_rows": 1, "chunked_prefill_size": 64} | settings))
+    for seed, length in ((1, 9), (2, 21)):
+        h.add(f"warm{seed}", prompt(seed, length), 1)
+        h.run()
+    h.add("running", prompt(0, 4), 40)
+    h.steps()
+    return h
+
+
+def order(h: Harness) -> list[str]:
+    return [req.rid for req in h.scheduler.planner.waiting]
+
+
+def cached(h: Harness, rid: str) -> int:
+    message, index = h.last[rid]
+    return message.cached_tokens[index]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("lpm", ["long", "short", "new", "also new"]), ("fcfs", ["new", "short", "also new", "long"])],
+)
+def test_the_longest_cached_prefix_comes_first_or_the_first_comer(policy: str, expected: list[str]) -> None:
+    h = busy(schedule_policy=policy)
+    for rid, seed, length in (("new", 3, 30), ("short", 1, 12), ("also new", 4, 6), ("long", 2, 25)):
+        h.add(rid, prompt(seed, length), 2)
+    assert order(h) == expected
+    h.run()
+    ends = [rid for message in h.sent for rid, end in zip(message.rids, message.finish_reasons, strict=True) if end]
+    assert ends[-4:] == expected
+    assert h.tokens["long"] == generate(prompt(2, 25), 2, 0)
+
+
+def test_priority_precedes_prefixes_and_a_started_request_precedes_both_in_its_priority() -> None:
+    h = busy()
+    h.add("long", prompt(2, 25), 2)
+    h.add("urgent", prompt(3, 9), 2, priority=1)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="retract"))
+    h.steps()
+    assert order(h) == ["urgent", "running", "long"]
+
+
+def test_under_endless_cached_requests_an_uncached_one_starts_within_its_bound() -> None:
+    """Two rows, and always four short requests in the queue whose whole prompts are cached."""
+    h = Harness(max_rows=2, chunked_prefill_size=64, schedule_max_age=30.0)
+    h.add("warm", prompt(1, 21), 1)
+    h.run()
+    count = 0
+
+    def fill() -> None:
+        nonlocal count
+        while len(h.scheduler.planner.waiting) < 5:
+            h.add(f"r{count}", prompt(1, 21), 3)
+            count += 1
+
+    for turn in range(120):
+        fill()
+        if turn == 10:
+            h.add("uncached", prompt(5, 40), 3)
+        h.clock.now += 1.0
+        h.steps()
+        if turn >= 10 and h.scheduler.requests["uncached"].started:
+            break
+    waited = h.clock.now - 10.0
+    assert 30.0 <= waited <= 35.0, "it waits for its bound, and then for one of the two rows"
+    assert count > 10
+
+
+def test_an_overdue_request_gets_room_although_others_would_fit() -> None:
+    """The pool holds the running request and small ones; the large one starts only if small ones stop to start."""
+    h = Harness(num_pages=24, max_rows=8, chunked_prefill_size=64, schedule_max_age=5.0)
+    for i in range(200):
+        if i == 3:
+            h.add("large", prompt(9, 70), 4)
+        if len(h.scheduler.planner.waiting) < 3:
+            h.add(f"r{i}", prompt(1, 21), 6)
+        h.clock.now += 1.0
+        h.steps()
+        if "large" in h.finished:
+            break
+    assert h.tokens["large"] == generate(prompt(9, 70), 4, 0)
+    assert h.clock.now < 40.0
+
+
+class CountedTokens(list[int]):
+    """Counts the tokens that are read in slices."""
+
+    read = 0
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            self.read += len(found)
+        return found
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
+def test_a_waiting_prompt_is_matched_once(policy: str) -> None:
+    h = Harness(num_pages=200, max_rows=8, chunked_prefill_size=64, schedule_policy=policy)
+    h.add("warm", prompt(1, 400), 1)
+    h.run()
+    h.add("running", prompt(2, 40), 60)
+    h.steps()
+    planner = h.scheduler.planner
+    planner._step_budget = 0  # the next request cannot start
+    h.add("waits", prompt(1, 401), 2)
+    req = h.scheduler.requests["waits"]
+    req.step_bytes = 1
+    h.steps()
+    req.token_ids = tokens = CountedTokens(req.token_ids)
+    uses = planner.cache._tick
+    h.steps(20)
+    assert not req.started and tokens.read <= 20 * 8, "at most the next page, and its key, in each step"
+    assert planner.cache._tick == uses, "its pages are not locked and unlocked in each step"
+    planner._step_budget = None
+    h.run()
+    assert cached(h, "waits") == 400
+    assert h.tokens["waits"] == generate(prompt(1, 401), 2, 0)
+
+
+def test_a_waiting_request_keeps_its_place_by_what_is_left_of_its_prefix() -> None:
+    h = busy(num_pages=32)
+    h.add("long", prompt(2, 25), 2)
+    h.add("short", prompt(1, 12), 2)
+    assert order(h) == ["long", "short"]
+    planner = h.scheduler.planner
+    long = h.scheduler.requests["long"]
+    planner.cache.evict(1)
+    planner.cache.want(long.match)  # another request with the same prefix, so that `short` is evicted before
+    planner.cache.unwant(long.match)
+    planner.cache.evict(6)
+    h.run()
+    assert h.tokens["long"] == generate(prompt(2, 25), 2, 0)
+    assert h.tokens["short"] == generate(prompt(1, 12), 2, 0)
+
+
+def test_an_update_hides_the_prefixes_of_waiting_requests() -> None:
+    h = busy()
+    h.add("short", prompt(1, 12), 2)
+    h.add("long", prompt(2, 25), 2)
+    assert order(h) == ["long", "short"]
+    h.scheduler.planner.start_version()
+    assert order(h) == ["short", "long"]
+    h.run()
+    assert cached(h, "long") == 0
+
+
+# -- running episodes first ----------------------------------------------------------------------------------
+
+
+def with_agent(wait: float, **settings: Any) -> tuple[Harness, list[int]]:
+    """Return a harness with a running request, and the history of an agent that returned twice after `wait` seconds.
+
+    The agent's pages will be kept for `wait` seconds after its third turn, which ended just now.
+    """
+    h = Harness(**({"num_pages": 24, "max_rows": 4, "chunked_prefill_size": 64} | settings))
+    history = prompt(1, 30)
+    for turn in range(3):
+        h.clock.now += wait if turn else 0.0
+        h.add(f"a{turn}", history, 6)
+        h.run()
+        history += h.tokens[f"a{turn}"] + prompt(2, 2)
+    h.add("other", prompt(3, 20), 30)
+    h.steps(2)
+    return h, history
+
+
+def test_a_new_request_does_not_take_the_pages_of_an_agent_that_will_return() -> None:
+    h, history = with_agent(wait=1.0)
+    h.add("new", prompt(4, 40), 8)
+    h.steps(2)
+    assert not h.scheduler.requests["new"].started
+    h.add("a3", history, 6)
+    h.run()
+    assert cached(h, "a3") >= 48, "its history was kept"
+    assert h.finished["new"].type == "length"
+
+
+def test_a_new_request_takes_the_pages_of_an_agent_whose_time_is_over() -> None:
+    h, _ = with_agent(wait=1.0)
+    h.clock.now += 100.0
+    h.add("new", prompt(4, 40), 8)
+    h.steps(2)
+    assert h.scheduler.requests["new"].started
+
+
+def test_an_overdue_request_takes_the_pages_of_an_agent_that_will_return() -> None:
+    h, _ = with_agent(wait=500.0, schedule_max_age=10.0)
+    h.add("new", prompt(4, 40), 8)
+    h.clock.now += 9.0
+    h.steps(2)
+    assert not h.scheduler.requests["new"].started
+    h.clock.now += 1.0
+    h.steps()
+    assert h.scheduler.requests["new"].started
+
+
+def test_a_new_request_that_yields_delays_no_request_behind_it() -> None:
+    h, history = with_agent(wait=1.0)
+    h.add("new", history[:12] + prompt(4, 40), 8)
+    h.add("cached", prompt(3, 12), 2)
+    assert order(h) == ["new", "cached"]
+    h.steps()
+    assert [h.scheduler.requests[rid].started for rid in ("new", "cached")] == [False, True]
+    h.run()
+    assert h.tokens["new"] == generate(history[:12] + prompt(4, 40), 8, 0)
+
+
+def test_pages_are_not_kept_where_no_request_continues_another() -> None:
+    """Protection costs nothing for requests of one turn: all rows are busy."""
+    h = Harness(num_pages=64, max_rows=4, chunked_prefill_size=256)
+    for i in range(40):
+        h.add(f"r{i}", prompt(i, 30), 10)
+    while len(h.scheduler.planner.waiting) > 4:
+        h.clock.now += 0.01
+        h.steps()
+        assert len(h.runner.batches[-1].rows) == 4
+    h.run()
+
+
+def test_the_pages_of_a_finished_session_are_evicted_first() -> None:
+    h = Harness(num_pages=64, chunked_prefill_size=64)
+    h.add("old", prompt(1, 21), 4, session_id="old")
+    h.run()
+    h.add("finished", prompt(2, 21), 4, session_id="finished")
+    h.run()
+    h.scheduler.handle(FinishSessionReq(session_id="finished"))
+    h.scheduler.handle(FinishSessionReq(session_id="unknown"))
+    cache = h.scheduler.planner.cache
+    cache.evict(6)
+    assert cache.match(prompt(2, 21), 21).depth == 0 and cache.match(prompt(1, 21), 21).depth == 5
+
+
+def test_the_turn_of_a_session_is_known_although_its_pages_were_evicted() -> None:
+    h = busy()
+    planner = h.scheduler.planner
+    h.add("first", prompt(5, 9), 2, session_id="s")
+    h.run()
+    planner.cache.evict(planner.pages.num_pages)
+    h.add("also running", prompt(0, 4), 10)
+    h.steps()
+    h.add("new", prompt(6, 9), 2)
+    h.add("second", prompt(5, 9) + h.tokens["first"] + [9], 2, session_id="s")
+    assert h.scheduler.requests["second"].turn == 1
+    assert order(h) == ["second", "new"], "a running episode precedes a new one"
+
+
+def test_many_sessions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_histories, "_MOST_SESSIONS", 5)
+    h = Harness(chunked_prefill_size=64)
+    planner = h.scheduler.planner
+    for i in range(20):
+        h.add(f"r{i}", prompt(i, 9), 2, session_id=f"s{i}")
+        h.run()
+    assert len(planner._histories) == 5
+    pages = weakref.ref(planner.cache.match(prompt(19, 9), 9))
+    planner.cache.evict(planner.pages.num_pages)
+    assert pages() is None, "the history of a session keeps no evicted page in memory"
+    h.scheduler.handle(FinishSessionReq(session_id="s19"))
+    assert len(planner._histories) == 4
+
+
+def test_a_prompt_without_a_full_page_is_no_turn_that_others_continue() -> None:
+    h = Harness(chunked_prefill_size=64)
+    h.add("long", prompt(1, 9), 2)  # its pages keep the tree, and with it the root
+    h.run()
+    for i in range(3):
+        h.add(f"r{i}", [9 + i], 2)
+        h.run()
+    assert h.scheduler.planner.returns.keep_seconds(1) == 0.0
+    h.add("next", [20], 2)
+    assert h.scheduler.requests["next"].turn == 0
+
+
+def test_retracted_pages_have_no_advantage_with_fcfs() -> None:
+    h = Harness(chunked_prefill_size=64, schedule_policy="fcfs")
+    h.clock.now = 5.0
+    h.add("old", prompt(1, 9), 20)
+    h.steps(2)
+    h.scheduler.handle(PauseGenerationReq(id=1, mode="retract"))
+    h.steps()
+    cache = h.scheduler.planner.cache
+    assert {node.keep_until for node in cache.nodes()} == {0.0}

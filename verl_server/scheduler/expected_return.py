@@ -1,0 +1,91 @@
+"""`ExpectedReturn`: how long the prefix cache should keep the history of a turn that ended.
+
+An agent's next request continues the history that its last one left, after its environment has answered. The
+`BatchPlanner` reports each turn that is continued, and the `RadixCache` each one whose pages were evicted before. From
+these reports are learned: the share of turns that are continued, by the number of the turn (an episode of eight turns
+is not continued after the eighth), and how long the latest waits took. If no request continues another one, the pages
+are kept for no time, and are evicted least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+_UNLIKELY = 0.1
+"""A history is kept until the probability of its continuation falls below this."""
+_DECAY = 0.99
+"""Weight of an observed turn when the next one of the same number is observed."""
+_PRIOR = 4.0
+"""Weight, in turns, of the share of all turns in the share of the turns of one number."""
+_MAX_TURN = 64
+"""Turns of a larger number count as this one."""
+_WAITS = 512
+"""Number of the latest waits that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """A turn that ended and may be continued."""
+
+    turn: int
+    """Number of the turn in its episode, from 1."""
+    time: float
+    """Time of its end, by the planner's clock."""
+
+
+class _Share:
+    """The decayed numbers of turns that were continued, and that were not."""
+
+    __slots__ = ("continued", "lost")
+
+    def __init__(self) -> None:
+        self.continued = self.lost = 0.0
+
+    def count(self, continued: bool) -> None:
+        self.continued *= _DECAY
+        self.lost *= _DECAY
+        if continued:
+            self.continued += 1.0
+        else:
+            self.lost += 1.0
+
+
+class ExpectedReturn:
+    """Shares of turns that were continued, and the waits before that."""
+
+    def __init__(self) -> None:
+        self._all = _Share()
+        self._by_turn = [_Share() for _ in range(_MAX_TURN + 1)]
+        self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._sorted: list[float] = []
+        self._unsorted = 0
+
+    def continued(self, ended: EndedTurn, now: float) -> None:
+        """Note that a request continues the history of `ended`."""
+        self._count(ended, True)
+        self._waits.append(max(0.0, now - ended.time))
+        self._unsorted += 1
+
+    def lost(self, ended: EndedTurn) -> None:
+        """Note that the pages of `ended` were evicted before any request continued its history."""
+        self._count(ended, False)
+
+    def keep_seconds(self, turn: int) -> float:
+        """Return the seconds after which a continuation of turn number `turn` has become unlikely."""
+        share, everything = self._by_turn[min(turn, _MAX_TURN)], self._all
+        if not everything.continued:
+            return 0.0
+        prior = everything.continued / (everything.continued + everything.lost)
+        chance = (share.continued + _PRIOR * prior) / (share.continued + share.lost + _PRIOR)
+        if chance <= _UNLIKELY:
+            return 0.0
+        # Bayes: after a wait that only this share of all waits exceeds, the chance has fallen to `_UNLIKELY`.
+        longer = _UNLIKELY * (1.0 - chance) / (chance * (1.0 - _UNLIKELY))
+        if self._unsorted > len(self._sorted) // 8:
+            self._sorted, self._unsorted = sorted(self._waits), 0
+        return self._sorted[max(0, min(len(self._sorted) - 1, int((1.0 - longer) * len(self._sorted))))]
+
+    def _count(self, ended: EndedTurn, continued: bool) -> None:
+        self._all.count(continued)
+        self._by_turn[min(ended.turn, _MAX_TURN)].count(continued)

@@ -1,0 +1,83 @@
+"""`SessionHistories`: which requests continue which turns, and where the histories of sessions end in the prefix cache.
+
+The `BatchPlanner` reports the requests that arrive and end. A request continues the turn at whose last page its cached
+prefix ends, or the last turn of its session, whose pages may be gone. `ExpectedReturn` learns from that, and the pages
+of a session that is over are evicted first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
+from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.schedule_batch import Req
+
+_MOST_SESSIONS = 65536
+"""Bound on the sessions that are remembered. Callers may choose a new id for each request."""
+
+
+@dataclass(slots=True)
+class History:
+    """The last turn of a session that ended."""
+
+    turn: int
+    """Number of turns that ended."""
+    node: weakref.ref[PageNode]
+    """Last page of the history, as long as it is cached: an evicted page must not be kept in memory with its path."""
+    ended: EndedTurn | None
+    """The last turn, until it is continued."""
+
+
+class SessionHistories:
+    """The latest sessions, by id."""
+
+    def __init__(self, cache: RadixCache, returns: ExpectedReturn) -> None:
+        self._cache, self._returns = cache, returns
+        self._histories: OrderedDict[str, History] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def begin_turn(self, req: Req, now: float) -> None:
+        """Find the turn that a new request continues, and set `Req.turn`."""
+        ended = None
+        if req.match is not None:
+            ended, req.match.ended = req.match.ended, None
+        if (history := self._histories.get(req.session_id)) is not None:
+            req.turn = history.turn
+            ended, history.ended = history.ended, None
+        elif ended is not None:
+            req.turn = ended.turn
+        if ended is not None:
+            self._returns.continued(ended, now)
+
+    def end_turn(self, req: Req, node: PageNode, now: float) -> float:
+        """Note that the turn of a request ended, whose cached history ends at `node`.
+
+        Return the time until which the history is likely to be continued.
+        """
+        ended = EndedTurn(req.turn + 1, now)
+        if node.parent is not None:
+            node.ended = ended
+        if req.session_id:
+            self._histories[req.session_id] = History(ended.turn, weakref.ref(node), ended)
+            self._histories.move_to_end(req.session_id)
+            if len(self._histories) > _MOST_SESSIONS:
+                self._histories.popitem(last=False)
+        return now + self._returns.keep_seconds(ended.turn)
+
+    def finish(self, session_id: str) -> None:
+        """Note that no request will continue the session. The pages of its history are evicted first."""
+        history = self._histories.pop(session_id, None)
+        if history is None:
+            return
+        if history.ended is not None:
+            self._returns.lost(history.ended)
+        node = history.node()
+        if node is not None:
+            if node.ended is history.ended:
+                node.ended = None
+            self._cache.finish(node)

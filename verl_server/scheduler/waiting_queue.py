@@ -1,0 +1,135 @@
+"""`WaitingQueue`: the waiting requests in the order in which they start.
+
+The `BatchPlanner` adds requests, walks through the queue from the front, and removes the requests that it starts.
+Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match)
+requests that were started before come first, then those that have waited for longer than `max_age`, oldest first, and
+then the others by the length of their cached prefix. A prefix is matched when its request arrives, and only what the
+cache gained or lost is looked at later.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.schedule_batch import Place, Req
+
+SchedulePolicy = Literal["lpm", "fcfs"]
+
+
+class WaitingQueue:
+    """Waiting requests, including retracted ones, in the order of `Req.place`."""
+
+    def __init__(self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]) -> None:
+        """`max_age`: seconds after which no request that arrived later may start first."""
+        self._cache, self._max_age, self._clock = cache, max_age, clock
+        self.by_prefix = policy == "lpm"
+        self._reqs: list[Req] = []
+        self._young: OrderedDict[Req, float] = OrderedDict()
+        """Requests that have not waited for `max_age` yet, with the time when they were queued, in this order."""
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs)
+
+    def __getitem__(self, index: int) -> Req:
+        return self._reqs[index]
+
+    def match(self, req: Req) -> None:
+        """Find the cached prefix of a request that will be added, and protect it, if the order depends on it."""
+        if self.by_prefix:
+            self._match(req)
+
+    def add(self, req: Req) -> None:
+        """Queue a request after `match`."""
+        req.overdue = False
+        if self.by_prefix:
+            self._young[req] = self._clock()
+        self._insert(req)
+
+    def remove(self, req: Req) -> None:
+        """Remove a request that starts or ends."""
+        del self._reqs[self._index(req)]
+        self._young.pop(req, None)
+        if self.by_prefix and req.match is not None:
+            self._cache.unwant(req.match)
+        req.match = None
+
+    def rematch(self, index: int) -> PageNode | None:
+        """Look for the cached prefix of the request at `index` again.
+
+        Return its last node, or None if the request moved back in the queue, because a part of its prefix was evicted.
+        If the prefix has become longer, the request moves forward, and the others keep their order and their number.
+        """
+        req = self._reqs[index]
+        if not self.by_prefix:
+            req.match = self._cache.match(req.token_ids, req.reuse_limit(), req.namespace, req.match)
+            return req.match
+        self._match(req)
+        before = req.place
+        if self._place(req) != before:
+            del self._reqs[index]
+            self._insert(req)
+        return req.match if req.place <= before else None
+
+    def age(self) -> None:
+        """Move the requests that have waited for too long to the front of their priority."""
+        if not self._young:
+            return
+        due = self._clock() - self._max_age
+        while self._young:
+            req, queued = next(iter(self._young.items()))
+            if queued > due:
+                return
+            del self._young[req]
+            del self._reqs[self._index(req)]
+            req.overdue = True
+            self._insert(req)
+
+    def start_version(self) -> None:
+        """Forget all cached prefixes, because no page of the older version may be used."""
+        for req in self._reqs:
+            req.match = None
+        if self.by_prefix:
+            for req in self._reqs:
+                self._match(req)
+                req.place = self._place(req)
+            self._reqs.sort(key=_place)
+
+    def check_invariants(self) -> list[PageNode]:
+        """Assert that the queue is in order. Return the node of each request whose prefix is protected."""
+        assert all(a.place < b.place for a, b in itertools.pairwise(self._reqs)), "the queue is not in order"
+        young = {req for req in self._reqs if not req.overdue} if self.by_prefix else set()
+        assert young == set(self._young), "a waiting request does not age"
+        return [req.match for req in self._reqs if req.match is not None] if self.by_prefix else []
+
+    def _match(self, req: Req) -> None:
+        before = req.match
+        req.match = self._cache.match(req.token_ids, req.reuse_limit(), req.namespace, before)
+        if req.match is not before:
+            if before is not None:
+                self._cache.unwant(before)
+            self._cache.want(req.match)
+
+    def _insert(self, req: Req) -> None:
+        req.place = self._place(req)
+        bisect.insort(self._reqs, req, key=_place)
+
+    def _index(self, req: Req) -> int:
+        return bisect.bisect_left(self._reqs, req.place, key=_place)
+
+    def _place(self, req: Req) -> Place:
+        if not self.by_prefix:
+            return -req.priority, False, False, 0, False, req.arrival
+        depth = 0 if req.match is None or req.overdue or req.started else req.match.depth
+        return -req.priority, not req.started, not req.overdue, -depth, not req.turn, req.arrival
+
+
+def _place(req: Req) -> Place:
+    return req.place

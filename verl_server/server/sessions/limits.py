@@ -1,0 +1,108 @@
+"""Bounds of all sessions, and what the limits of one session leave. The ledgers ask before they change anything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from verl_server.errors import BadRequestError, SessionLimitError, SessionUnavailableError
+from verl_server.server.sessions.session import Session
+from verl_server.session_types import CreateSession
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_METADATA_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of all sessions together."""
+
+    memory_bytes: int = 2 * 2**30
+    ttl: float = 3600.0
+    """Seconds without a request after which an open session expires."""
+    retention: float = 600.0
+    """Seconds that a finished session is kept after its trajectory was read. One that nobody read is kept for a day."""
+    max_sessions: int = 65536
+    max_turn_tokens: int | None = None
+    """Tokens of the longest sequence; None: the model's context."""
+    max_nodes: int = 16384
+    session_bytes: int = 64 * 2**20
+    """Memory of one session with its children, so that one agent cannot fill the memory of all."""
+    max_children: int = 64
+
+
+class TurnTooLargeError(BadRequestError):
+    """The prompt of a turn is longer than `max_session_turn_tokens`."""
+
+    status_code = 413
+
+
+def check_new(body: CreateSession) -> None:
+    """Raise BadRequestError for a value that no session can have."""
+    if body.id is not None and _ID.fullmatch(body.id) is None:
+        raise BadRequestError("id must be 1 to 128 letters, digits, '_' or '-'.")
+    if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:
+        raise BadRequestError(f"metadata has more than {_METADATA_BYTES} bytes of JSON.")
+    if len(body.group) > 1024:
+        raise BadRequestError("group has more than 1024 characters.")
+    for name in body.limits.__struct_fields__:
+        value = getattr(body.limits, name)
+        if value is not None and not value > 0:
+            raise BadRequestError(f"limits.{name} must be greater than 0, not {value}.")
+
+
+def check_samples(session: Session, count: int) -> None:
+    """Raise SessionLimitError if `count` turns that begin together can never begin in the session."""
+    limits = session.limits
+    if count > limits.max_concurrent:
+        raise SessionLimitError(
+            f"n={count} samples run at once, and session {session.id} has max_concurrent={limits.max_concurrent}."
+        )
+    if limits.max_turns is not None and session.started < limits.max_turns < session.started + count:
+        session.limit = "max_turns"
+        raise SessionLimitError(
+            f"n={count} samples are {count} turns, and session {session.id} has used {session.started} of its "
+            f"max_turns={limits.max_turns}."
+        )
+
+
+def check_turn(session: Session) -> None:
+    """Raise SessionLimitError if the session has no turn left, or SessionUnavailableError if too many run now."""
+    limits = session.limits
+    if limits.max_turns is not None and session.started >= limits.max_turns:
+        session.limit = "max_turns"
+        raise SessionLimitError(f"Session {session.id} has used its max_turns={limits.max_turns}.")
+    if limits.max_tokens is not None and session.sampled >= limits.max_tokens:
+        session.limit = "max_tokens"
+        raise SessionLimitError(f"Session {session.id} has used its max_tokens={limits.max_tokens}.")
+    if session.in_flight >= limits.max_concurrent:
+        raise SessionUnavailableError(
+            f"Session {session.id} has max_concurrent={limits.max_concurrent} generations running. Retry later."
+        )
+
+
+def room(session: Session, bounds: Bounds, tokens: int) -> int | None:
+    """Return the number of tokens that may be sampled behind a prompt of `tokens`; None: no limit.
+
+    Turns that run at once share no count. Raise SessionLimitError or TurnTooLargeError if there is no room.
+    """
+    limits, rooms = session.limits, []
+    if bounds.max_turn_tokens is not None:
+        if tokens >= bounds.max_turn_tokens:
+            raise TurnTooLargeError(
+                f"The prompt has {tokens} tokens; a turn may have {bounds.max_turn_tokens} (max_session_turn_tokens)."
+            )
+        rooms.append(bounds.max_turn_tokens - tokens)
+    if limits.max_context is not None:
+        if tokens >= limits.max_context:
+            session.limit = "max_context"
+            raise SessionLimitError(
+                f"Session {session.id}: the prompt of {tokens} tokens leaves no room in "
+                f"max_context={limits.max_context}."
+            )
+        rooms.append(limits.max_context - tokens)
+    if limits.max_tokens is not None:
+        rooms.append(limits.max_tokens - session.sampled)
+    return min(rooms) if rooms else None

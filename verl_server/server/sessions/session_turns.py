@@ -1,0 +1,228 @@
+"""`SessionTurns`: what the dialects call so that a request in a session becomes a turn of the ledger.
+
+Outside a session, `read` and `submit` are `run_job` and `TokenizerManager.submit_read`. Inside, `read` hands the text
+worker the session's view, and `submit` reserves the turns, puts their prompts together, and lets the generation store
+each turn before the end of its reply is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from verl_server import columns
+from verl_server.chat.next_turn import plan_behind, plan_ids
+from verl_server.chat.session_view import NextTurn, SessionView
+from verl_server.errors import BadRequestError, IdempotencyConflictError
+from verl_server.server.generate_request import ReadRequest, SessionParams
+from verl_server.server.generation import Generation
+from verl_server.server.replay.middleware import ReplayInfo
+from verl_server.server.request_state import Write
+from verl_server.server.responses import run_job, unless_disconnected
+from verl_server.server.routing_headers import session_hint
+from verl_server.server.sessions.access import owner_of
+from verl_server.server.sessions.reading import in_session, session_body
+from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
+from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.stored_turn import StoredTurn
+from verl_server.server.sessions.turn import OpenTurn
+from verl_server.server.sessions.turn_ledger import TurnLedger
+from verl_server.server.text_tools import Job, unpack
+from verl_server.server.tokenizer_manager import TokenizerManager
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+_OF_OWNERS = ("extra_key", "cache_salt", "priority")
+"""Fields that reach beyond the session: an agent must not set them."""
+
+
+def session_of(request: Request) -> SessionCaller | None:
+    """Return the session that a request names, or None outside a session."""
+    caller: SessionCaller | None = request.scope.get("state", {}).get("session")
+    return caller
+
+
+def refuse_session(request: Request, what: str, instead: str) -> None:
+    """Raise BadRequestError for a route that keeps no ledger, if the request is in a session."""
+    if session_of(request) is not None:
+        raise BadRequestError(f"{what} is not available in a session. Use {instead}.")
+
+
+class SessionTurns:
+    def __init__(self, manager: TokenizerManager, ledger: TurnLedger) -> None:
+        self._manager, self._ledger = manager, ledger
+        self._storing: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
+
+    async def read(
+        self, request: Request, job: Job[R], body: bytes, previous: Callable[[bytes], str | None] = lambda body: None
+    ) -> R:
+        """Return the result of `job`, as `run_job` does. In a session, the result's `next` plans the prompt.
+
+        `previous` returns the `previous_response_id` of a body.
+        """
+        caller = session_of(request)
+        if caller is None:
+            return await run_job(request, self._manager.text, job, body)
+        view = self._ledger.view(caller, previous(body), repeats=bool(self._answered(request, caller)))
+        return await unless_disconnected(
+            request, self._manager.text.in_worker(in_session(job), session_body(view, body))
+        )
+
+    async def submit(
+        self, request: Request, read: ReadRequest, next: NextTurn | None, shape: ReplyShape, write: Write | None = None
+    ) -> Generation:
+        """Send the samples of a request to the scheduler, as `submit_read` does.
+
+        In a session, each sample is a turn. Its tokens are stored before `wait`, `result` or the last update of the
+        generation returns. `next` is None for a prompt of token ids.
+        """
+        continued = read.request.session_params
+        caller = session_of(request) if continued is None else _named(request, continued)
+        if caller is None:
+            return await self._manager.submit_read(read, write, session_id=session_hint(request.headers))
+        self._check(read, caller)
+        replay = _replay_of(request)
+        answered = self._answered(request, caller)
+        if next is None or continued is not None:
+            view = self._ledger.view(caller, repeats=bool(answered))
+            if continued is not None and continued.rid is not None:
+                next = self._plan_behind(view, caller, read, continued, continued.rid)
+            else:
+                next = msgspec.structs.replace(self._plan_ids(view, caller, read), text=shape.prompt_text)
+        params = _params(read)
+        count = params.get("n") or 1
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise BadRequestError(f"sampling_params: n must be a positive integer, not {count!r:.40}.")
+        self._manager.text.limits.check_samples(1, count)
+        if not answered:
+            self._ledger.check_samples(caller, count)
+        elif read.request.top_logprobs_num or read.request.token_ids_logprob or read.request.return_sampling_mask:
+            raise IdempotencyConflictError(
+                "The request of this idempotency key was answered, and its answer is no longer kept. The session has "
+                "its tokens and their log-probabilities, but no candidates. Use a new key to sample again."
+            )
+        turns = RequestTurns(self._manager, self._ledger, next, shape, read.request.stream, replay, self._storing)
+        try:
+            for turn in answered[:count]:
+                turns.repeat(turn)
+            for k in range(len(turns.samples), count):
+                turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
+            generation = await self._manager.submit_read(
+                self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session_id
+            )
+        except BaseException:
+            turns.cancel()
+            raise
+        turns.follow(generation, bool(read.request.return_logprob))
+        return generation
+
+    @staticmethod
+    def mark(response: Response, generation: Generation) -> Response:
+        """Name the session and the turn in the headers, and note when the whole reply was sent."""
+        turns = generation.turns
+        if isinstance(turns, RequestTurns):
+            turn = turns.samples[0]
+            response.headers["X-Session-ID"] = turn.session_id.partition(".")[0]
+            response.headers["X-Session-Turn"] = ",".join(str(each.turn) for each in turns.samples)
+            turns.tell_delivered(response)
+        return response
+
+    def _answered(self, request: Request, caller: SessionCaller) -> list[StoredTurn]:
+        """Return the turns that were sampled for the request's idempotency key, by sample."""
+        replay = _replay_of(request)
+        if replay is None or replay.key is None:
+            return []
+        return self._ledger.answered(caller, replay.key, replay.body)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(read: ReadRequest, caller: SessionCaller) -> None:
+        request = read.request
+        if len(read.prompts) != 1:
+            raise BadRequestError("A request in a session has one prompt. Send one request for each prompt.")
+        if isinstance(request.rid, list) or isinstance(request.sampling_params, list):
+            raise BadRequestError("A request in a session has one prompt: rid and sampling_params cannot be lists.")
+        if request.truncate_prompt_tokens is not None or request.logprob_start_len not in (-1, None):
+            raise BadRequestError(
+                "truncate_prompt_tokens and log-probabilities of the prompt are not available in a session, whose "
+                "prompts are built from stored tokens."
+            )
+        named = [name for name in _OF_OWNERS if getattr(request, name) is not None]
+        if named and not caller.is_owner:
+            raise BadRequestError(f"{', '.join(named)}: only the owner of a session may set what concerns others.")
+
+    def _plan_ids(self, view: SessionView, caller: SessionCaller, read: ReadRequest) -> NextTurn:
+        session_id = caller.session_id if caller.child is None else f"{caller.session_id}.{caller.child}"
+        ids = columns.ids(unpack(read.prompts[0]))
+        return plan_ids(view, ids, lambda turn: self._ledger.sequence(session_id, turn))
+
+    def _plan_behind(
+        self, view: SessionView, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str
+    ) -> NextTurn:
+        """Plan the turn that continues the request `rid`, with SGLang's meaning of `offset`."""
+        turn = self._ledger.turn_of(caller, rid)
+        facts = next(facts for facts in view.replies if facts.turn == turn)
+        kept = facts.prompt_tokens + (0 if given.drop_previous_output else facts.output_tokens)
+        if given.offset:
+            kept = min(given.offset, kept) if given.offset > 0 else max(kept + given.offset, 0)
+        ids = unpack(read.prompts[0])
+        model = self._manager.model_text
+        if kept and ids and model is not None and ids[0] == model.config.get("bos_token_id"):
+            ids = ids[1:]  # a tokenizer adds it to each text, and it begins the sequence already
+        return plan_behind(view, turn, kept, columns.ids(ids))
+
+    def _with_turns(
+        self, read: ReadRequest, turns: RequestTurns, given: dict[str, Any], shape: ReplyShape
+    ) -> ReadRequest:
+        """Return the request with the prompts, seeds and limits of its turns."""
+        params = [turns.sampling(turn, given) for turn in turns.samples]
+        prompts = [_prompt(turn) for turn in turns.samples]
+        if shape.clamps:
+            room = self._manager.context_length - len(prompts[0])
+            for each in params:
+                each["max_new_tokens"] = min(each["max_new_tokens"], max(room, 0))
+        if len(params) == 1:
+            request = msgspec.structs.replace(
+                read.request, sampling_params=params[0], rid=turns.rids[0], return_logprob=True
+            )
+            return msgspec.structs.replace(read, request=request, prompts=prompts)
+        request = msgspec.structs.replace(read.request, sampling_params=params, rid=turns.rids, return_logprob=True)
+        return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=False)
+
+
+def _replay_of(request: Request) -> ReplayInfo | None:
+    replay: ReplayInfo | None = request.scope.get("state", {}).get("replay")
+    return replay
+
+
+def _prompt(turn: OpenTurn | StoredTurn) -> list[int]:
+    return turn.prompt_ids() if isinstance(turn, StoredTurn) else unpack(turn.prompt)
+
+
+def _named(request: Request, given: SessionParams) -> SessionCaller:
+    """Return the session of SGLang's `session_params`. Raise BadRequestError if the caller's key has no right to it."""
+    caller, owner = session_of(request), owner_of(request.scope)
+    if caller is not None and caller.session_id == given.id:
+        return caller
+    if caller is not None or owner is None:
+        raise BadRequestError(
+            "session_params.id names a session of another key: it needs the owner's key, on a server with an API key "
+            "or an admin key."
+        )
+    return SessionCaller(given.id, None, True, owner)
+
+
+def _params(read: ReadRequest) -> dict[str, Any]:
+    given = read.request.sampling_params
+    if given is not None and not isinstance(given, dict):
+        raise BadRequestError("sampling_params must be an object in a session.")
+    return {name: value for name, value in (given or {}).items() if value is not None or name == "max_new_tokens"}

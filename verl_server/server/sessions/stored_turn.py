@@ -1,0 +1,110 @@
+"""`StoredTurn`: a finished turn of a session with its id and its whole prompt, for exports and repeated answers."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from verl_server.server.sessions import turn as turns_of
+from verl_server.server.sessions.session import Session
+from verl_server.server.sessions.turn import ABORTED, DELIVERED, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A finished turn with its id."""
+
+    session: Session
+    turn: int
+
+    @property
+    def stored(self) -> Turn:
+        turn = self.session.turns[self.turn]
+        assert turn is not None
+        return turn
+
+    @property
+    def session_id(self) -> str:
+        return self.session.id
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What shaped the distribution: `BranchTurn.sampling`."""
+        stored = self.stored
+        known = msgspec.json.decode(stored.sampling, type=dict[str, Any]) if stored.sampling else {}
+        return known if stored.seed is None else known | {"sampling_seed": stored.seed}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The session's defaults of sampling parameters."""
+        return self.session.root.record.sampling
+
+    @property
+    def forced(self) -> dict[str, Any]:
+        return self.session.root.record.forced
+
+    @property
+    def parent(self) -> int:
+        return self.stored.parent
+
+    @property
+    def shared(self) -> int:
+        return self.stored.shared
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.stored.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return self.stored.output_tokens
+
+    @property
+    def sibling(self) -> int:
+        return self.stored.sibling
+
+    @property
+    def spans(self) -> list[tuple[str, int]]:
+        return list(self.stored.spans)
+
+    @property
+    def finish(self) -> tuple[str, str | int | None]:
+        return self.stored.finish
+
+    @property
+    def calls(self) -> bytes | None:
+        return self.stored.calls
+
+    @property
+    def rid(self) -> str:
+        return self.stored.rid
+
+    @property
+    def delivered(self) -> bool:
+        return bool(self.stored.flags & DELIVERED)
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.stored.flags & ABORTED)
+
+    @property
+    def child(self) -> str | None:
+        return self.stored.child
+
+    def prompt_ids(self) -> list[int]:
+        prompt = turns_of.sequence(self.session.turns, self.turn, self.stored.prompt_tokens)
+        return list(struct.unpack(f"<{len(prompt) // 4}i", prompt))
+
+    def output_ids(self) -> list[int]:
+        return list(struct.unpack(f"<{len(self.stored.output) // 4}i", self.stored.output))
+
+    def output_logprobs(self) -> list[float]:
+        return list(struct.unpack(f"<{len(self.stored.logprobs) // 4}f", self.stored.logprobs))
+
+
+def stored_turns(session: Session) -> list[StoredTurn]:
+    """Return the finished turns of a session, by id."""
+    return [StoredTurn(session, i) for i, turn in enumerate(session.turns) if turn is not None]

@@ -1,0 +1,140 @@
+"""`SessionTable`: all sessions of one server in memory, as the records say.
+
+Nothing but `apply` changes which sessions and finished turns there are, so a restarted server that applies the records
+of an earlier run has the same sessions. The ledgers own the table; routes and the check of keys read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from verl_server.chat.history import NODE
+from verl_server.errors import SessionNotFoundError
+from verl_server.server.sessions.records import (
+    BeginRecord,
+    DeleteRecord,
+    DeliveredRecord,
+    FinishRecord,
+    Record,
+    RewardRecord,
+    SessionRecord,
+    TurnRecord,
+)
+from verl_server.server.sessions.session import Session
+from verl_server.server.sessions.turn import DELIVERED, Turn
+
+AUTOMATIC = "auto-"
+"""Names of child conversations that nobody named begin so."""
+
+
+def hash_of_key(key: str) -> bytes:
+    """Return the hash under which a session key is known. The key itself is kept nowhere."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+
+
+class SessionTable:
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._by_key: dict[bytes, str] = {}
+        self._once: dict[object, object] = {}
+        self._bytes = 0
+        self.last_version: str | None = None
+        """Weight version of the last stored turn."""
+        self.is_complete = True
+        """False while the sessions of an earlier run are read from the store: any session may exist then."""
+
+    def find(self, session_id: str) -> Session:
+        """Return a session. Raise SessionNotFoundError."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFoundError(f"There is no session {session_id[:140]}. It may have been deleted.")
+        return session
+
+    def get(self, session_id: str) -> Session | None:
+        """Return a session, or None if there is none of this id."""
+        return self._sessions.get(session_id)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def __len__(self) -> int:
+        """Number of sessions, children included."""
+        return len(self._sessions)
+
+    def of_key(self, key: str) -> str | None:
+        """Return the id of the session that a session key names, or None for an unknown key."""
+        return self._by_key.get(hash_of_key(key))
+
+    def roots(self) -> Iterable[Session]:
+        """Return all sessions without a parent, oldest first."""
+        return (session for session in self._sessions.values() if session.owner is None)
+
+    def family(self, session: Session) -> list[Session]:
+        """Return a session and its child sessions."""
+        return [session, *(self._sessions[child] for child in session.children.values())]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all sessions, about."""
+        return self._bytes
+
+    def apply(self, record: Record) -> None:
+        """Change the memory as a record says. Raise KeyError or IndexError if it does not fit to the records before."""
+        match record:
+            case SessionRecord():
+                owner = None if record.parent is None else self._sessions[record.parent]
+                session = Session(record, owner, active=record.created)
+                self._sessions[record.id] = session
+                if record.key_hash:
+                    self._by_key[record.key_hash] = record.id
+                if owner is not None:
+                    owner.children[record.id.removeprefix(f"{owner.id}.")] = record.id
+                self._bytes += session.size
+            case BeginRecord():
+                session = self._sessions[record.session]
+                session.turns += [None] * (record.turn + 1 - len(session.turns))
+                session.root.started += 1
+                if record.key is not None:
+                    session.keys.setdefault(record.key, []).append(record.turn)
+            case TurnRecord():
+                self._apply_turn(self._sessions[record.session], record)
+            case DeliveredRecord():
+                delivered = self._sessions[record.session].turns[record.turn]
+                if delivered is not None:
+                    delivered.flags |= DELIVERED
+            case RewardRecord():
+                self._sessions[record.session].rewards[record.turn, record.name] = record
+            case FinishRecord():
+                session = self._sessions[record.session]
+                if record.state == "expired" and record.reason in ("seconds", "idle_seconds"):
+                    session.limit = record.reason
+                session.state = "expired" if record.state == "expired" else "finished"
+                session.reason, session.ended = record.reason, record.time
+                self._by_key.pop(session.record.key_hash, None)
+            case DeleteRecord():
+                for each in self.family(self._sessions[record.session]):
+                    del self._sessions[each.id]
+                    self._by_key.pop(each.record.key_hash, None)
+                    self._bytes -= each.size
+
+    def _apply_turn(self, session: Session, record: TurnRecord) -> None:
+        if record.parent >= 0 and session.turns[record.parent] is None:
+            raise KeyError(f"turn {record.parent} of session {session.id}")
+        turn = Turn.of(record, self._once)
+        session.turns[record.turn] = turn
+        have = len(session.nodes) - record.first_node * NODE.size
+        session.nodes += record.nodes[have:]
+        session.stored_nodes = len(session.nodes) // NODE.size
+        size = turn.size + len(record.nodes)
+        session.size += size
+        self._bytes += size
+        session.branches = max(session.branches, turn.branch + 1)
+        if turn.child is not None and turn.child.startswith(AUTOMATIC):
+            session.conversations = max(session.conversations, int(turn.child.removeprefix(AUTOMATIC)))
+        session.active = session.root.active = max(session.root.active, record.times[2])
+        session.root.sampled += turn.output_tokens
+        if session.owner is not None:
+            session.sampled += turn.output_tokens
+        if turn.spans:
+            self.last_version = turn.spans[-1][0]

@@ -1,0 +1,389 @@
+"""`TurnLedger`: the turns of all sessions. A turn is read (`view`), reserved (`begin`) and stored (`commit`).
+
+`SessionTurns` calls it for each request in a session, on the TokenizerManager's event loop; no method blocks it. The
+prompt of a turn is the first ids of its parent's sequence (prompt and output) and what is new: ids that were sampled
+are never rendered again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from verl_server.chat.history import ASSISTANT, NODE
+from verl_server.chat.session_view import NextTurn, ReplyFacts, SessionView
+from verl_server.errors import (
+    BadRequestError,
+    IdempotencyConflictError,
+    SessionEndedError,
+    SessionLimitError,
+    SessionNotFoundError,
+)
+from verl_server.server.sessions import limits as limits_of
+from verl_server.server.sessions import turn as turns_of
+from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.records import BeginRecord, DeliveredRecord, SessionRecord, TurnRecord
+from verl_server.server.sessions.replies import completion_text
+from verl_server.server.sessions.session import PendingTurn, Session, SessionCaller
+from verl_server.server.sessions.stored_turn import StoredTurn
+from verl_server.server.sessions.table import AUTOMATIC
+from verl_server.server.sessions.turn import ABORTED, DELIVERED, IN_REASONING, RESAMPLED, FinishedTurn, OpenTurn, Turn
+
+_CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class TurnLedger:
+    def __init__(self, ledger: SessionLedger, *, end_tokens: Callable[[], list[int]] = list) -> None:
+        """`end_tokens` returns the model's."""
+        self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
+        self._end_tokens = end_tokens
+
+    def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> SessionView:
+        """Return the snapshot from which a text worker plans the next prompt.
+
+        Raise SessionEndedError, SessionLimitError, SessionUnavailableError or SessionNotFoundError. With `repeats`, the
+        request was answered before, and the limits do not count.
+        """
+        session = self._open_session(caller)
+        if not repeats:
+            self._check_limits(session)
+        child = self._child(session, caller.child)
+        nodes, replies = b"", []
+        if child is not None:
+            nodes = bytes(child.nodes)
+            replies = [_facts(i, turn) for i, turn in enumerate(child.turns) if turn is not None]
+        named = None if previous is None else self._previous(session, child, previous)
+        return SessionView(session.record.history, nodes, replies, self._end_tokens(), named)
+
+    def _previous(self, session: Session, child: Session | None, response_id: str) -> int:
+        """Return the turn of a response id, `resp_{session}_{turn}`."""
+        owner, _, number = response_id.removeprefix("resp_").rpartition("_")
+        if child is not None and owner == child.id and number.isdigit() and len(number) < 10:
+            turn = int(number)
+            if turn < len(child.turns) and child.turns[turn] is not None:
+                return turn
+        raise SessionNotFoundError(f"previous_response_id: session {session.id} has no response {response_id[:200]}.")
+
+    def turn_of(self, caller: SessionCaller, rid: str) -> int:
+        """Return the last finished turn of a request's name. Raise BadRequestError if there is none."""
+        session_id = caller.session_id
+        session = self._child(self._table.find(session_id), caller.child)
+        turns = [] if session is None else session.turns
+        found = [i for i, turn in enumerate(turns) if turn is not None and turn.rid == rid]
+        if not found:
+            raise BadRequestError(f"session_params.rid: session {session_id} has no finished request {rid[:200]}.")
+        return found[-1]
+
+    def sequence(self, session_id: str, turn: int, kept: int | None = None) -> bytes:
+        """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
+        return turns_of.sequence(self._table.find(session_id).turns, turn, kept)
+
+    def check_samples(self, caller: SessionCaller, count: int) -> None:
+        """Raise SessionLimitError if `count` turns that begin together can never begin in the session."""
+        limits_of.check_samples(self._table.find(caller.session_id).root, count)
+
+    def begin(
+        self,
+        caller: SessionCaller,
+        next: NextTurn,
+        key: bytes | None,
+        body: bytes,
+        abort: Callable[[], None] | None = None,
+    ) -> OpenTurn:
+        """Reserve a turn. Each call needs a `commit` or a `cancel`. `abort` is called if the session ends meanwhile."""
+        root = self._open_session(caller)
+        self._check_limits(root)
+        session = self._child(root, caller.child) or self._new_child(root, caller.child)
+        prompt, parent, shared = self._joined(session, next)
+        tokens = len(prompt) // 4
+        max_new_tokens = limits_of.room(root, self._bounds, tokens)
+        if len(session.nodes) + len(next.new_nodes) > self._bounds.max_nodes * NODE.size:
+            raise SessionLimitError(f"Session {root.id} has {self._bounds.max_nodes} messages, this server's most.")
+        prompt_node = session.add_nodes(next.new_nodes, next.after_node)
+        own = prompt[4 * shared :]
+        sibling = session.siblings(parent, shared, own)
+        turn = len(session.turns)
+        pending = PendingTurn(
+            next=next,
+            parent=parent,
+            shared=shared,
+            sibling=sibling,
+            branch=self._branch(session, parent, shared),
+            prompt=own,
+            prompt_node=prompt_node,
+            child=self._conversation(session, next, own),
+            accepted=self._ledger.clock(),
+            room=max_new_tokens,
+            resampled=key is not None and session.was_interrupted(key),
+            abort=abort,
+        )
+        self._ledger.record(BeginRecord(session.id, turn, key, body if key is not None else None))
+        session.pending[turn] = pending
+        root.in_flight += 1
+        return OpenTurn(
+            session_id=session.id,
+            turn=turn,
+            parent=parent,
+            shared=shared,
+            prompt=prompt,
+            sibling=sibling,
+            seed=None if session.record.seed is None else _derived(session.record.seed, prompt, sibling),
+            sampling=root.record.sampling,
+            forced=root.record.forced,
+            max_new_tokens=max_new_tokens,
+        )
+
+    async def commit(self, turn: OpenTurn, finished: FinishedTurn) -> None:
+        """Append the turn, and return when it is durable by policy. Raise SessionUnavailableError otherwise."""
+        session = self._table.get(turn.session_id)
+        pending = None if session is None else session.pending.pop(turn.turn, None)
+        if session is None or pending is None:
+            raise SessionNotFoundError(f"Session {turn.session_id} was deleted while its turn {turn.turn} ran.")
+        session.root.in_flight -= 1
+        reply = finished.reply
+        flags = IN_REASONING * reply.in_reasoning | ABORTED * finished.aborted | RESAMPLED * pending.resampled
+        calls = [{"id": i, "name": name, "arguments": arguments} for i, name, arguments in reply.calls]
+        reply_node = self._reply_node(session, pending, turn.turn, finished)
+        record = TurnRecord(
+            session=session.id,
+            turn=turn.turn,
+            parent=pending.parent,
+            shared=pending.shared,
+            prompt=pending.prompt,
+            output=finished.output,
+            logprobs=finished.logprobs,
+            spans=tuple((version, start) for version, start in finished.spans),
+            finish=finished.finish,
+            times=finished.times,
+            generation_prompt=finished.next.generation_prompt,
+            end_token=finished.end_token,
+            flags=flags,
+            prompt_node=pending.prompt_node,
+            reply_node=reply_node,
+            sibling=pending.sibling,
+            branch=pending.branch,
+            options=finished.next.options,
+            calls=msgspec.json.encode(calls) if calls else None,
+            sampling=finished.sampling,
+            seed=finished.seed,
+            key=finished.key,
+            body=finished.body,
+            dialect=finished.dialect,
+            rid=finished.rid,
+            child=pending.child,
+            first_node=session.stored_nodes,
+            nodes=bytes(session.nodes[session.stored_nodes * NODE.size :]),
+            completion=completion_text(finished.next, reply),
+            messages=finished.next.messages,
+            reply=reply.text,
+        )
+        self._ledger.record(record)
+        root = session.root
+        if finished.finish[0] == "length" and pending.room is not None and len(finished.output) // 4 >= pending.room:
+            limits = root.limits
+            is_used = limits.max_tokens is not None and root.sampled >= limits.max_tokens
+            root.limit = "max_tokens" if is_used else "max_context"
+        if self._ledger.counters is not None:
+            self._ledger.counters.turn_finished(self.described(turn, finished.next)["began"])
+        await self._ledger.store.flushed()
+
+    def cancel(self, turn: OpenTurn) -> None:
+        """Drop a turn that sampled nothing."""
+        session = self._table.get(turn.session_id)
+        if session is not None and session.pending.pop(turn.turn, None) is not None:
+            session.root.in_flight -= 1
+            session.root.started -= 1
+            for key, turns in list(session.keys.items()):
+                if turn.turn in turns:
+                    turns.remove(turn.turn)
+                    if not turns:
+                        del session.keys[key]
+
+    def delivered(self, session_id: str, turn: int) -> None:
+        """Note that the whole reply reached the client's socket."""
+        session = self._table.get(session_id)
+        if session is not None and turn < len(session.turns) and session.turns[turn] is not None:
+            self._ledger.record(DeliveredRecord(session_id, turn))
+
+    def answered(self, caller: SessionCaller, key: bytes, body: bytes) -> list[StoredTurn]:
+        """Return the finished turns of this idempotency key. Raise IdempotencyConflictError for another body."""
+        session = self._child(self._table.find(caller.session_id), caller.child)
+        if session is None:
+            return []
+        found = [StoredTurn(session, i) for i in session.keys.get(key, []) if session.turns[i] is not None]
+        found = [each for each in found if not each.aborted]  # the key's request was not answered: sample anew
+        if any(each.stored.body != body for each in found):
+            raise IdempotencyConflictError(
+                f"The idempotency key came before in session {session.id} with another body. Use a new key."
+            )
+        return found
+
+    def described(self, turn: OpenTurn, next: NextTurn) -> dict[str, Any]:
+        """Return `meta_info.session`."""
+        session = self._table.find(turn.session_id)
+        done = session.pending.get(turn.turn) or session.turns[turn.turn]
+        assert done is not None
+        began = "child" if next.began == "root" and done.child is not None else next.began
+        if next.kept < 0 <= turn.parent:
+            parent = session.turns[turn.parent]
+            began = None if parent is not None and parent.tokens == turn.shared else began
+        child = done.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
+        return {
+            "id": session.root.id,
+            "turn": turn.turn,
+            "parent": turn.parent,
+            "branch": done.branch,
+            "began": began,
+            "shared_tokens": turn.shared,
+            "new_tokens": len(turn.prompt) // 4 - turn.shared,
+            "matched_messages": next.matched_messages,
+            "child": child,
+            "replayed": False,
+        }
+
+    def described_again(self, turn: StoredTurn) -> dict[str, Any]:
+        """Return `meta_info.session` of a turn whose answer is sent again."""
+        session = self._table.find(turn.session_id)
+        child = turn.child or (session.id.rpartition(".")[2] if session.owner is not None else None)
+        return {
+            "id": session.root.id,
+            "turn": turn.turn,
+            "parent": turn.parent,
+            "branch": turn.stored.branch,
+            "began": None,
+            "shared_tokens": turn.shared,
+            "new_tokens": turn.prompt_tokens - turn.shared,
+            "matched_messages": 0,
+            "child": child,
+            "replayed": True,
+        }
+
+    # -- how a turn begins ----------------------------------------------------------------------------------
+
+    def _open_session(self, caller: SessionCaller) -> Session:
+        """Return the caller's session, if it can generate now."""
+        session = self._table.find(caller.session_id).root
+        if session.state != "open":
+            raise SessionEndedError(f"Session {session.id} has {session.state} ({session.reason}).")
+        self._ledger.check_open()
+        session.active = self._ledger.clock()
+        return session
+
+    def _check_limits(self, session: Session) -> None:
+        """Raise SessionEndedError, SessionLimitError or SessionUnavailableError if no turn may begin now."""
+        seconds = session.limits.seconds
+        if seconds is not None and self._ledger.clock() > session.record.created + seconds:
+            self._ledger.finish(session.id, "seconds", "expired")
+            raise SessionEndedError(f"Session {session.id} has expired: it was open for seconds={seconds:g}.")
+        limits_of.check_turn(session)
+        size, most = sum(each.size for each in self._table.family(session)), self._bounds.session_bytes
+        if size >= most:
+            raise SessionLimitError(f"Session {session.id} uses {size} bytes; this server permits {most}.")
+        self._ledger.check_memory()
+
+    def _child(self, session: Session, name: str | None) -> Session | None:
+        """Return the named child session, the session itself without a name, or None if there is no such child yet."""
+        if name is None:
+            return session
+        if _CHILD.fullmatch(name) is None or name.startswith(AUTOMATIC):
+            raise BadRequestError(
+                "X-Session-Child must be 1 to 64 letters, digits, '_' or '-', and must not begin with 'auto-'."
+            )
+        child = session.children.get(name)
+        return None if child is None else self._table.find(child)
+
+    def _new_child(self, session: Session, name: str | None) -> Session:
+        if len(session.children) >= self._bounds.max_children:
+            raise SessionLimitError(f"Session {session.id} has {self._bounds.max_children} child sessions, the most.")
+        child_id = f"{session.id}.{name}"
+        seed = session.record.seed
+        if seed is not None:
+            seed = _derived(seed, b"child %s" % (name or "").encode())
+        created, history = self._ledger.clock(), session.record.history
+        self._ledger.record(SessionRecord(child_id, b"", created, parent=session.id, history=history, seed=seed))
+        return self._table.find(child_id)
+
+    def _joined(self, session: Session, next: NextTurn) -> tuple[bytes, int, int]:
+        """Return the ids of the whole prompt, its parent, and how many of its first ids the parent's sequence has.
+
+        A prompt that keeps no more than the prompt of a turn is a sibling of the turn, not its child.
+        """
+        if next.parent < 0:
+            return next.added, -1, 0
+        if not (next.parent < len(session.turns) and session.turns[next.parent] is not None):
+            raise SessionNotFoundError(f"Session {session.id} has no finished turn {next.parent}.")
+        if next.kept >= 0:
+            kept = turns_of.sequence(session.turns, next.parent, next.kept)
+            prompt, shared = kept + next.added, len(kept) // 4
+        else:
+            prompt = next.added
+            shared = turns_of.common_prefix(prompt, turns_of.sequence(session.turns, next.parent))
+        parent = next.parent
+        while parent >= 0:
+            turn = session.turns[parent]
+            assert turn is not None
+            if shared > turn.prompt_tokens:
+                break
+            parent, shared = turn.parent, min(shared, turn.shared)
+        return prompt, parent, shared
+
+    def _branch(self, session: Session, parent: int, shared: int) -> int:
+        """Return the branch of a new turn: the parent's if the turn is the first to continue it, else a new one."""
+        if parent >= 0:
+            before = session.turns[parent]
+            assert before is not None
+            if shared == before.tokens and not session.is_extended(parent):
+                return before.branch
+        session.branches += 1
+        return session.branches - 1
+
+    def _conversation(self, session: Session, plan: NextTurn, prompt: bytes) -> str | None:
+        """Return the name of the child conversation that a turn belongs to; None: the session's own."""
+        if plan.parent >= 0:
+            named = session.turns[plan.parent]
+            assert named is not None
+            return named.child
+        others = [turn for turn in (*session.turns, *session.pending.values()) if turn is not None]
+        for turn in others:
+            if turn.parent < 0 and turn.prompt == prompt:
+                return turn.child
+        if plan.began not in ("root", "child") or plan.matched_messages or not others:
+            return None
+        session.conversations += 1
+        return f"{AUTOMATIC}{session.conversations}"
+
+    def _reply_node(self, session: Session, pending: PendingTurn, turn: int, finished: FinishedTurn) -> int:
+        """Append the reply to the message tree, and return its node; -1 for a turn without messages."""
+        if pending.prompt_node < 0:
+            return -1
+        reply = finished.reply
+        return session.append_node(pending.prompt_node, turn, ASSISTANT, reply.digest, reply.reasoning)
+
+
+def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:
+    """Return a seed of 63 bits: it depends on the session's seed, the prompt, and the number of its earlier samples."""
+    digest = hashlib.blake2b(b"%d %d " % (seed, ordinal), digest_size=8)
+    digest.update(what)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _facts(index: int, turn: Turn) -> ReplyFacts:
+    calls = [] if turn.calls is None else msgspec.json.decode(turn.calls)
+    return ReplyFacts(
+        turn=index,
+        parent=turn.parent,
+        prompt_tokens=turn.prompt_tokens,
+        output_tokens=turn.output_tokens,
+        generation_prompt=turn.generation_prompt,
+        end_token=turn.end_token,
+        in_reasoning=bool(turn.flags & IN_REASONING),
+        aborted=bool(turn.flags & ABORTED),
+        delivered=bool(turn.flags & DELIVERED),
+        calls=[(call["id"], call["name"]) for call in calls],
+        options=turn.options,
+        text=turn.completion,
+    )
