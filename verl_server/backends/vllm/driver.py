@@ -176,6 +176,24 @@ class _Steps:
             self._ring()
 
 
+_REFUSED = {
+    "worker_extension_cls": "the weight channel runs in it",
+    "worker_cls": "the weight channel extends vLLM's own worker",
+    "scheduler_cls": "pauses and version borders rely on vLLM's own scheduler",
+    "enable_eplb": "it moves experts, so that pushed weights would go to the wrong ones",
+}
+"""Argument of `AsyncEngineArgs` -> why nobody may set it."""
+
+
+def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
+    """Raise BadRequestError if `engine_args` has a name that is in `ours` or would break a promise of the server."""
+    taken = sorted(ours & set(engine_args))
+    if taken:
+        raise BadRequestError(f"engine_args must not have {', '.join(taken)}: verl-server sets them itself.")
+    for name in sorted(_REFUSED.keys() & set(engine_args)):
+        raise BadRequestError(f"engine_args must not have {name}: {_REFUSED[name]}. Remove it.")
+
+
 def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`. Raise BadRequestError for `engine_args` that are set here."""
     ours: dict[str, Any] = {
@@ -196,9 +214,7 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
     }
     if server_args.chunked_prefill_size is not None:
         ours["max_num_batched_tokens"] = server_args.chunked_prefill_size
-    taken = sorted(set(ours) & set(server_args.engine_args))
-    if taken:
-        raise BadRequestError(f"engine_args must not have {', '.join(taken)}: verl-server sets them itself.")
+    check_engine_args(server_args.engine_args, set(ours) | {"max_num_batched_tokens"})
     return ours | server_args.engine_args
 
 
