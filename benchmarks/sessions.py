@@ -209,8 +209,9 @@ def _report_sessions(args: argparse.Namespace, url: str, results: list[Result], 
         if args.store:
             turns = args.turns * len(results)
             report("journal_rate", written / seconds / 1e6, "MB/s", bytes_per_turn=written // turns, fsync=args.fsync)
-        for listed in client.get("/sessions").json()["sessions"]:
-            client.delete(f"/sessions/{listed['id']}").raise_for_status()
+        while listed := client.get("/sessions").json()["sessions"]:  # a page at a time
+            for session in listed:
+                client.delete(f"/sessions/{session['id']}").raise_for_status()
 
 
 def _size(folder: Path) -> int:

@@ -228,6 +228,6 @@ def test_faults_end_their_own_episode_only(
     assert eventually(lambda: gauges(server) == before), gauges(server)
     assert processes(mark) == []
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     left = httpx.get(f"{server.url}/sessions", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False).json()
     assert left["sessions"] == []
