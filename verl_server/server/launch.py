@@ -88,7 +88,7 @@ class EngineProcesses:
         first, count = args.node_rank * args.ranks_per_node, args.ranks_per_node
         module = "verl_server.scheduler.process"
         if args.engine != "embedded":  # one process, which starts the workers of the engine itself
-            first, count, module = 0, 1, "verl_server.backends.process.main"
+            first, count, module = 0, 1, f"verl_server.backends.{args.engine}.main"
         for tp_rank in range(first, first + count):
             argument = {
                 "server_args": args.to_json(),

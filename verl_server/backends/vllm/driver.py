@@ -19,7 +19,7 @@ from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
 from verl_server.backends.vllm.sampling import new_tokens, refusal, sampling_params
 from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerDiedError
-from verl_server.io_struct import TokenizedGenerateReq
+from verl_server.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.model_folder import resolve_model_folder
 from verl_server.server_args import ServerArgs
 
@@ -41,6 +41,7 @@ class VllmDriver:
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self._engine: Any = self._run(_start(settings), server_args.startup_timeout)
         self.info = _info(name, self._engine)
+        self.call("verl_start", server_args.to_json().encode(), server_args.startup_timeout)
 
     def refusal(self, req: TokenizedGenerateReq) -> str | None:
         if len(req.input_ids) + (req.sampling.max_new_tokens or 0) > self.info.context_length:
@@ -80,9 +81,9 @@ class VllmDriver:
     # -- on the loop ---------------------------------------------------------------------------------------------
 
     async def _submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
-        try:
-            async with self._order:
-                engine = self._engine
+        async with self._order:
+            engine = self._engine
+            try:
                 prompt = {"type": "token", "prompt_token_ids": req.input_ids, "cache_salt": cache_key}
                 tasks = await engine.get_supported_tasks()
                 inner = engine.input_processor.process_inputs(
@@ -92,8 +93,13 @@ class VllmDriver:
                 self._inner[req.rid] = inner.request_id
                 engine.output_processor.add_request(inner, None, None, 0, _Collector(req, self._on_output))
                 await engine.engine_core.add_request_async(inner)
-        except Exception as error:
-            self._steps.fail(error)
+            except Exception as error:
+                self._inner.pop(req.rid, None)
+                if engine.errored:
+                    self._steps.fail(error)
+                else:  # vLLM refuses this request only
+                    reason = FinishReason(type="abort", message=f"vLLM refused it: {error}", status_code=400)
+                    self._steps.add(NewTokens(req.rid, [], [], reason))
 
     def _on_output(self, req: TokenizedGenerateReq, output: Any) -> None:
         """Add the output of one request to the open step, unless the request was aborted."""
@@ -177,7 +183,6 @@ class _Steps:
 
 
 _REFUSED = {
-    "worker_extension_cls": "the weight channel runs in it",
     "worker_cls": "the weight channel extends vLLM's own worker",
     "scheduler_cls": "pauses and version borders rely on vLLM's own scheduler",
     "enable_eplb": "it moves experts, so that pushed weights would go to the wrong ones",
@@ -211,6 +216,7 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
         "max_logprobs": -1,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
+        "worker_extension_cls": "verl_server.backends.vllm.worker_extension.WorkerExtension",
     }
     if server_args.chunked_prefill_size is not None:
         ours["max_num_batched_tokens"] = server_args.chunked_prefill_size

@@ -1,4 +1,4 @@
-"""The process that drives another project's engine: the entry of `ChildProcess` for every engine but the embedded one.
+"""The process that drives another project's engine. Each engine's `main` module calls `run_backend` with its driver.
 
 It starts the engine through its `EngineDriver`, reports that it is ready, and runs the `Backend` with its end of the
 message socket to the `TokenizerManager`. It ends on SIGTERM, when the parent process ends (`child_main` watches it), or
@@ -16,15 +16,17 @@ from typing import Any
 
 from verl_server.backends.process.backend import Backend
 from verl_server.backends.process.driver import EngineDriver
-from verl_server.ipc.child_process import child_main
 from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
+StartDriver = Callable[[ServerArgs, Callable[[], None]], EngineDriver]
+"""Starts an engine. The second argument wakes the loop: the driver calls it when `take` has something new."""
 
-def run_backend(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run the engine from start to end. `child_main` calls this function."""
+
+def run_backend(start_driver: StartDriver, argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
+    """Run the engine from start to end. `argument` and `ready` are those of `child_main`."""
     server_args = ServerArgs.from_json(argument["server_args"])
     logging.basicConfig(
         level=server_args.log_level.upper(), format="[%(asctime)s backend] %(levelname)s %(message)s", force=True
@@ -39,14 +41,14 @@ def run_backend(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None
         stopping = True
         sockets.ring()
 
-    driver = _start_driver(server_args, sockets.ring)
+    driver = start_driver(server_args, sockets.ring)
     try:
         signal.signal(signal.SIGTERM, stop)
         sockets.wake_on_signals()
         backend = Backend(server_args, driver, sockets.send)
-        ready(_scheduler_info(server_args, driver))
+        ready(_scheduler_info(backend, driver))
         while not stopping:
-            sockets.wait(None)
+            sockets.wait(backend.wait_seconds())
             for message in sockets.receive():
                 backend.handle(message)
             backend.advance()
@@ -57,13 +59,7 @@ def run_backend(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None
     logger.info("The engine stopped.")
 
 
-def _start_driver(server_args: ServerArgs, ring: Callable[[], None]) -> EngineDriver:
-    from verl_server.backends.vllm.driver import VllmDriver
-
-    return VllmDriver(server_args, ring)
-
-
-def _scheduler_info(server_args: ServerArgs, driver: EngineDriver) -> dict[str, Any]:
+def _scheduler_info(backend: Backend, driver: EngineDriver) -> dict[str, Any]:
     """Return the limits and properties that the parent process reads; those of `scheduler.rank.scheduler_info`."""
     info = driver.info
     return {
@@ -75,14 +71,10 @@ def _scheduler_info(server_args: ServerArgs, driver: EngineDriver) -> dict[str, 
         "max_running_requests": info.max_running_requests,
         "chunked_prefill_size": info.prefill_chunk,
         "vocab_size": info.vocab_size,
-        "num_parameters": 0,
+        "num_parameters": backend.worker.num_parameters,
         "device": info.device,
         "dtype": info.dtype,
-        "weight_version": server_args.weight_version,
+        "weight_version": backend.worker.version,
         "pid": os.getpid(),
         "tp_rank": 0,
     }
-
-
-if __name__ == "__main__":
-    child_main(run_backend)
