@@ -49,6 +49,9 @@ class WeightSlot:
 class WholeTensorLoader(Protocol):
     """Installs whole checkpoint tensors in a model whose storage another engine arranges."""
 
+    refusal: str
+    """The reason why no update can be installed; empty if it can."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Install the tensors. They may be freed afterwards. An error leaves the weights torn."""
 

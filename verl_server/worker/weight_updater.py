@@ -189,6 +189,7 @@ class WeightUpdater:
             update.ready()
             if self._transaction is None:
                 self._need_whole_modules(update.names)
+            self._need_loader()
             return update
 
         update = agree(self._tp, find)
@@ -274,6 +275,11 @@ class WeightUpdater:
         if transaction.label is not None:
             self._label(transaction.label)
         return "Success The transaction wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
+
+    def _need_loader(self) -> None:
+        loader = self._model.weight_map.loader
+        if loader is not None and loader.refusal:
+            raise WeightUpdateError(loader.refusal)
 
     def _need_whole_modules(self, names: list[str]) -> None:
         """Raise WeightUpdateError if the model can install some of `names` only together with others."""
