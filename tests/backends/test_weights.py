@@ -88,8 +88,7 @@ def test_wait_lets_running_requests_finish(fresh: Served) -> None:
     with ThreadPoolExecutor(2) as pool:
         running = fresh.begin(pool, tokens=200)
         label = fresh.push(1, "wait", "ended")
-        assert running.done() or running.result(10)
-        reply = running.result(10)
+        reply = running.result(60)
     assert len(reply["output_ids"]) == 200
     assert fresh.judge(PROMPT, reply) != [label]
     assert fresh.judge(PROMPT, fresh.generate(tokens=3)) == [label]
@@ -158,35 +157,33 @@ def test_a_part_of_a_fused_module(fresh: Served) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_holds_running_and_new_requests(fresh: Served, mode: Any) -> None:
-    alone = fresh.generate(tokens=RUNNING)["output_ids"]
     with ThreadPoolExecutor(2) as pool:
-        running = fresh.begin(pool)
+        running = fresh.begin(pool, tokens=2 * RUNNING)
         fresh.adapter.pause_generation(mode=mode)
         new = pool.submit(fresh.generate, LONG_PROMPT)
-        assert eventually(lambda: _state(fresh)["num_waiting_reqs"] + _state(fresh)["num_running_reqs"] == 2)
+        assert eventually(lambda: _state(fresh)["num_waiting_reqs"] + _state(fresh)["num_running_reqs"] == 2, 60)
         assert _state(fresh)["paused"] and not running.done() and not new.done()
         label = fresh.push(1, fate="kept" if mode == "in_place" else "recomputed")
         fresh.adapter.continue_generation()
         reply = running.result(60)
         assert fresh.judge(PROMPT, reply)[-1] == label
         assert fresh.judge(LONG_PROMPT, new.result(60)) == [label]
-    assert reply["output_ids"] != alone
 
 
 def test_a_pause_that_waits_or_aborts(fresh: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = fresh.begin(pool, tokens=100)
         fresh.adapter.pause_generation(mode="wait")
-        assert len(running.result(10)["output_ids"]) == 100
+        assert len(running.result(60)["output_ids"]) == 100
         fresh.adapter.continue_generation()
         running = fresh.begin(pool, tokens=2 * RUNNING)
         fresh.adapter.pause_generation(mode="abort")
-        assert running.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert running.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_memory(fresh: Served) -> None:
     fresh.adapter.abort_request(abort_all=True)
-    assert eventually(lambda: _state(fresh)["num_running_reqs"] == 0)
+    assert eventually(lambda: _state(fresh)["num_running_reqs"] == 0, 60)
     if fresh.engine == "embedded":
         fresh.adapter.release_memory_occupation()
         fresh.adapter.resume_memory_occupation()

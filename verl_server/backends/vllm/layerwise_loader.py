@@ -28,16 +28,14 @@ class LayerwiseLoader:
         for name, module in modules.items():
             self._members.setdefault(module, set()).add(name)
         self.refusal = ""
-        self._rebuilt: list[Any] = []
-        """Quantization methods whose kernel must be made anew at each reload."""
+        self._rebuilt: dict[str, list[Any]] = {}
+        """Quantization methods whose kernel must be made anew at each reload, by module."""
         self._held: dict[str, dict[str, Tensor]] = {}
         """Copies of the tensors of modules that lack others, by module and name."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        for method in self._rebuilt:
-            method.moe_kernel = None
         try:
             self._runner.reload_weights(weights_iterator=self._whole_modules(tensors))
         except BaseException:
@@ -61,7 +59,9 @@ class LayerwiseLoader:
         methods = [getattr(modules[name.rpartition(".")[0]], "quant_method", None) for name in differing]
         # A captured CUDA graph would keep the old kernel.
         if self._runner.device.type == "cpu" and all(hasattr(method, "moe_kernel") for method in methods):
-            self._rebuilt = list({id(method): method for method in methods}.values())
+            for module in self._members:
+                inside = [m for name, m in zip(differing, methods, strict=True) if name.startswith(f"{module}.")]
+                self._rebuilt[module] = list({id(method): method for method in inside}.values())
             self.load(checkpoint())
             differing = self._differing(first)
         if differing:
@@ -99,6 +99,8 @@ class LayerwiseLoader:
             if come.keys() == self._members[module]:
                 del own[module]
                 self._held.pop(module, None)
+                for method in self._rebuilt.get(module, []):
+                    method.moe_kernel = None
                 yield from come.items()
         for module, come in own.items():
             self._held.setdefault(module, {}).update((name, tensor.clone()) for name, tensor in come.items())
