@@ -98,7 +98,8 @@ class EngineProcesses:
                 "leftovers": [self._folder],
             }
             fds = (schedulers_end.fileno(),) if tp_rank == 0 else ()
-            self.children.append(ChildProcess(f"scheduler-tp{tp_rank}", module, argument, pass_fds=fds))
+            name = f"scheduler-tp{tp_rank}" if args.engine == "embedded" else args.engine
+            self.children.append(ChildProcess(name, module, argument, pass_fds=fds))
 
     def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
         """Load the tokenizer, then wait until all child processes are ready. Return the first child's scheduler_info.
