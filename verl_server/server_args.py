@@ -86,6 +86,15 @@ class ServerArgs:
     weight_version: str = "default"
     """Version label of the weights that are loaded at the start."""
 
+    # -- engine --------------------------------------------------------------------------------------------
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Engine that computes the tokens: this package's own one, or an installed vLLM (`verl-server[vllm]`)."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine `vllm`, by the names of its `AsyncEngineArgs`. Arguments that this server sets
+    itself are refused."""
+    allow_untested_engine: bool = False
+    """Permit a version of the engine with which this release was not run."""
+
     # -- runtime -------------------------------------------------------------------------------------------
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. `auto` is CUDA if a GPU is available, else the CPU."""

@@ -40,7 +40,8 @@ class _Story:
 
 
 class SpanJudge:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tolerance: float = TOLERANCE) -> None:
+        self._tolerance = tolerance
         auto: Any = AutoModelForCausalLM
         self._model = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self._loaded = ""
@@ -70,7 +71,7 @@ class SpanJudge:
         for position, (logprob, token, _) in enumerate(found):
             assert token == prompt[position]
             if position:
-                assert abs(logprob - float(logprobs[position - 1, token])) < TOLERANCE, f"prompt, {position}"
+                assert abs(logprob - float(logprobs[position - 1, token])) < self._tolerance, f"prompt, {position}"
 
     def _check_spans(self, spans: list[dict[str, Any]], prompt: list[int], reply: dict[str, Any]) -> None:
         tokens = prompt + reply["output_ids"]
@@ -86,7 +87,7 @@ class SpanJudge:
             told, most_kept, spare = [], 0, []
             for story in [] if anew else stories:
                 cache = copy.deepcopy(story.cache)
-                kept = _leading(self._run(label, tokens[start - 1 : end - 1], cache), wanted)
+                kept = _leading(self._run(label, tokens[start - 1 : end - 1], cache), wanted, self._tolerance)
                 if kept == len(wanted):
                     told.append(_Story(cache, story.retractions))
                 if story.retractions < retractions:
@@ -96,7 +97,7 @@ class SpanJudge:
             if anew or spare:
                 cache = DynamicCache()
                 rows = self._run(label, tokens[: end - 1], cache)[start - 1 :]
-                trailing = _leading(rows.flip(0), wanted[::-1])
+                trailing = _leading(rows.flip(0), wanted[::-1], self._tolerance)
                 if trailing == len(wanted) or (not anew and 0 < trailing >= len(wanted) - most_kept):
                     told.append(_Story(cache, min(spare, default=min((s.retractions for s in stories), default=0))))
             assert told, f"wrong tokens in {span} of {spans}, {retractions} retractions"
@@ -123,13 +124,13 @@ class SpanJudge:
         return logits - logits.logsumexp(-1, keepdim=True)
 
 
-def _leading(rows: torch.Tensor, wanted: list[tuple[int, float]]) -> int:
+def _leading(rows: torch.Tensor, wanted: list[tuple[int, float]], tolerance: float) -> int:
     """Return the number of leading tokens that agree with the model."""
-    agree = [_agrees(row, token, logprob) for row, (token, logprob) in zip(rows, wanted, strict=True)]
+    agree = [_agrees(row, token, logprob, tolerance) for row, (token, logprob) in zip(rows, wanted, strict=True)]
     return agree.index(False) if False in agree else len(agree)
 
 
-def _agrees(row: torch.Tensor, token: int, logprob: float) -> bool:
+def _agrees(row: torch.Tensor, token: int, logprob: float, tolerance: float) -> bool:
     best = row.topk(2)
-    is_best = token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < TOLERANCE
-    return is_best and abs(logprob - float(row[token])) < TOLERANCE
+    is_best = token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < tolerance
+    return is_best and abs(logprob - float(row[token])) < tolerance

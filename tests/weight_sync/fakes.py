@@ -79,6 +79,9 @@ class FakeRunner:
 
         return call
 
+    def check_release(self) -> None:
+        """All memory can be released."""
+
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
         return all(
             torch.equal(destination, weights[slot.name][index].to(slot.dtype))

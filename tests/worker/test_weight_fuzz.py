@@ -97,6 +97,8 @@ class WeighedRunner(FakeModelRunner):
         self.fill(self._backup or {name: torch.zeros(shape) for name, shape in SHAPES.items()})
         return self._backup is not None
 
+    def check_release(self) -> None: ...
+
     def release_kv_cache(self) -> None:
         self.kv = [-7] * len(self.kv)
 

@@ -66,20 +66,23 @@ class TpGroup:
         dist.init_process_group(
             "gloo", init_method=init_method, rank=rank, world_size=size, timeout=seconds(startup_timeout)
         )
-        vote_timeout = max(startup_timeout, control_timeout)
-        votes = dist.new_group(backend="gloo", timeout=seconds(vote_timeout))
-        channel = RankSockets.connect(votes, vote_timeout, broadcast_timeout=None) or GlooChannel(
-            votes, dist.new_group(backend="gloo", timeout=_FOREVER), first=0
-        )
-        # A rank may have finished its part while another rank still reads from a slow disk, or waits for a trainer.
-        patience = seconds(startup_timeout + 2 * control_timeout)
-        stage, join = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+        channel, stage, join = _connect(startup_timeout, control_timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         model = dist.new_group(backend=backend, timeout=seconds(sync_timeout))
         tp = cls(rank, size, channel, stage, join, model)
         if not peer_memory or isinstance(channel, GlooChannel):  # a GlooChannel: not all ranks are on one host
             return tp
         return dataclasses.replace(tp, peer_memory=PeerMemory.connect(model, device, tp.gather))
+
+    @classmethod
+    def beside(cls, rank: int, size: int, *, startup_timeout: float, control_timeout: float) -> TpGroup:
+        """Connect ranks whose default process group exists, for votes and commands only.
+
+        All ranks of the default group must be tensor-parallel ranks, and call it.
+        """
+        if size == 1:
+            return cls()
+        return cls(rank, size, *_connect(startup_timeout, control_timeout))
 
     def for_staging(self) -> TpGroup:
         """The same ranks with a connection of its own for the votes of the thread that stages weight updates."""
@@ -130,3 +133,22 @@ class TpGroup:
         parts = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         _all_gather(parts, tensor.contiguous(), group=self.device_group)
         return torch.cat(parts.chunk(self.size), dim=-1)
+
+
+def _connect(
+    startup_timeout: float, control_timeout: float
+) -> tuple[RankSockets | GlooChannel, dist.ProcessGroup, dist.ProcessGroup]:
+    """Return (the loop's channel, the stager's group, the joiner's group) between all ranks of the default group."""
+
+    def group(seconds: float) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        return made
+
+    vote_timeout = max(startup_timeout, control_timeout)
+    votes = group(vote_timeout)
+    channel = RankSockets.connect(votes, vote_timeout, broadcast_timeout=None) or GlooChannel(
+        votes, dist.new_group(backend="gloo", timeout=_FOREVER), first=0
+    )
+    # A rank may have finished its part while another rank still reads from a slow disk, or waits for a trainer.
+    patience = startup_timeout + 2 * control_timeout
+    return channel, group(patience), group(patience)

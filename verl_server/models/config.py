@@ -140,7 +140,7 @@ def _architecture(raw: dict[str, Any], folder: Path) -> str:
         what = (named[0] if isinstance(named, list) else named) or f"model_type {model_type!r}"
         raise BadRequestError(
             f"Architecture {what} of {folder} is not supported; supported (dense only): {', '.join(SUPPORTED)}. "
-            "For other models use SGLang or vLLM as the engine."
+            "engine='vllm' serves many others: pip install 'verl-server[vllm]'."
         )
     architecture: str = named[0]
     return architecture

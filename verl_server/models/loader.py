@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,12 +46,27 @@ class WeightSlot:
             destination.copy_(source[index])
 
 
+class WholeTensorLoader(Protocol):
+    """Installs whole checkpoint tensors in a model whose storage another engine arranges."""
+
+    refusal: str
+    """The reason why no update can be installed; empty if it can."""
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Install the tensors. They may be freed afterwards. An error leaves the weights torn."""
+
+    def lacking(self, names: Iterable[str]) -> list[str]:
+        """Return the parameters that must come together with `names`, and are not among them."""
+
+
 @dataclass
 class WeightMap:
     slots: dict[str, WeightSlot] = field(default_factory=dict)
     """Hugging Face name -> slot, once for every parameter, in model order."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names that a checkpoint may use: a tied `lm_head.weight` -> the name of the embedding."""
+    loader: WholeTensorLoader | None = None
+    """Installs the tensors of slots without pieces. None: a slot without pieces has nothing on this rank."""
 
     def add(self, slots: Iterable[WeightSlot]) -> None:
         for slot in slots:

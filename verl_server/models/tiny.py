@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-Arch = Literal["llama", "mistral", "qwen2", "qwen3"]
+Arch = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+"""`qwen3_moe` is for other engines: the embedded one has no mixture of experts."""
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 4. Bytes have the ids 5 to 260, in the order of the byte-level alphabet."""
@@ -100,7 +101,7 @@ def make_model_folder(
     config = AutoConfig.for_model(
         arch, **(TINY_SHAPE | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | shape)
     )
-    config.architectures = [f"{arch.capitalize()}ForCausalLM"]
+    config.architectures = ["".join(part.capitalize() for part in arch.split("_")) + "ForCausalLM"]
     config.dtype = dtype
     if weights:
         model = random_model(config, seed=seed, dtype=dtype, init_std=init_std)

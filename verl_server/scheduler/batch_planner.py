@@ -181,6 +181,10 @@ class BatchPlanner:
         for req in self.running:
             req.private = True
 
+    def flush_cache(self) -> None:
+        """Empty the prefix cache for all requests that start from now on. Called while none runs."""
+        self.cache.start_version()
+
     # -- a step ----------------------------------------------------------------------------------------------
 
     def plan(self, only_started: bool = False, settled: bool = True) -> ScheduleBatch | None:

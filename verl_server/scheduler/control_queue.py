@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
@@ -30,7 +28,6 @@ from verl_server.io_struct import (
     QueuedReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
-    SchedulerOutput,
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
@@ -40,37 +37,15 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.scheduler.batch_planner import BatchPlanner
+from verl_server.scheduler.generation import Generation
 from verl_server.scheduler.pauses import Pauses
-from verl_server.scheduler.schedule_batch import Req
 from verl_server.scheduler.transaction_fence import TransactionFence
-from verl_server.worker.tp_worker import TpWorker
 from verl_server.worker.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)
 
 _GIVEN_UP = 499
 """Status code of a request whose caller no longer waits for it."""
-
-
-class Generation(Protocol):
-    """The parts of the `Scheduler` that the control queue uses."""
-
-    planner: BatchPlanner
-    worker: TpWorker
-    requests: dict[str, Req]
-    send: Callable[[SchedulerOutput], None]
-    clock: Callable[[], float]
-
-    def has_runnable(self) -> bool: ...
-
-    def settle(self) -> None: ...
-
-    def emit(self) -> None: ...
-
-    def abort_all(self, message: str, status_code: int | None = None) -> None: ...
-
-    def internal_state(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -439,7 +414,7 @@ class ControlQueue:
         waiting = []
         for item in self._flushes:
             if not busy:
-                planner.cache.start_version()
+                planner.flush_cache()
                 self._reply(ControlReply(id=item.req.id, success=True, message="Cache flushed."))
             elif self._scheduler.clock() >= item.deadline:
                 message = (

@@ -8,21 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from verl_server.io_struct import ControlReply, PauseGenerationReq
-from verl_server.scheduler.batch_planner import BatchPlanner
-
-
-class PausedGeneration(Protocol):
-    """The parts of the `Scheduler` that pauses use."""
-
-    planner: BatchPlanner
-    clock: Callable[[], float]
-
-    def settle(self) -> None: ...
-
-    def abort_all(self, message: str, status_code: int | None = None) -> None: ...
+from verl_server.scheduler.generation import Generation
 
 
 @dataclass(slots=True)
@@ -34,7 +22,7 @@ class _Waiting:
 
 
 class Pauses:
-    def __init__(self, scheduler: PausedGeneration, timeout: float, reply: Callable[[ControlReply], None]) -> None:
+    def __init__(self, scheduler: Generation, timeout: float, reply: Callable[[ControlReply], None]) -> None:
         """A pause that waits is refused after `timeout` seconds. `reply` sends an answer."""
         self._scheduler, self._timeout, self._reply = scheduler, timeout, reply
         self._waiting: list[_Waiting] = []

@@ -10,25 +10,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import os
-import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from verl_server.io_struct import SchedulerInput, SchedulerOutput
-from verl_server.ipc.message_socket import MessageSocket
-from verl_server.ipc.readiness import wait_writable
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.scheduler.scheduler import Scheduler
+from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
 from verl_server.worker.device import device_of, device_uuid
 from verl_server.worker.model_runner import ModelRunner
@@ -43,93 +36,6 @@ _STAGER_GRACE = 2.0
 """Seconds that the end of the process waits for staging to end."""
 _QUIET = 0.05
 """Seconds without a message before idle time is used to warm up. Messages that closely follow a push come first."""
-_CLOSE_SECONDS = 1.0
-"""Seconds that `SchedulerSockets.close` waits for unsent messages to be sent."""
-
-
-class SchedulerSockets:
-    """Rank 0's end of the message socket, and a socket pair with which signals and the stager wake the loop."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._messages = MessageSocket(sock)
-        self._decoder = msgspec.msgpack.Decoder(SchedulerInput)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._doorbell, self._button = socket.socketpair()
-        self._doorbell.setblocking(False)
-        self._button.setblocking(False)
-        self._poller = select.poll()
-        self._poller.register(self._doorbell, select.POLLIN)
-        self._poller.register(self._messages, select.POLLIN)
-
-    def wait(self, seconds: float | None) -> None:
-        """Sleep until a message arrives, `ring` is called, or `seconds` passed. Send unsent messages meanwhile."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            self._watch_messages()
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            events = dict(self._poller.poll(None if left is None else math.ceil(left * 1000.0)))
-            if self._doorbell.fileno() in events:
-                self._clear_doorbell()
-                return
-            if events.get(self._messages.fileno()) != select.POLLOUT:  # a message, a closed peer, or the deadline
-                return
-            self._messages.flush()
-
-    def wake_on_signals(self) -> None:
-        """Make every signal end the current or the next `wait`. Called on the main thread.
-
-        A Python handler alone does not: it cannot run while the main thread is in `poll`, and a signal that arrives
-        just before `poll`, or at another thread, does not interrupt it.
-        """
-        signal.set_wakeup_fd(self._button.fileno(), warn_on_full_buffer=False)
-
-    def ring(self) -> None:
-        """End the current or the next `wait`. Safe in a signal handler and in other threads."""
-        with contextlib.suppress(OSError):  # the socket is full, so the loop wakes anyway, or it is closed
-            self._button.send(b"!")
-
-    def receive(self) -> list[SchedulerInput]:
-        """Return all messages that have arrived. A message that cannot be decoded is logged and dropped."""
-        if self._messages.unsent:
-            self._messages.flush()  # `wait` flushes too, but a loop that always has work does not call it
-        messages: list[SchedulerInput] = []
-        for data in self._messages.receive():
-            try:
-                messages.append(self._decoder.decode(data))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)
-        return messages
-
-    def send(self, message: SchedulerOutput) -> None:
-        """Send a message without blocking. What the socket has no room for is sent later."""
-        self._messages.send(self._encoder.encode(message))
-
-    def close(self) -> None:
-        """Close the sockets when every message is sent, or after `_CLOSE_SECONDS`."""
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._messages.unsent and time.monotonic() < deadline:
-            wait_writable(self._messages, deadline - time.monotonic())
-            self._messages.flush()
-        self._messages.close()
-        self._doorbell.close()
-        self._button.close()
-
-    def _watch_messages(self) -> None:
-        """Register the message socket with the poller, for reading and, if messages are unsent, for writing.
-
-        A closed peer is not polled, because it would wake every wait. `child_main` or SIGTERM ends this process then.
-        """
-        if self._messages.is_closed:
-            with contextlib.suppress(KeyError):
-                self._poller.unregister(self._messages)
-        else:
-            self._poller.register(self._messages, select.POLLIN | (select.POLLOUT if self._messages.unsent else 0))
-
-    def _clear_doorbell(self) -> None:
-        """Read every ring, because an unread one would end every later wait at once."""
-        with contextlib.suppress(BlockingIOError):
-            while self._doorbell.recv(4096):
-                pass
 
 
 class SchedulerLoop:

@@ -85,8 +85,11 @@ class EngineProcesses:
         init_addr = args.dist_init_addr
         if init_addr is None and args.tp_size > 1:
             init_addr = f"file://{self._folder}/ranks"  # a TCP store would listen on every interface
-        first = args.node_rank * args.ranks_per_node
-        for tp_rank in range(first, first + args.ranks_per_node):
+        first, count = args.node_rank * args.ranks_per_node, args.ranks_per_node
+        module = "verl_server.scheduler.process"
+        if args.engine != "embedded":  # one process, which starts the workers of the engine itself
+            first, count, module = 0, 1, f"verl_server.backends.{args.engine}.main"
+        for tp_rank in range(first, first + count):
             argument = {
                 "server_args": args.to_json(),
                 "tp_rank": tp_rank,
@@ -95,8 +98,8 @@ class EngineProcesses:
                 "leftovers": [self._folder],
             }
             fds = (schedulers_end.fileno(),) if tp_rank == 0 else ()
-            module = "verl_server.scheduler.process"
-            self.children.append(ChildProcess(f"scheduler-tp{tp_rank}", module, argument, pass_fds=fds))
+            name = f"scheduler-tp{tp_rank}" if args.engine == "embedded" else args.engine
+            self.children.append(ChildProcess(name, module, argument, pass_fds=fds))
 
     def wait_ready(self, check: Check | None = None) -> dict[str, Any]:
         """Load the tokenizer, then wait until all child processes are ready. Return the first child's scheduler_info.

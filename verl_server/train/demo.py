@@ -56,7 +56,6 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 64,
 }
 _HELD_OUT = 2**30
@@ -71,6 +70,8 @@ class DemoArgs:
     """Folder for the results. Results of an earlier demo in it are replaced."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of trainer and server."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Engine of the rollout server: this package's own one, or an installed vLLM (`verl-server[vllm]`)."""
     seed: int = 0
     """Seed of the weights, the games, the environment's delays and sampling."""
     steps: int = 140
@@ -117,7 +118,9 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         out = _clean_folder(self.args.out)
-        folder = make_policy_folder(out / "model", self.args.seed)
+        # vLLM's attention on a CPU needs heads of 32 or more.
+        head_dim = {"embedded": 16, "vllm": 32}[self.args.engine]
+        folder = make_policy_folder(out / "model", self.args.seed, head_dim)
         with contextlib.ExitStack() as stack:
             interrupt = stack.enter_context(_Interrupt())
             run, loop = self._start(stack, folder)
@@ -147,7 +150,9 @@ class Demo:
         torch.set_num_threads(1)  # the model is tiny, and the servers need the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
         environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
-        settings = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
+        settings: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
+        if args.engine == "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
+            settings |= {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
         trainer = PolicyTrainer(load_policy(str(folder), device), self.config, args.steps, device)
         self.parameters = sum(p.numel() for p in trainer.policy.parameters())
@@ -252,14 +257,14 @@ class _Interrupt:
             raise KeyboardInterrupt
 
 
-def make_policy_folder(folder: Path, seed: int) -> Path:
+def make_policy_folder(folder: Path, seed: int, head_dim: int = 16) -> Path:
     """Write a Llama model with random weights whose tokens are the words of the game. Returns `folder`."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(_VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
-    return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, **_SHAPE)
+    return make_model_folder(folder, "llama", seed=seed, tokenizer=tokenizer, head_dim=head_dim, **_SHAPE)
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:

@@ -427,10 +427,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status. A `VerlServerError` is printed as a message, without a traceback."""
     import tyro
 
+    from verl_server.json_options import JSON_OPTIONS
+
     prog = "python -m verl_server.train.grpo"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        args = tyro.cli(TrainArgs, args=argv, prog=prog)
+        args = tyro.cli(TrainArgs, args=argv, prog=prog, registry=JSON_OPTIONS)
     except BadRequestError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ text of that option.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -172,5 +171,5 @@ class TrainArgs:
     @property
     def server_settings(self) -> dict[str, Any]:
         """The fields of `server` that differ from their defaults."""
-        values = {f.name: (getattr(self.server, f.name), f.default) for f in dataclasses.fields(self.server)}
-        return {name: value for name, (value, default) in values.items() if value not in (default, "")}
+        defaults = vars(ServerArgs(model_path=""))
+        return {name: value for name, value in vars(self.server).items() if value not in (defaults[name], "")}

@@ -242,6 +242,9 @@ class ModelRunner:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
+    def check_release(self) -> None:
+        """All memory can be released."""
+
     def release_kv_cache(self) -> None:
         """Free the KV pool's memory. The contents are lost."""
         self._release_scratch()

@@ -23,16 +23,16 @@ from verl_server.weight_sync.group.process_group import WeightGroup
 from verl_server.weight_sync.receiver.names import listed
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
-from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.prepared import Announced, Done, Prepared, Received, Streamed, Window
+from verl_server.worker.updated_model import UpdatedModel
 
 STATE_DICTS = "state_dicts"
 """`load_format` of an update whose tensors the trainer describes in its broadcasts."""
 
 
 class WeightGroups:
-    def __init__(self, receiver: WeightReceiver, runner: ModelRunner, tp: TpGroup, server_args: ServerArgs) -> None:
-        self._receiver, self._runner, self._args = receiver, runner, server_args
+    def __init__(self, receiver: WeightReceiver, model: UpdatedModel, tp: TpGroup, server_args: ServerArgs) -> None:
+        self._receiver, self._model, self._args = receiver, model, server_args
         self._rank, self._size = tp.rank, tp.size
         self._groups: dict[str, WeightGroup] = {}
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class WeightGroups:
                 raise BadRequestError(
                     f"Failed to initialize custom process group: '{req.group_name}' exists. Destroy it first."
                 )
-        group = WeightGroup.join(req, self._rank, self._runner.device, self._args.control_timeout)
+        group = WeightGroup.join(req, self._rank, self._model.device, self._args.control_timeout)
         with self._lock:
             self._groups[req.group_name] = group
         return Done(lambda: self._undo_join(req.group_name))
@@ -106,9 +106,9 @@ class WeightGroups:
         Two NCCL communicators have no common order. A receive could deadlock with the sums of a tensor-parallel model,
         so it waits until generation is stopped.
         """
-        if not (self._size > 1 and self._runner.device.type == "cuda"):
+        if not (self._size > 1 and self._model.device.type == "cuda"):
             update.ready()
-            self._runner.synchronize()
+            self._model.synchronize()
 
     def _announced(self, req: UpdateWeightsFromDistributedReq, group: WeightGroup, limit: int) -> Announced:
         self._budget.acquire(limit)
@@ -119,7 +119,7 @@ class WeightGroups:
             return part.names, self._write_part(part)
 
         def check_complete(names: list[str]) -> None:
-            missing = self._runner.weight_map.missing(names)
+            missing = self._model.weight_map.missing(names)
             if missing and not req.partial:
                 raise WeightUpdateError(f"The update does not cover every parameter; missing: {listed(missing)}.")
 
@@ -143,7 +143,7 @@ class WeightGroups:
     def _write_part(self, part: UpdatePlan) -> list[str]:
         """Copy one window of an update. Return the names of tensors with NaN or infinity."""
         part.commit()
-        self._runner.synchronize()  # the next window may reuse the memory of this one
+        self._model.synchronize()  # the next window may reuse the memory of this one
         nonfinite = part.nonfinite()
         part.close()
         return nonfinite

@@ -34,19 +34,19 @@ from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
 from verl_server.weight_sync.vllm.ipc_handles import parse_ipc_handles
 from verl_server.worker.device import device_uuid
-from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.prepared import Done, Prepared
+from verl_server.worker.updated_model import UpdatedModel
 from verl_server.worker.weight_groups import WeightGroups, check_lists
 
 
 class WeightSources:
-    def __init__(self, runner: ModelRunner, tp: TpGroup, server_args: ServerArgs) -> None:
-        self._rank, self._size, self._device = tp.rank, tp.size, runner.device
+    def __init__(self, model: UpdatedModel, tp: TpGroup, server_args: ServerArgs) -> None:
+        self._rank, self._size, self._device = tp.rank, tp.size, model.device
         self._receiver = WeightReceiver(
-            runner.weight_map, tp.rank, tp.size, runner.device, fused=server_args.fused_weight_copy
+            model.weight_map, tp.rank, tp.size, model.device, fused=server_args.fused_weight_copy
         )
         self._allow_hub, self._own_path = server_args.allow_hub_updates, server_args.model_path
-        self.groups = WeightGroups(self._receiver, runner, tp, server_args)
+        self.groups = WeightGroups(self._receiver, model, tp, server_args)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class WeightSources:
         with Checkpoint(self._folder(req.model_path)) as checkpoint:
             checkpoint.read(self._receiver.compared(checkpoint.tensors))
             plan = self._receiver.plan(checkpoint.tensors, strict_dtype=False, partial=False)
-            checkpoint.read(plan.sources)  # the slices of this rank
+            checkpoint.read(plan.views())  # the slices of this rank
         return plan
 
     def _folder(self, model_path: str) -> Path:

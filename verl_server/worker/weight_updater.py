@@ -50,10 +50,10 @@ from verl_server.io_struct import (
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 from verl_server.worker.agreement import agree
-from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import discard
 from verl_server.worker.transaction import State, Transaction
+from verl_server.worker.updated_model import UpdatedModel
 from verl_server.worker.weight_inspector import WeightInspector
 from verl_server.worker.weight_sources import WeightSources
 
@@ -67,14 +67,14 @@ Outcome = tuple[str, Any]
 
 
 class WeightUpdater:
-    def __init__(self, runner: ModelRunner, tp: TpGroup, sources: WeightSources, server_args: ServerArgs) -> None:
+    def __init__(self, model: UpdatedModel, tp: TpGroup, sources: WeightSources, server_args: ServerArgs) -> None:
         self.state: State = "serving"
         self.version = server_args.weight_version
         self.epoch = 0
         """Increases whenever no new request may use the KV pages that were computed before."""
         self._newest_number = int(self.version) if self.version.isdecimal() else 0
-        self._runner, self._tp, self._sources = runner, tp, sources
-        self._inspector = WeightInspector(runner.weight_map, tp)
+        self._model, self._tp, self._sources = model, tp, sources
+        self._inspector = WeightInspector(model.weight_map, tp)
         self._transaction: Transaction | None = None
         self._unwritten: dict[str, None] = {}
         """Parameters that must be written before torn or not loaded weights can serve."""
@@ -167,6 +167,8 @@ class WeightUpdater:
         start = time.perf_counter()
         transaction = self._transaction or self._new_transaction()
         names = self._write(transaction, req, prepared)
+        if self._transaction is None:
+            self._need_whole_modules(names)  # those of an update that was received in parts are known only now
         transaction.label = req.weight_version or transaction.label
         payload: dict[str, Any] = {"num_tensors": len(names), "seconds": {"commit": time.perf_counter() - start}}
         if self._transaction is not None:
@@ -185,6 +187,9 @@ class WeightUpdater:
                 assert isinstance(req, UpdateWeightsFromTensorReq)
                 update = self._sources.registered(req)
             update.ready()
+            if self._transaction is None:
+                self._need_whole_modules(update.names)
+            self._need_loader()
             return update
 
         update = agree(self._tp, find)
@@ -205,14 +210,14 @@ class WeightUpdater:
         """Copy on this rank. Raise WeightUpdateError only for NaN and infinity; all other errors are faults."""
         try:
             update.commit()
-            self._runner.synchronize()
+            self._model.synchronize()
             nonfinite = update.nonfinite()
             update.confirm((isinstance(req, UpdateWeightsFromTensorReq) and req.checksums) or {})
         except (WeightUpdateError, BadRequestError) as error:  # these types would promise unchanged weights
             raise VerlServerError(str(error)) from error
         except RuntimeError as error:
             # The first error makes a CUDA context unusable, so no later update could end the state torn.
-            if self._runner.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
+            if self._model.device.type == "cuda" and not isinstance(error, (torch.OutOfMemoryError, VerlServerError)):
                 raise SystemExit(f"The device failed while weights were copied: {error}") from error
             raise
         if nonfinite and not req.allow_nonfinite:
@@ -256,12 +261,13 @@ class WeightUpdater:
             self.epoch += 1
             self._tear("a transaction wrote some parameters and was discarded")
             return f"Success The weights are torn: {self._still_unwritten()}", None
-        missing = transaction.missing(self._runner.weight_map.slots)
+        missing = transaction.missing(self._model.weight_map.slots)
         if missing:
             raise WeightUpdateError(
                 f"The transaction cannot end: {'a write failed, and ' if transaction.failed else ''}{len(missing)} "
                 f"parameters are missing ({_listed(missing)}). Push them and end it again, or discard it."
             )
+        self._need_whole_modules(list(transaction.written))
         transaction.label = req.weight_version or transaction.label
         self._transaction = None
         if transaction.touched:
@@ -270,9 +276,23 @@ class WeightUpdater:
             self._label(transaction.label)
         return "Success The transaction wrote nothing.", {"weight_version": self.version, "num_tensors": 0}
 
+    def _need_loader(self) -> None:
+        loader = self._model.weight_map.loader
+        if loader is not None and loader.refusal:
+            raise WeightUpdateError(loader.refusal)
+
+    def _need_whole_modules(self, names: list[str]) -> None:
+        """Raise WeightUpdateError if the model can install some of `names` only together with others."""
+        loader = self._model.weight_map.loader
+        if loader is not None and names and (lacking := loader.lacking(names)):
+            raise WeightUpdateError(
+                f"This engine installs fused modules as a whole, and {len(lacking)} parameters of them are missing "
+                f"({_listed(lacking)}). Push them in the same call, or in the same transaction."
+            )
+
     def _tear(self, reason: str) -> None:
         self.state, self._torn_by = "torn", reason
-        self._unwritten = dict.fromkeys(self._runner.weight_map.slots)
+        self._unwritten = dict.fromkeys(self._model.weight_map.slots)
 
     def _label(self, version: str) -> None:
         """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
@@ -296,12 +316,13 @@ class WeightUpdater:
             )
 
     def _still_unwritten(self) -> str:
-        names, total = list(self._unwritten), len(self._runner.weight_map.slots)
+        names, total = list(self._unwritten), len(self._model.weight_map.slots)
         return f"update the remaining {len(names)} of {total} parameters ({_listed(names)})."
 
     # -- memory ------------------------------------------------------------------------------------------------
 
     def _release(self, tags: list[str] | None, cpu_backup: bool | None) -> Outcome:
+        self._model.check_release()
         present = [tag for tag in MEMORY_TAGS if tag not in self._released]
         for tag in _chosen(tags, present, "already released"):
             # Set before the release: if the release fails on one rank, `_resume` repairs all ranks.
@@ -311,27 +332,28 @@ class WeightUpdater:
                 before, self._before_sleep = (self.state, self._unwritten), None
                 self.state = "asleep"
                 self._sources.release()
-                agree(self._tp, lambda: self._runner.release_weights(cpu_backup))
+                agree(self._tp, lambda: self._model.release_weights(cpu_backup))
                 self._before_sleep = before
             elif tag == "kv_cache":
-                agree(self._tp, self._runner.release_kv_cache)
+                agree(self._tp, self._model.release_kv_cache)
             else:
-                self._runner.release_cuda_graphs()
+                self._model.release_cuda_graphs()
         return "Success", None
 
     def _resume(self, tags: list[str] | None) -> Outcome:
+        self._model.check_release()
         for tag in _chosen(tags, list(self._released), "not released"):
             if tag == "weights":
-                restored = self._resume_all(self._runner.resume_weights, self._runner.release_weights)
+                restored = self._resume_all(self._model.resume_weights, self._model.release_weights)
                 everywhere = all(flag == b"1" for flag in self._tp.gather(b"1" if restored else b"0"))
                 if everywhere and self._before_sleep is not None:
                     self.state, self._unwritten = self._before_sleep
                 else:
-                    self.state, self._unwritten = "not_loaded", dict.fromkeys(self._runner.weight_map.slots)
+                    self.state, self._unwritten = "not_loaded", dict.fromkeys(self._model.weight_map.slots)
             elif tag == "kv_cache":
-                self._resume_all(self._runner.resume_kv_cache, self._runner.release_kv_cache)
+                self._resume_all(self._model.resume_kv_cache, self._model.release_kv_cache)
             else:
-                self._runner.resume_cuda_graphs()
+                self._model.resume_cuda_graphs()
             del self._released[tag]
         return "Success", None
 

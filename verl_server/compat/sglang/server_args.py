@@ -215,9 +215,15 @@ def _fields() -> list[tuple[str, Any, Any]]:
         (name, Any, default) for name, (default, _) in (WITHOUT_EFFECT | REFUSED).items() if name not in _SETTINGS
     ]
     return [
-        *((name, kind, dataclasses.field(default=field.default)) for name, kind, field in own),
+        *((name, kind, _with_default_of(field)) for name, kind, field in own),
         *((name, kind, dataclasses.field(default=default)) for name, kind, default in others),
     ]
+
+
+def _with_default_of(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=field.default_factory)
+    return dataclasses.field(default=field.default)
 
 
 ServerArgs: Any = dataclasses.make_dataclass("ServerArgs", _fields(), bases=(TranslatedArgs,))

@@ -7,7 +7,7 @@ filled from the parts that share something with it, so trainer and server may cu
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class UpdatePlan:
     destinations: list[Tensor]
     sources: list[Tensor]
     """Views that this rank writes and reads, in pairs; empty once closed."""
+    loaded: dict[str, Source]
+    """Whole tensors that the `WeightMap`'s loader installs, by the names of their slots; empty once closed."""
     nbytes: int
     """Bytes that this rank writes."""
     missing: list[str]
@@ -50,7 +52,7 @@ class UpdatePlan:
 
         Raises WeightUpdateError for shapes and dtypes that do not fit and a tied head that contradicts.
         """
-        self._memory = memory
+        self._map, self._memory = weight_map, memory
         self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
         self._copied: torch.cuda.Event | None = None
         self._given = {source.name: source for _, source in sources}
@@ -67,9 +69,11 @@ class UpdatePlan:
             if source.dtype != weight_map.slots[name].dtype
         ]
         self.destinations, self.sources, links, self._names_of_copies = _copies(weight_map, found)
-        self.nbytes = sum(destination.nbytes for destination in self.destinations)
+        self.loaded = {} if weight_map.loader is None else _without_pieces(weight_map, found)
+        self._nonfinite_loaded: list[tuple[str, Tensor]] = []
+        self.nbytes = sum(view.nbytes for view in self.destinations) + sum(s.nbytes for s in self.loaded.values())
         # Tensors without memory stand for what is to come: only the checks are wanted.
-        is_real = all(source.device.type != "meta" for source in self.sources)
+        is_real = not _is_meta(*found.values())
         self._copy = CopyPlan(self.destinations, self.sources, fused=fused, links=links) if is_real else None
 
     @property
@@ -120,6 +124,10 @@ class UpdatePlan:
             self.ready()
             assert self._copy is not None
             self._copy.run()
+            if self.loaded:
+                assert self._map.loader is not None
+                self._nonfinite_loaded = []
+                self._map.loader.load(self._whole_tensors())
             if any(destination.is_cuda for destination in self.destinations[:1]):
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied.record()
@@ -129,8 +137,9 @@ class UpdatePlan:
 
         Infinity may come of a conversion, from a number that the model's dtype cannot hold.
         """
-        copy = self._copy
-        return [] if copy is None else list(dict.fromkeys(self._names_of_copies[i] for i in copy.nonfinite()))
+        copied = [] if self._copy is None else self._copy.nonfinite()
+        loaded = [name for name, found in self._nonfinite_loaded if found]
+        return list(dict.fromkeys([*(self._names_of_copies[i] for i in copied), *loaded]))
 
     def confirm(self, checksums: Mapping[str, str]) -> None:
         """Compare with the trainer's checksums again after the copy: the owner may have written since they matched."""
@@ -147,8 +156,20 @@ class UpdatePlan:
         with self._lock:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._copy, self.destinations, self.sources, self._given = None, [], [], {}
+            self._copy, self.destinations, self.sources, self._given, self.loaded = None, [], [], {}, {}
             self._memory.clear()
+
+    def views(self) -> list[Tensor]:
+        """Return all memory that this rank reads, opened."""
+        return [*self.sources, *(s.read(part) for s in self.loaded.values() for part in s.parts)]
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the loader, one after the other, and note those that are not finite in its dtype."""
+        for name, source in self.loaded.items():
+            whole = source.whole()
+            finite = whole.to(self._map.slots[name].dtype).isfinite().all()
+            self._nonfinite_loaded.append((source.name, ~finite))
+            yield name, whole
 
 
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
@@ -185,6 +206,10 @@ def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
         raise WeightUpdateError(f"'{source.name}' has shape {list(source.shape)}, but the model's is {list(shape)}.")
     if source.dtype not in FLOATING.values():
         raise WeightUpdateError(f"'{source.name}' has dtype {source.dtype}, but weights are floating point.")
+
+
+def _without_pieces(weight_map: WeightMap, found: Mapping[str, Source]) -> dict[str, Source]:
+    return {name: source for name, source in found.items() if not weight_map.slots[name].pieces}
 
 
 def _copies(

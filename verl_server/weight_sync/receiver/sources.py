@@ -6,6 +6,7 @@ The `WeightReceiver` makes them from what arrived (a description with shards, ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class Source:
     shape: tuple[int, ...]
     parts: list[Part]
     memory: HeldMemory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, part: Part) -> Tensor:
         """The part's elements, opened if they are not yet."""

@@ -145,7 +145,7 @@ class WeightReceiver:
 
     def _check(self, plan: UpdatePlan, strict_dtype: bool, partial: bool, checksums: Mapping[str, str] | None) -> None:
         plan.check(strict_dtype=strict_dtype, partial=partial)
-        fault_in(plan.sources)
+        fault_in(plan.views())
         if checksums:
             plan.verify(checksums)
 

@@ -1,0 +1,72 @@
+"""Engines of the contract suite: the embedded one, and each engine that is installed beside this package.
+
+`make test` runs the suite with the embedded engine, `make test-backends` with vLLM in an environment of its own. An
+engine starts once for each model, because vLLM takes half a minute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fork_server
+from tests.backends.served import ENGINES, Served
+from verl_server import HttpServerEngineAdapter
+from verl_server.models.tiny import make_model_folder
+
+INSTALLED = ["embedded", *(name for name in ENGINES if importlib.util.find_spec(name))]
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"arch": "qwen3", "head_dim": 32, "max_position_embeddings": 4096},
+    "qwen3_moe": {
+        "arch": "qwen3_moe",
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Two checkpoints of each model."""
+    return {
+        name: [make_model_folder(tmp_path_factory.mktemp(name), seed=seed, **shape) for seed in (0, 9)]
+        for name, shape in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="session", params=[(engine, "qwen3") for engine in INSTALLED], ids=lambda param: "-".join(param))
+def served(request: pytest.FixtureRequest, folders: dict[str, list[Path]]) -> Iterator[Served]:
+    yield from _serve(*request.param, folders)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[(engine, "qwen3_moe") for engine in INSTALLED if engine != "embedded"],
+    ids=lambda param: "-".join(param),
+)
+def served_experts(request: pytest.FixtureRequest, folders: dict[str, list[Path]]) -> Iterator[Served]:
+    yield from _serve(*request.param, folders)
+
+
+def _serve(engine: str, model: str, folders: dict[str, list[Path]]) -> Iterator[Served]:
+    with fork_server.real_processes() if engine != "embedded" else nullcontext():
+        adapter = HttpServerEngineAdapter(model_path=str(folders[model][0]), **ENGINES[engine])
+    with adapter:
+        yield Served(adapter, engine, folders[model])
+
+
+@pytest.fixture
+def fresh(served: Served) -> Iterator[Served]:
+    """The shared engine, which serves the first checkpoint as version "first"."""
+    served.serve_first()
+    yield served
+    served.adapter.abort_request(abort_all=True)
+    served.adapter.continue_generation()

@@ -1,0 +1,111 @@
+"""`Served`: one engine under the contract suite, and what transformers says about its outputs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.parity.harness import CPU_KERNELS, random_prompt
+from tests.parity.span_judge import Fate, SpanJudge, Version
+from verl_server import HttpServerEngineAdapter
+
+COMMON: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "port": 0,
+    "admin_api_key": "admin-key",
+    "max_running_requests": 16,
+    "control_timeout": 60.0,
+    "log_level": "warning",
+    "random_seed": 1,
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "embedded": COMMON | {"kv_cache_gib": 0.05, "cpu_threads": 1, "cpu_kernel_choice": CPU_KERNELS},
+    "vllm": COMMON | {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}},
+}
+"""Settings of each engine. vLLM's cache takes whole GiB on a CPU."""
+TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+PROMPT = random_prompt(40, seed=1)
+RUNNING = 1500
+"""Tokens of a request that runs while something happens to it. On a busy CPU a request of seconds is needed."""
+LONG_PROMPT = random_prompt(300, seed=2)
+"""Has two of vLLM's pages on a CPU, which have 128 tokens."""
+
+Weights = dict[str, torch.Tensor]
+
+
+class Served:
+    def __init__(self, adapter: HttpServerEngineAdapter, engine: str, folders: list[Path]) -> None:
+        self.adapter, self.engine, self.folders = adapter, engine, folders
+        self.tolerance = TOLERANCE[engine]
+        self.checkpoints: list[Weights] = [load_file(folder / "model.safetensors") for folder in folders]
+        auto: Any = AutoModelForCausalLM
+        self._models = [auto.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
+        self._labels = itertools.count()
+        self._judge = SpanJudge(folders[0], self.tolerance)
+        self.serve_first()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def serve_first(self) -> None:
+        """Serve the first checkpoint with an empty cache, without requests or a pause."""
+        self.adapter.abort_request(abort_all=True)
+        self.adapter.continue_generation()
+        self.push(0, mode="abort")
+
+    def push(self, checkpoint: int, mode: Any = "in_place", fate: Fate = "kept") -> str:
+        """Push a checkpoint under a new label, and return the label. `fate`: what becomes of the cache."""
+        label = f"v{next(self._labels)}"
+        # The judge must know the version before the first token has it.
+        self._judge.versions[label] = Version(self._models[checkpoint].state_dict(), fate)
+        weights = list(self.checkpoints[checkpoint].items())
+        self.adapter.update_weights_from_tensor(weights, weight_version=label, mode=mode, partial=False)
+        return label
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Any = PROMPT, *, tokens: int = 8, **fields: Any) -> Any:
+        params = GREEDY | {"max_new_tokens": tokens} | fields.pop("sampling_params", {})
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "timeout": 60.0}
+        return self.adapter.generate(**(body | fields))
+
+    def begin(self, pool: ThreadPoolExecutor, prompt: list[int] = PROMPT, *, tokens: int = RUNNING) -> Future[Any]:
+        """Return a running request that has a token."""
+        started = threading.Event()
+        request = pool.submit(self._stream, prompt, tokens, started.set)
+        assert started.wait(60), "the request got no token"
+        return request
+
+    def _stream(self, prompt: list[int], tokens: int, on_token: Callable[[], None]) -> dict[str, Any]:
+        replies: list[dict[str, Any]] = []
+        for reply in self.generate(prompt, tokens=tokens, stream=True):
+            replies.append(reply)
+            on_token()
+        return replies[-1]
+
+    # -- judgement -----------------------------------------------------------------------------------------------
+
+    def judge(self, prompt: list[int], reply: dict[str, Any]) -> list[str]:
+        """Assert that each token is that of transformers under the versions in the reply. Return the versions."""
+        self._judge.check(prompt, reply)
+        return [span["version"] for span in reply["meta_info"]["weight_versions"]]
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int], checkpoint: int = 0) -> torch.Tensor:
+        """Return transformers' log-probabilities of the token after each position, [len(tokens), vocab]."""
+        return self.logits(tokens, checkpoint).log_softmax(-1)
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], checkpoint: int = 0) -> torch.Tensor:
+        """Return transformers' logits, [len(tokens), vocab]."""
+        logits: torch.Tensor = self._models[checkpoint](torch.tensor([tokens])).logits[0].float()
+        return logits

@@ -1,0 +1,48 @@
+"""The choice of an engine: what is said where the engine, its version or a model is missing. Needs no other engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_server.backends.vllm import versions
+from verl_server.errors import BadRequestError
+from verl_server.json_options import JSON_OPTIONS
+from verl_server.models.config import load_model_config
+from verl_server.server_args import ServerArgs
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_version", lambda name: None)
+    with pytest.raises(BadRequestError, match=r"pip install 'verl-server\[vllm\]'"):
+        versions.check_installed(allow_untested=False)
+
+
+def test_a_version_that_was_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_version", lambda name: "0.12.1" if name == "vllm" else None)
+    with pytest.raises(BadRequestError, match=r"0\.26\.0.*allow_untested_engine"):
+        versions.check_installed(allow_untested=False)
+    assert versions.check_installed(allow_untested=True) == "vllm 0.12.1"
+
+
+def test_a_build_of_a_tested_version_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_version", lambda name: "0.26.0+cu130" if name == "vllm" else None)
+    assert versions.check_installed(allow_untested=False) == "vllm 0.26.0+cu130"
+
+
+def test_a_model_that_the_embedded_engine_lacks_names_the_engine_that_has_it(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadRequestError, match="engine='vllm'"):
+        load_model_config(tmp_path)
+
+
+def test_engine_args_are_json_on_the_command_line() -> None:
+    import tyro
+
+    args = ["--model-path", "m", "--engine", "vllm", "--engine-args", '{"max_model_len": 8}']
+    assert tyro.cli(ServerArgs, args=args, registry=JSON_OPTIONS).engine_args == {"max_model_len": 8}
+    with pytest.raises(SystemExit):
+        tyro.cli(ServerArgs, args=["--model-path", "m", "--engine-args", "[1]"], registry=JSON_OPTIONS)

@@ -1,0 +1,212 @@
+"""Every engine serves one version at a time, whole, and says which token has which."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.backends.served import LONG_PROMPT, PROMPT, RUNNING, Served
+from tests.waiting import eventually
+from verl_server import BadRequestError, ServerUnavailableError, WeightUpdateError
+from verl_server.weight_sync.checksum import tensor_checksum
+
+
+def served_checkpoint(served: Served) -> int | None:
+    """Return the checkpoint whose tokens and log-probabilities the engine generates; None for neither."""
+    reply = served.generate(tokens=6)
+    for checkpoint in (0, 1):
+        rows = served.logprobs(PROMPT + reply["output_ids"], checkpoint)[len(PROMPT) - 1 : -1]
+        found = reply["meta_info"]["output_token_logprobs"]
+        if all(
+            abs(logprob - float(row[token])) < served.tolerance
+            for (logprob, token, _), row in zip(found, rows, strict=True)
+        ):
+            return checkpoint
+    return None
+
+
+def test_fifty_pushes(fresh: Served) -> None:
+    for i in range(1, 51):
+        label = fresh.push(i % 2)
+        reply = fresh.generate(tokens=4)
+        assert fresh.judge(PROMPT, reply) == [label]
+
+
+def test_pushes_of_registered_weights(fresh: Served) -> None:
+    weights = {name: tensor.clone() for name, tensor in fresh.checkpoints[0].items()}
+    fresh.adapter.register_weights(lambda: weights.items())
+    try:
+        for checkpoint in (1, 0, 1):
+            for name, tensor in weights.items():
+                tensor.copy_(fresh.checkpoints[checkpoint][name])
+            fresh.adapter.push_weights()
+            assert served_checkpoint(fresh) == checkpoint
+    finally:
+        fresh.adapter.unregister_weights()
+
+
+def test_a_checkpoint_on_disk(fresh: Served) -> None:
+    fresh.adapter.update_weights_from_disk(str(fresh.folders[1]), weight_version="from-disk")
+    assert served_checkpoint(fresh) == 1
+    assert fresh.generate(tokens=1)["meta_info"]["weight_version"] == "from-disk"
+
+
+def test_no_page_of_old_weights_is_read(fresh: Served) -> None:
+    fresh.generate(LONG_PROMPT, tokens=2)
+    label = fresh.push(1)
+    reply = fresh.generate(LONG_PROMPT, tokens=2)
+    assert reply["meta_info"]["cached_tokens"] == 0
+    assert fresh.judge(LONG_PROMPT, reply) == [label]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_running_requests_continue_under_new_weights(fresh: Served, mode: str) -> None:
+    fate: Any = {"in_place": "kept", "retract": "recomputed"}[mode]
+    with ThreadPoolExecutor(2) as pool:
+        running = [fresh.begin(pool, prompt) for prompt in (PROMPT, LONG_PROMPT)]
+        labels = [fresh.push(checkpoint, mode, fate) for checkpoint in (1, 0)]
+        for prompt, request in zip((PROMPT, LONG_PROMPT), running, strict=True):
+            reply = request.result(60)
+            assert fresh.judge(prompt, reply)[-2:] == labels
+            assert len(reply["output_ids"]) == RUNNING
+
+
+def test_abort_ends_running_requests(fresh: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = fresh.begin(pool, tokens=2 * RUNNING)
+        fresh.push(1, "abort", "ended")
+        reply = running.result(60)
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(fresh.judge(PROMPT, reply)) == 1
+
+
+def test_wait_lets_running_requests_finish(fresh: Served) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        running = fresh.begin(pool, tokens=200)
+        label = fresh.push(1, "wait", "ended")
+        reply = running.result(60)
+    assert len(reply["output_ids"]) == 200
+    assert fresh.judge(PROMPT, reply) != [label]
+    assert fresh.judge(PROMPT, fresh.generate(tokens=3)) == [label]
+
+
+def test_a_transaction_of_single_tensors_is_served_as_a_whole(fresh: Served) -> None:
+    fresh.adapter.begin_weight_update(full=True)
+    for name, tensor in fresh.checkpoints[1].items():
+        fresh.adapter.update_weights_from_tensor([(name, tensor)])
+    fresh.adapter.end_weight_update(weight_version="whole")
+    assert served_checkpoint(fresh) == 1
+    assert fresh.generate(tokens=1)["meta_info"]["weight_version"] == "whole"
+
+
+def test_a_discarded_transaction_is_never_served(fresh: Served) -> None:
+    names = list(fresh.checkpoints[1])
+    fresh.adapter.begin_weight_update(full=True)
+    fresh.adapter.update_weights_from_tensor([(names[0], fresh.checkpoints[1][names[0]])])
+    fresh.adapter.end_weight_update(discard=True)
+    with pytest.raises(ServerUnavailableError, match="torn"):
+        fresh.generate()
+    fresh.push(1)
+    assert served_checkpoint(fresh) == 1
+
+
+@pytest.mark.parametrize("fault", ["unknown name", "other shape", "missing", "checksum"])
+def test_a_refused_update_changes_nothing(fresh: Served, fault: str) -> None:
+    weights = dict(fresh.checkpoints[1])
+    options: dict[str, Any] = {"partial": False}
+    last = next(reversed(weights))
+    match fault:
+        case "unknown name":
+            weights["model.nothing"] = torch.zeros(3)
+        case "other shape":
+            weights[last] = torch.zeros(3)
+        case "missing":
+            del weights[last]
+        case "checksum":
+            options["checksums"] = {last: tensor_checksum(fresh.checkpoints[0][last])}
+    with pytest.raises(WeightUpdateError):
+        fresh.adapter.update_weights_from_tensor(list(weights.items()), **options)
+    assert served_checkpoint(fresh) == 0
+
+
+def test_weights_with_nan_are_not_served(fresh: Served) -> None:
+    weights = {name: tensor.clone() for name, tensor in fresh.checkpoints[1].items()}
+    weights["model.norm.weight"][3] = torch.nan
+    with pytest.raises(WeightUpdateError, match="NaN"):
+        fresh.adapter.update_weights_from_tensor(list(weights.items()))
+    with pytest.raises(ServerUnavailableError, match="NaN"):
+        fresh.generate()
+    fresh.push(1)
+    assert served_checkpoint(fresh) == 1
+
+
+def test_a_part_of_a_fused_module(fresh: Served) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    update = [(name, fresh.checkpoints[1][name])]
+    if fresh.engine == "embedded":
+        fresh.adapter.update_weights_from_tensor(update)
+        return
+    with pytest.raises(WeightUpdateError, match=r"as a whole.*k_proj"):
+        fresh.adapter.update_weights_from_tensor(update)
+    assert served_checkpoint(fresh) == 0
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_holds_running_and_new_requests(fresh: Served, mode: Any) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        running = fresh.begin(pool, tokens=2 * RUNNING)
+        fresh.adapter.pause_generation(mode=mode)
+        new = pool.submit(fresh.generate, LONG_PROMPT)
+        assert eventually(lambda: _state(fresh)["num_waiting_reqs"] + _state(fresh)["num_running_reqs"] == 2, 60)
+        assert _state(fresh)["paused"] and not running.done() and not new.done()
+        label = fresh.push(1, fate="kept" if mode == "in_place" else "recomputed")
+        fresh.adapter.continue_generation()
+        reply = running.result(60)
+        assert fresh.judge(PROMPT, reply)[-1] == label
+        assert fresh.judge(LONG_PROMPT, new.result(60)) == [label]
+
+
+def test_a_pause_that_waits_or_aborts(fresh: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = fresh.begin(pool, tokens=100)
+        fresh.adapter.pause_generation(mode="wait")
+        assert len(running.result(60)["output_ids"]) == 100
+        fresh.adapter.continue_generation()
+        running = fresh.begin(pool, tokens=2 * RUNNING)
+        fresh.adapter.pause_generation(mode="abort")
+        assert running.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_memory(fresh: Served) -> None:
+    fresh.adapter.abort_request(abort_all=True)
+    assert eventually(lambda: _state(fresh)["num_running_reqs"] == 0, 60)
+    if fresh.engine == "embedded":
+        fresh.adapter.release_memory_occupation()
+        fresh.adapter.resume_memory_occupation()
+        fresh.push(0)
+    else:
+        with pytest.raises(BadRequestError, match="cannot be released"):
+            fresh.adapter.release_memory_occupation()
+    assert served_checkpoint(fresh) == 0
+
+
+def test_experts(served_experts: Served) -> None:
+    assert served_checkpoint(served_experts) == 0
+    for i in range(1, 4):
+        served_experts.push(i % 2)
+        assert served_checkpoint(served_experts) == i % 2
+    weights = load_file(served_experts.folders[1] / "model.safetensors")
+    served_experts.adapter.begin_weight_update(full=True)
+    for name, tensor in weights.items():
+        served_experts.adapter.update_weights_from_tensor([(name, tensor)])
+    served_experts.adapter.end_weight_update()
+    assert served_checkpoint(served_experts) == 1
+
+
+def _state(served: Served) -> dict[str, Any]:
+    state: dict[str, Any] = dict(served.adapter.get_server_info()["internal_states"][0])
+    return state

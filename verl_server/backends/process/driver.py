@@ -1,0 +1,92 @@
+"""`EngineDriver`: what `Backend` needs from an engine of another project. One implementation for each engine.
+
+A driver starts the engine, and translates. It decides nothing: which requests are admitted, what a pause, an update or
+an abort means, and which version a token has, is decided by `Backend`. Every method is called on `Backend`'s thread.
+None waits, except where its docstring says so, and then for at most `timeout` seconds. The engine's outputs arrive on a
+thread of the driver, which calls the `ring` that its constructor received; `take` returns them.
+
+The protocol uses this project's names only, so that `Backend` is the same for every engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl_server.io_struct import FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Limits and properties of a started engine."""
+
+    name: str
+    """Name and version, for messages and `/server_info`."""
+    device: str
+    dtype: str
+    context_length: int
+    """Most tokens in prompt and output together."""
+    vocab_size: int
+    kv_cache_tokens: int
+    """Capacity of the KV cache in tokens."""
+    page_size: int
+    """Tokens in a page of the KV cache."""
+    max_running_requests: int
+    prefill_chunk: int
+    """Most prompt tokens in one step."""
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """What one step added to one request."""
+
+    rid: str
+    output_ids: list[int]
+    logprobs: list[float]
+    """Log-probabilities of `output_ids`. Empty unless they were requested."""
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    """Number of prompt tokens that were read from the prefix cache."""
+    top_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+Step = list[NewTokens]
+"""Outputs of one step of the engine. All of them were computed with the same weights."""
+
+
+class EngineDriver(Protocol):
+    info: EngineInfo
+
+    def refusal(self, req: TokenizedGenerateReq) -> str | None:
+        """Return the reason why the engine cannot carry out `req`, None if it can."""
+
+    def submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
+        """Start a request. Only requests with the same `cache_key` may share pages of the KV cache."""
+
+    def abort(self, rids: list[str]) -> None:
+        """Stop requests. `take` returns nothing more of them. Unknown ids are ignored."""
+
+    def take(self) -> list[Step]:
+        """Return the steps since the last call, in order. Raise ServerDiedError if the engine has died."""
+
+    def hold(self, timeout: float) -> None:
+        """Stop before the next step, and wait for the running step. Afterwards `take` returns all that was computed.
+
+        Requests stay, with their KV cache.
+        """
+
+    def resume(self) -> None:
+        """Continue after `hold`."""
+
+    def retract(self, timeout: float) -> None:
+        """Drop the KV cache of every request, and empty the prefix cache. Only during `hold`."""
+
+    def call(self, method: str, argument: bytes, timeout: float) -> list[bytes]:
+        """Run a method of this project's worker extension on every worker, between two steps. Wait for the results.
+
+        The results are in the order of the ranks.
+        """
+
+    def close(self) -> None:
+        """End all processes of the engine. Waits for them, with a bound. Idempotent."""

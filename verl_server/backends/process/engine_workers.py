@@ -1,0 +1,121 @@
+"""`EngineWorkers`: the workers of another project's engine, as `ControlQueue` knows a `TpWorker`.
+
+`Backend` owns it. Each call is one remote call of the engine, which runs between two steps on all ranks. Rank 0's
+answer counts: all ranks vote inside the call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from verl_server.backends.process.commands import (
+    REPLIES,
+    CheckCommand,
+    Command,
+    PollCommand,
+    WeightsState,
+    WorkerReply,
+)
+from verl_server.backends.process.driver import EngineDriver
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, StagedReq, WeightReq
+from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
+
+WEIGHT_COMMAND = "verl_command"
+"""Method of the engine's workers that takes and returns bytes: `WorkerCommands.handle`."""
+_POLL_SECONDS = 0.02
+
+
+class EngineWorkers:
+    """Also the `weights` and the `stager` of the `Worker` protocol: both are answered from the last reply."""
+
+    def __init__(self, driver: EngineDriver, timeout: float) -> None:
+        """`timeout`: most seconds of a call, which runs no longer than a step and a copy of the weights."""
+        self._driver, self._timeout = driver, timeout
+        self._staging: set[int] = set()
+        """Requests that the workers stage now."""
+        self._finished: deque[tuple[int, VerlServerError | None]] = deque()
+        self._state: WeightsState = self._call(PollCommand()).state
+
+    @property
+    def weights(self) -> EngineWorkers:
+        return self
+
+    @property
+    def stager(self) -> EngineWorkers:
+        return self
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> str:
+        return self._state.version
+
+    @property
+    def state(self) -> str:
+        return self._state.state
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    @property
+    def released(self) -> list[str]:
+        return self._state.released
+
+    @property
+    def num_parameters(self) -> int:
+        return self._state.num_parameters
+
+    def refusal(self) -> str | None:
+        """Return the reason why generation cannot be served now, None if it can."""
+        return self._state.refusal
+
+    def check(self, req: WeightReq) -> None:
+        reply = self._call(CheckCommand(req))
+        if reply.refusal is not None:
+            raise reply.refusal.error()
+
+    # -- staging -------------------------------------------------------------------------------------------------
+
+    def finished(self) -> list[tuple[int, VerlServerError | None]]:
+        if self._staging:
+            self._call(PollCommand())
+        outcomes = list(self._finished)
+        self._finished.clear()
+        return outcomes
+
+    def wait_seconds(self) -> float | None:
+        """Return the seconds until `finished` should be asked again; None if nothing is staged."""
+        return _POLL_SECONDS if self._staging else None
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def control(self, req: WeightReq) -> ControlReply:
+        return self._reply(req)
+
+    def stage(self, req: StagedReq) -> None:
+        self._staging.add(req.id)
+        self._call(StageCommand(req))
+
+    def run_staged(self, req: StagedReq) -> ControlReply:
+        return self._reply(RunStagedCommand(req.id))
+
+    def drop_staged(self, req: StagedReq) -> None:
+        self._call(DropStagedCommand(req.id))
+
+    def _reply(self, command: Command) -> ControlReply:
+        reply = self._call(command).reply
+        assert reply is not None
+        return reply
+
+    def _call(self, command: Command) -> WorkerReply:
+        replies = self._driver.call(WEIGHT_COMMAND, msgspec.msgpack.encode(command), self._timeout)
+        reply = REPLIES.decode(replies[0])
+        self._state = reply.state
+        for request_id, refusal in reply.finished:
+            self._staging.discard(request_id)
+            self._finished.append((request_id, None if refusal is None else refusal.error()))
+        return reply

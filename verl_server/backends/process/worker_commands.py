@@ -1,0 +1,70 @@
+"""`WorkerCommands`: carries out weight commands in a worker process of another project's engine.
+
+It is the counterpart of `worker.TpWorker` there: the same `WeightUpdater`, `WeightSources` and `Stager` on every
+tensor-parallel rank. The engine runs `handle` on all ranks between two of its steps. A request is staged on a thread of
+its own while the engine generates.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_server.backends.process.commands import (
+    COMMANDS,
+    CheckCommand,
+    PollCommand,
+    Refusal,
+    WeightsState,
+    WorkerReply,
+)
+from verl_server.errors import VerlServerError
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.server_args import ServerArgs
+from verl_server.worker.stager import Stager
+from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
+from verl_server.worker.updated_model import UpdatedModel
+from verl_server.worker.weight_sources import WeightSources
+from verl_server.worker.weight_updater import WeightUpdater
+
+
+class WorkerCommands:
+    def __init__(self, model: UpdatedModel, tp: TpGroup, server_args: ServerArgs) -> None:
+        sources = WeightSources(model, tp, server_args)
+        self._model = model
+        self._stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
+        self._weights = WeightUpdater(model, tp, sources, server_args)
+
+    def handle(self, command: bytes) -> bytes:
+        """Carry out a `Command`, and return a `WorkerReply`. Every rank gets the same commands in the same order."""
+        reply = WorkerReply(self._state())
+        match COMMANDS.decode(command):
+            case CheckCommand(req):
+                try:
+                    self._weights.check(req)
+                except VerlServerError as error:
+                    reply.refusal = Refusal.of(error)
+            case StageCommand(req):
+                self._stager.submit(req)
+            case RunStagedCommand(id):
+                staged = self._stager.take(id)
+                reply.reply = self._weights.handle(staged.req, staged.prepared)
+            case DropStagedCommand(id):
+                self._stager.drop(id)
+            case PollCommand():
+                pass
+            case req:
+                reply.reply = self._weights.handle(req)
+        reply.finished = [(id, None if error is None else Refusal.of(error)) for id, error in self._stager.finished()]
+        reply.state = self._state()
+        return msgspec.msgpack.encode(reply)
+
+    def _state(self) -> WeightsState:
+        weights = self._weights
+        return WeightsState(
+            version=weights.version,
+            state=weights.state,
+            epoch=weights.epoch,
+            released=weights.released,
+            refusal=weights.refusal(),
+            num_parameters=len(self._model.weight_map.slots),
+        )

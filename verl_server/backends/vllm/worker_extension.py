@@ -1,0 +1,46 @@
+"""`WorkerExtension`: the weight channel inside each worker process of vLLM.
+
+vLLM adds it to its worker class (`worker_extension_cls`), and runs its methods on all workers between two steps
+(`collective_rpc`). Arguments and results are bytes, which vLLM passes on as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_server.backends.process.worker_commands import WorkerCommands
+from verl_server.backends.vllm.served_model import ServedModel
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.server_args import ServerArgs
+
+
+class WorkerExtension:
+    model_runner: Any
+    """vLLM's."""
+    _verl_commands: WorkerCommands
+
+    def verl_start(self, server_args: bytes) -> bytes:
+        """Begin to take weight commands. Called once, after the model is loaded."""
+        args = ServerArgs.from_json(server_args.decode())
+        self._verl_commands = WorkerCommands(ServedModel(self.model_runner, args), _tp_group(args), args)
+        return b""
+
+    @torch.no_grad()
+    def verl_command(self, command: bytes) -> bytes:
+        """Carry out a command of `backends.process.commands`, and return its reply."""
+        return self._verl_commands.handle(command)
+
+
+def _tp_group(server_args: ServerArgs) -> TpGroup:
+    """Return the connections between the tensor-parallel workers, on groups of their own."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return TpGroup.beside(
+        group.rank_in_group,
+        group.world_size,
+        startup_timeout=server_args.startup_timeout,
+        control_timeout=server_args.control_timeout,
+    )

@@ -1,0 +1,110 @@
+"""`Generation`: what `ControlQueue` and `Pauses` need from those who generate.
+
+The embedded `Scheduler` with its `BatchPlanner` and `TpWorker` is one, and `backends.process.Backend` the other: so
+pauses, transactions and weight updates have the same rules with every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Protocol
+
+from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, SchedulerOutput, StagedReq, WeightReq
+
+
+class Planner(Protocol):
+    """The accepted requests."""
+
+    @property
+    def running(self) -> Sized:
+        """Requests that were started and not retracted."""
+
+    @property
+    def waiting(self) -> Sized:
+        """The other requests."""
+
+    def has_started(self) -> bool:
+        """Return True if any request was started and has not ended. Retracted requests count."""
+
+    def retract_all(self) -> None:
+        """Drop the KV of all running requests. They continue with their tokens, whose KV is computed again."""
+
+    def is_restarting(self) -> bool:
+        """Return True if a request still computes KV again that an update dropped."""
+
+    def start_version(self) -> None:
+        """Keep new requests from pages that were computed before. Called after the weights changed."""
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache for all requests that start from now on. Called while none runs."""
+
+
+class Weights(Protocol):
+    """The weights of all ranks, whose state is the same on each."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def check(self, req: WeightReq) -> None:
+        """Raise VerlServerError if the fields of `req` are wrong."""
+
+
+class Staging(Protocol):
+    def finished(self) -> list[tuple[int, VerlServerError | None]]:
+        """Return (request id, error or None) for each request that was staged since the last call."""
+
+
+class Worker(Protocol):
+    """Carries out weight and memory requests on all ranks."""
+
+    @property
+    def weights(self) -> Weights: ...
+
+    @property
+    def stager(self) -> Staging: ...
+
+    def control(self, req: WeightReq) -> ControlReply: ...
+
+    def stage(self, req: StagedReq) -> None: ...
+
+    def run_staged(self, req: StagedReq) -> ControlReply: ...
+
+    def drop_staged(self, req: StagedReq) -> None: ...
+
+
+class Generation(Protocol):
+    """Those who own the requests and take the steps."""
+
+    clock: Callable[[], float]
+    send: Callable[[SchedulerOutput], None]
+
+    @property
+    def planner(self) -> Planner: ...
+
+    @property
+    def worker(self) -> Worker: ...
+
+    @property
+    def requests(self) -> Mapping[str, Any]:
+        """Accepted requests without a terminal entry yet, by rid."""
+
+    def has_runnable(self) -> bool:
+        """Return True if a step may be taken now."""
+
+    def settle(self) -> None:
+        """Wait for the running step, and send its results. No step begins before the caller has returned."""
+
+    def emit(self) -> None:
+        """Send the results that were collected since the last message."""
+
+    def abort_all(self, message: str, status_code: int | None = None) -> None:
+        """End every live request with the output that it has so far."""
+
+    def internal_state(self) -> dict[str, Any]: ...
