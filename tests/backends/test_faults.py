@@ -91,7 +91,6 @@ def test_a_death_in_the_middle_of_a_push(vllm: Served) -> None:
         with pytest.raises(errors.VerlServerError):
             pushing.result(60)
     assert eventually(lambda: not alive(pids), 20), alive(pids)
-    vllm.adapter.unregister_weights()  # the memory is the trainer's again
 
 
 def test_nothing_outlives_the_server(vllm: Served) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
+from verl_server.backends.vllm.plugin import ENDS_WITH_PARENT
 from verl_server.backends.vllm.sampling import new_tokens, refusal, sampling_params
 from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerDiedError
@@ -39,7 +40,8 @@ class VllmDriver:
         """Its waiters take it in order, so that a request is added before it is aborted."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
-        self._engine: Any = self._run(_start(settings), server_args.startup_timeout)
+        self._engine: Any = None
+        self._engine = self._run(_start(settings), server_args.startup_timeout)
         self.info = _info(name, self._engine)
         self.call("verl_start", server_args.to_json().encode(), server_args.startup_timeout)
 
@@ -133,6 +135,10 @@ class VllmDriver:
         except TimeoutError:
             future.cancel()
             raise ControlTimeoutError(f"vLLM did not answer within {timeout:g} s.") from None
+        except Exception as error:
+            if self._engine is not None and self._engine.errored:
+                raise ServerDiedError(f"vLLM died during a call: {error}") from error
+            raise
 
 
 class _Collector:
@@ -226,6 +232,7 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
 
 def _set_environment(server_args: ServerArgs) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ[ENDS_WITH_PARENT] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(server_args.kv_cache_gib))))
     # All outputs of a step are one turn of the loop, so that they become one message.
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(1 << 30)
