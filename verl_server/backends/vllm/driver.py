@@ -233,6 +233,7 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
 def _set_environment(server_args: ServerArgs) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ[ENDS_WITH_PARENT] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", server_args.log_level.upper())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(server_args.kv_cache_gib))))
     # All outputs of a step are one turn of the loop, so that they become one message.
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(1 << 30)

@@ -6,6 +6,7 @@ vLLM adds it to its worker class (`worker_extension_cls`), and runs its methods 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class WorkerExtension:
     def verl_start(self, server_args: bytes) -> bytes:
         """Begin to take weight commands. Called once, after the model is loaded."""
         args = ServerArgs.from_json(server_args.decode())
+        # It warns at each reload of every module that has no weights, such as the rotary embedding.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._verl_commands = WorkerCommands(ServedModel(self.model_runner, args), _tp_group(args), args)
         return b""
 
