@@ -167,3 +167,10 @@ def test_what_the_engine_cannot_do_is_refused_by_name(served: Served) -> None:
 
 def _running(served: Served) -> int:
     return int(served.adapter.get_server_info()["internal_states"][0]["num_running_reqs"])
+
+
+def test_the_server_names_its_engine(served: Served) -> None:
+    info = served.adapter.get_server_info()
+    assert info["engine"] == served.engine
+    if served.engine != "embedded":
+        assert str(info["engine_version"]).startswith(served.engine)

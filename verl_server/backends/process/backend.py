@@ -129,7 +129,7 @@ class Backend:
         planner, worker, stats = self.planner, self.worker, self._stats
         waiting_tokens = sum(len(accepted.req.input_ids) for accepted in planner.waiting.values())
         return {
-            "engine": self._driver.info.name,
+            "engine_version": self._driver.info.name,
             "num_running_reqs": len(planner.running),
             "num_waiting_reqs": len(planner.waiting),
             "num_waiting_uncached_tokens": waiting_tokens,

@@ -63,7 +63,7 @@ def _scheduler_info(backend: Backend, driver: EngineDriver) -> dict[str, Any]:
     """Return the limits and properties that the parent process reads; those of `scheduler.rank.scheduler_info`."""
     info = driver.info
     return {
-        "engine": info.name,
+        "engine_version": info.name,
         "max_total_num_tokens": info.kv_cache_tokens,
         "max_req_input_len": min(info.context_length - 1, info.kv_cache_tokens),
         "context_length": info.context_length,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
@@ -207,10 +209,11 @@ def check_engine_args(engine_args: dict[str, Any], ours: set[str]) -> None:
 
 def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`. Raise BadRequestError for `engine_args` that are set here."""
+    folder = resolve_model_folder(server_args.model_path, server_args.revision)
     ours: dict[str, Any] = {
-        "model": str(resolve_model_folder(server_args.model_path, server_args.revision)),
+        "model": str(folder),
         "skip_tokenizer_init": True,
-        "dtype": server_args.dtype,
+        "dtype": _dtype_of(folder) if server_args.dtype == "auto" else server_args.dtype,
         "load_format": server_args.load_format,
         "max_model_len": server_args.context_length,
         "tensor_parallel_size": server_args.tp_size,
@@ -228,6 +231,15 @@ def engine_settings(server_args: ServerArgs) -> dict[str, Any]:
         ours["max_num_batched_tokens"] = server_args.chunked_prefill_size
     check_engine_args(server_args.engine_args, set(ours) | {"max_num_batched_tokens"})
     return ours | server_args.engine_args
+
+
+def _dtype_of(folder: Path) -> str:
+    """Return the dtype of a checkpoint, as the embedded engine understands "auto". vLLM would round float32."""
+    config = json.loads((folder / "config.json").read_bytes())
+    for part in (config, config.get("text_config") or {}):
+        if name := part.get("dtype") or part.get("torch_dtype"):
+            return str(name).removeprefix("torch.")
+    return "auto"
 
 
 def _set_environment(server_args: ServerArgs) -> None:
