@@ -64,7 +64,7 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the computation. `auto` is the checkpoint's dtype on CUDA and float32 on the CPU."""
     context_length: int | None = None
-    """Most tokens in prompt and output together; default: the model's `max_position_embeddings`."""
+    """Most tokens in prompt and output together; default: what the model's config permits."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False

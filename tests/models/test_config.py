@@ -59,7 +59,7 @@ def test_old_config_keys(tmp_path: Path) -> None:
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, ["Qwen3MoeForCausalLM", "supported"]),
         ({"architectures": None, "model_type": "never_heard_of"}, ["never_heard_of", "LlamaForCausalLM"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, ["proportional", "yarn"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         (
@@ -111,6 +111,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "theta in rope_parameters": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}},
     "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 20000.0},
     "llama3": {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 64} | _LLAMA3},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     "llama3 in rope_parameters": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0} | _LLAMA3},
 }
 
@@ -142,6 +143,12 @@ def test_config_is_read_as_transformers_reads_it(tmp_path: Path, model_type: str
         ({"architectures": "LlamaForCausalLM"}, ["LlamaForCausalLM", "not supported"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["llama3", "low_freq_factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, ["factor", "positive number", "'4'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, ["longrope", "long_factor"]),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            ["short_factor", "8 numbers"],
+        ),
     ],
 )
 def test_a_config_with_keys_missing_or_wrong_is_refused_by_key(

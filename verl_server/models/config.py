@@ -38,7 +38,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Architecture -> key -> value if config.json lacks the key, for the keys whose defaults differ between architectures.
 """
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""Supported rope type -> the keys that it needs."""
+_ROPE_NUMBERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow"),
+)
 _ROPE_THETA = 10000.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +78,18 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence. YaRN stretches the original context by its factor.
+
+        Model cards add YaRN to a config without changing `max_position_embeddings`. For all other rope types
+        `max_position_embeddings` is the stretched length.
+        """
+        if self.rope["rope_type"] != "yarn":
+            return self.max_position_embeddings
+        stretched = int(self.rope["factor"] * self.rope["original_max_position_embeddings"])
+        return max(self.max_position_embeddings, stretched)
 
 
 class _ConfigFile(msgspec.Struct):
@@ -110,9 +134,8 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         file = msgspec.convert(_DEFAULTS[architecture] | raw, _ConfigFile)
     except msgspec.ValidationError as error:
         raise BadRequestError(f"{path}: {error}. Is it the config.json of {architecture}?") from None
-    _refuse_unsupported(file, architecture, context_length or file.max_position_embeddings)
     heads = file.num_attention_heads
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=file.vocab_size,
         hidden_size=file.hidden_size,
@@ -123,7 +146,7 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         head_dim=file.head_dim or file.hidden_size // heads,
         norm_eps=file.rms_norm_eps,
         max_position_embeddings=file.max_position_embeddings,
-        rope=_rope(file, architecture),
+        rope=_rope(file, architecture, file.head_dim or file.hidden_size // heads),
         dtype=_dtype(file, path),
         tie_word_embeddings=file.tie_word_embeddings,
         qkv_bias=architecture == "Qwen2ForCausalLM" or file.attention_bias,
@@ -131,6 +154,8 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         mlp_bias=file.mlp_bias,
         qk_norm=architecture == "Qwen3ForCausalLM",
     )
+    _refuse_unsupported(file, architecture, context_length or config.longest_context)
+    return config
 
 
 def _architecture(raw: dict[str, Any], folder: Path) -> str:
@@ -162,26 +187,43 @@ def _refuse_unsupported(file: _ConfigFile, architecture: str, context_length: in
         )
 
 
-def _rope(file: _ConfigFile, architecture: str) -> dict[str, Any]:
+def _rope(file: _ConfigFile, architecture: str, head_dim: int) -> dict[str, Any]:
     rope = dict(file.rope_scaling or file.rope_parameters or {})
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = file.rope_theta or _ROPE_THETA
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if rope["rope_type"] not in _ROPE_TYPES:
+    kind = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if kind not in _ROPE_KEYS:
         raise BadRequestError(
-            f"{architecture} with rope type {rope['rope_type']!r} is not supported; "
-            f"supported: {', '.join(_ROPE_TYPES)}."
+            f"{architecture} with rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}."
         )
     partial = rope.get("partial_rotary_factor", file.partial_rotary_factor)
     if partial not in (None, 1.0):
         raise BadRequestError(f"{architecture} with partial_rotary_factor != 1 is not supported.")
-    if rope["rope_type"] == "llama3":
+    if kind in ("llama3", "yarn", "longrope"):
         original = file.original_max_position_embeddings or rope.get("original_max_position_embeddings")
         rope["original_max_position_embeddings"] = original or file.max_position_embeddings
-    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    if missing := [name for name in needed.get(rope["rope_type"], ()) if name not in rope]:
-        raise BadRequestError(f"{architecture}: rope type {rope['rope_type']!r} needs {', '.join(missing)}.")
+    if missing := [name for name in _ROPE_KEYS[kind] if name not in rope]:
+        raise BadRequestError(f"{architecture}: rope type {kind!r} needs {', '.join(missing)}.")
+    if kind in ("yarn", "longrope") and rope.get("factor") is None:
+        rope["factor"] = file.max_position_embeddings / rope["original_max_position_embeddings"]
+    for name in _ROPE_NUMBERS:
+        value = rope.get(name)
+        if value is not None and not (_is_number(value) and value > 0):
+            raise BadRequestError(f"{architecture}: {name} of rope type {kind!r} must be a positive number: {value!r}.")
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.get(name) is not None and not _is_number(rope[name]):
+            raise BadRequestError(f"{architecture}: {name} of rope type {kind!r} must be a number: {rope[name]!r}.")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        value = rope[name]
+        if not isinstance(value, list) or len(value) != head_dim // 2 or not all(map(_is_number, value)):
+            raise BadRequestError(
+                f"{architecture}: {name} of rope type 'longrope' must hold {head_dim // 2} numbers (head_dim / 2)."
+            )
     return rope
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _dtype(file: _ConfigFile, path: Path) -> torch.dtype:

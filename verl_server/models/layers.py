@@ -7,7 +7,6 @@ The parameters of a layer never move.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.loader import WeightSlot
 from verl_server.models.ops import TORCH_OPS, Ops
+from verl_server.models.rope import frequencies
 
 
 def _weight(*shape: int) -> nn.Parameter:
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding:
-    """Tables of cos and sin for every position, in fp32.
+    """Tables of cos and sin for every position, in fp32, multiplied by the attention factor of the config.
 
     The first half of `sin` is negated. So a rotation is x * cos + (x with its halves swapped) * sin.
     """
@@ -52,11 +52,11 @@ class RotaryEmbedding:
     def __init__(self, head_dim: int, max_positions: int, rope: dict[str, Any], device: torch.device) -> None:
         # transformers computes the frequencies on the CPU, so we do it there for every device.
         with torch.device("cpu"):
-            inv_freq = _inverse_frequencies(head_dim, rope)
+            inv_freq, scale = frequencies(head_dim, rope, max_positions)
             angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        sin = angles.sin()
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         # [max_positions, 1, head_dim]: the middle dimension broadcasts over heads.
-        self._cos = torch.cat([angles.cos(), angles.cos()], dim=-1).unsqueeze(1).to(device)
+        self._cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device)
         self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
 
     @property
@@ -76,21 +76,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated[..., :half].addcmul_(x[..., half:], sin[..., :half])
     rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return rotated.to(x.dtype)
-
-
-def _inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv_freq: Tensor = 1.0 / (float(rope["rope_theta"]) ** exponents)
-    if rope["rope_type"] == "linear":
-        return inv_freq / float(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        # Long wavelengths are stretched by `factor`, short ones are kept, and those between are interpolated.
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        context = float(rope["original_max_position_embeddings"])
-        wavelength = 2 * math.pi / inv_freq
-        smooth = ((context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - smooth) * inv_freq / float(rope["factor"]) + smooth * inv_freq
-    return inv_freq
 
 
 class FusedColumnLinear(nn.Module):

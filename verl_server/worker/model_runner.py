@@ -389,11 +389,17 @@ class ModelRunner:
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
+    longest = config.longest_context
     if (server_args.context_length or 0) > longest:
-        raise BadRequestError(
-            f"context_length={server_args.context_length} exceeds the model's max_position_embeddings={longest}."
-        )
+        limit = f"max_position_embeddings={config.max_position_embeddings}"
+        if longest != config.max_position_embeddings:
+            limit = f"context of {longest} tokens (rope factor {config.rope['factor']})"
+        why = ""
+        if config.rope["rope_type"] == "dynamic":
+            why = (
+                " Beyond it, rope type 'dynamic' changes the keys of earlier tokens, which a KV cache keeps. Use yarn."
+            )
+        raise BadRequestError(f"context_length={server_args.context_length} exceeds the model's {limit}.{why}")
     return server_args.context_length or longest
 
 
