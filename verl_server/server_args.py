@@ -47,6 +47,29 @@ _PATHS = (
 """Settings that may be given as a `Path`."""
 
 
+_EMBEDDED_ONLY = {
+    "max_total_tokens": ", or pass engine_args={'num_gpu_blocks_override': ...}",
+    "schedule_policy": "",
+    "schedule_max_age": "",
+    "page_size": ", or pass engine_args={'block_size': ...}",
+    "attention_backend": ", or pass engine_args={'attention_backend': ...}",
+    "disable_cascade_attention": "",
+    "fused_kernels": "",
+    "cpu_kernel_choice": "",
+    "disable_cuda_graph": ", or pass engine_args={'enforce_eager': True}",
+    "cuda_graph_max_bs": ", or pass engine_args={'max_cudagraph_capture_size': ...}",
+    "disable_overlap_schedule": ", or pass engine_args={'async_scheduling': False}",
+    "disable_custom_all_reduce": ", or pass engine_args={'disable_custom_all_reduce': True}",
+    "cpu_threads": ", or set OMP_NUM_THREADS",
+    "check_invariants": "",
+    "nnodes": "",
+    "node_rank": "",
+    "enable_weights_cpu_backup": "",
+    "profile_folder": "",
+}
+"""Settings without effect on other engines -> the end of the remedy."""
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     """Settings of one rollout server."""
@@ -304,6 +327,7 @@ class ServerArgs:
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise BadRequestError(f"ServerArgs.{name}: {error}.") from None
+        self._check_engine()
         for name in ("api_key", "admin_api_key"):
             self._read_key(name)
         sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs", "weight_receive_bytes")
@@ -360,6 +384,19 @@ class ServerArgs:
                 f"Refusing to bind {self.host} without a key: anyone who can connect could replace the weights. "
                 "Set api_key (or admin_api_key and api_key), or allow_unauthenticated=True if you trust the network."
             )
+
+    def _check_engine(self) -> None:
+        """Raise BadRequestError for settings that the chosen engine does not have."""
+        if self.engine == "embedded":
+            if self.engine_args or self.allow_untested_engine:
+                raise BadRequestError("engine_args and allow_untested_engine are for another engine, as engine='vllm'.")
+            return
+        for name, remedy in _EMBEDDED_ONLY.items():
+            if getattr(self, name) != _default_of(name):
+                raise BadRequestError(
+                    f"ServerArgs.{name} is a setting of the embedded engine, and engine={self.engine!r} has none. "
+                    f"Remove it{remedy}."
+                )
 
     def _read_key(self, name: str) -> None:
         """Replace a key file by the key in the file, so that the file may be deleted afterwards. Check the key."""
@@ -438,3 +475,8 @@ class ServerArgs:
         if "model_path" not in kwargs:
             raise BadRequestError("ServerArgs needs model_path (a local folder or a hub id).")
         return cls(**kwargs)
+
+
+def _default_of(name: str) -> object:
+    """Return the default of a field of `ServerArgs`."""
+    return ServerArgs.__dataclass_fields__[name].default

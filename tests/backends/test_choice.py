@@ -46,3 +46,19 @@ def test_engine_args_are_json_on_the_command_line() -> None:
     assert tyro.cli(ServerArgs, args=args, registry=JSON_OPTIONS).engine_args == {"max_model_len": 8}
     with pytest.raises(SystemExit):
         tyro.cli(ServerArgs, args=["--model-path", "m", "--engine-args", "[1]"], registry=JSON_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"engine": "vllm", "page_size": 32}, r"page_size.*block_size"),
+        ({"engine": "vllm", "disable_cuda_graph": True}, "enforce_eager"),
+        ({"engine": "vllm", "schedule_policy": "fcfs"}, "schedule_policy is a setting of the embedded engine"),
+        ({"engine_args": {"block_size": 16}}, "engine='vllm'"),
+        ({"engine": "sglang"}, "engine"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_the_engine_does_not_have(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(BadRequestError, match=words):
+        ServerArgs(model_path="m", **settings)  # type: ignore[arg-type]

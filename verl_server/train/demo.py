@@ -150,9 +150,11 @@ class Demo:
         torch.set_num_threads(1)  # the model is tiny, and the servers need the other cores
         game = {"numbers": args.numbers, "guesses": args.guesses, "latency": args.latency}
         environment = stack.enter_context(EnvServer("verl_server.rollout.games:GuessNumber", kwargs=game))
-        settings: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "kv_cache_gib": 0.25, "log_level": "warning"}
+        settings: dict[str, Any] = {"dtype": "float32", "log_level": "warning"}
         if args.engine == "vllm":  # its cache has whole GiB on a CPU; compiling takes longer than the demo
             settings |= {"engine": "vllm", "kv_cache_gib": 1, "engine_args": {"enforce_eager": True}}
+        else:
+            settings |= {"cpu_threads": 1, "kv_cache_gib": 0.25}
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
         trainer = PolicyTrainer(load_policy(str(folder), device), self.config, args.steps, device)
         self.parameters = sum(p.numel() for p in trainer.policy.parameters())

@@ -247,6 +247,12 @@ def _set_environment(server_args: ServerArgs) -> None:
     os.environ[ENDS_WITH_PARENT] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", server_args.log_level.upper())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(server_args.kv_cache_gib))))
+    if server_args.gpu_uuids:
+        names = [uuid if uuid.startswith("GPU-") else f"GPU-{uuid}" for uuid in server_args.gpu_uuids]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    elif server_args.base_gpu_id:
+        last = server_args.base_gpu_id + server_args.tp_size
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(server_args.base_gpu_id, last)))
     # All outputs of a step are one turn of the loop, so that they become one message.
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(1 << 30)
 
