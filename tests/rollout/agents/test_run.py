@@ -252,7 +252,7 @@ def test_the_episodes_of_a_server_that_dies_are_replayed_on_another() -> None:
 
     async def main() -> None:
         together = asyncio.Barrier(4)
-        away = asyncio.Event()
+        away, closed = asyncio.Event(), asyncio.Event()
 
         async def agent(session: AgentSession, task: AgentTask) -> None:
             await chat(session, "say 1")
@@ -265,6 +265,8 @@ def test_the_episodes_of_a_server_that_dies_are_replayed_on_another() -> None:
             if not away.is_set():
                 away.set()
                 await stack.aclose()
+                closed.set()
+            await closed.wait()  # an episode that asks earlier may still be answered
 
         async with fake_server(says_number) as two:
             stack = contextlib.AsyncExitStack()
