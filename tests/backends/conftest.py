@@ -21,11 +21,11 @@ from verl_server.models.tiny import make_model_folder
 
 INSTALLED = ["embedded", *(name for name in ENGINES if importlib.util.find_spec(name))]
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"arch": "qwen3", "head_dim": 32, "max_position_embeddings": 4096},
+    "qwen3": {"arch": "qwen3", "head_dim": 32, "max_position_embeddings": 8192},
     "qwen3_moe": {
         "arch": "qwen3_moe",
         "head_dim": 32,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 8192,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,

@@ -35,7 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 TOLERANCE = {"embedded": 1e-4, "vllm": 1e-3}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 PROMPT = random_prompt(40, seed=1)
-RUNNING = 1500
+RUNNING = 3500
 """Tokens of a request that runs while something happens to it. On a busy CPU a request of seconds is needed."""
 LONG_PROMPT = random_prompt(300, seed=2)
 """Has two of vLLM's pages on a CPU, which have 128 tokens."""
@@ -98,6 +98,10 @@ class Served:
         """Assert that each token is that of transformers under the versions in the reply. Return the versions."""
         self._judge.check(prompt, reply)
         return [span["version"] for span in reply["meta_info"]["weight_versions"]]
+
+    def model(self, checkpoint: int) -> Any:
+        """Return transformers' model of a checkpoint."""
+        return self._models[checkpoint]
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int], checkpoint: int = 0) -> torch.Tensor:

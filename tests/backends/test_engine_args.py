@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_server.backends.vllm.driver import check_engine_args, engine_settings
+from verl_server.backends.vllm.settings import check_engine_args, engine_settings
 from verl_server.errors import BadRequestError
 from verl_server.server_args import ServerArgs
 

@@ -63,6 +63,32 @@ def test_no_page_of_old_weights_is_read(fresh: Served) -> None:
     assert fresh.judge(LONG_PROMPT, reply) == [label]
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_norm.weight"])
+def test_parameters_are_read_by_name(fresh: Served, name: str) -> None:
+    fresh.push(1)
+    rows = fresh.adapter.get_weights_by_name(name, truncate_size=3)
+    assert torch.equal(torch.tensor(rows), fresh.checkpoints[1][name][:3])
+
+
+def test_checksums_are_those_of_the_pushed_tensors(fresh: Served) -> None:
+    fresh.push(1)
+    payload = fresh.adapter.weights_checker("checksum", skip_tensor_list=["proj", "embed_tokens", "lm_head"])
+    checksums = payload["ranks"][0]["checksums"]
+    assert len(checksums) == 9, "norms"
+    assert all(tensor_checksum(fresh.checkpoints[1][name]) == found for name, found in checksums.items())
+
+
+def test_a_parameter_in_a_layout_of_the_engine_is_refused(fresh: Served) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    if fresh.engine == "embedded":
+        assert len(fresh.adapter.get_weights_by_name(name, truncate_size=2)) == 2
+        return
+    with pytest.raises(BadRequestError, match="layout of its own"):
+        fresh.adapter.get_weights_by_name(name)
+    with pytest.raises(BadRequestError, match=r"layout of its own.*skip_tensor_list"):
+        fresh.adapter.weights_checker("checksum")
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_running_requests_continue_under_new_weights(fresh: Served, mode: str) -> None:
     fate: Any = {"in_place": "kept", "retract": "recomputed"}[mode]
@@ -189,7 +215,7 @@ def test_memory(fresh: Served) -> None:
         fresh.adapter.resume_memory_occupation()
         fresh.push(0)
     else:
-        with pytest.raises(BadRequestError, match="cannot be released"):
+        with pytest.raises(BadRequestError, match="cannot release memory"):
             fresh.adapter.release_memory_occupation()
     assert served_checkpoint(fresh) == 0
 
@@ -205,6 +231,14 @@ def test_experts(served_experts: Served) -> None:
         served_experts.adapter.update_weights_from_tensor([(name, tensor)])
     served_experts.adapter.end_weight_update()
     assert served_checkpoint(served_experts) == 1
+
+
+def test_experts_as_transformers_names_them(served_experts: Served) -> None:
+    for checkpoint in (0, 1):
+        named = list(served_experts.model(checkpoint).named_parameters())
+        assert any(name.endswith("experts.gate_up_proj") for name, _ in named)
+        served_experts.adapter.update_weights_from_tensor(named, partial=False)
+        assert served_checkpoint(served_experts) == checkpoint
 
 
 def _state(served: Served) -> dict[str, Any]:

@@ -79,7 +79,11 @@ class FakeRunner:
 
         return call
 
-    def check_release(self) -> None:
+    @property
+    def memory(self) -> Any:
+        return self
+
+    def check_release(self, tags: list[str]) -> None:
         """All memory can be released."""
 
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:

@@ -388,9 +388,12 @@ class VerlEngine:
         """Return the first `truncate_size` rows of a parameter as nested lists of float32 values."""
         return self._forward(EngineBase.get_weights_by_name, name, truncate_size)
 
-    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter."""
-        return self._forward(EngineBase.weights_checker, action)
+    def weights_checker(self, action: str = "checksum", skip_tensor_list: list[str] | None = None) -> dict[str, Any]:
+        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter.
+
+        Parameters whose name contains one of `skip_tensor_list` are left out.
+        """
+        return self._forward(EngineBase.weights_checker, action, skip_tensor_list)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Release memory of the server; see `EngineWeights.release_memory_occupation`."""

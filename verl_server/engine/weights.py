@@ -251,9 +251,12 @@ class EngineWeights(abc.ABC):
         rows: list[Any] = self._ask(GetWeightsByNameReq(name=name, truncate_size=truncate_size))
         return rows
 
-    def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter."""
-        payload = self._ask(WeightsCheckerReq(action=action))
+    def weights_checker(self, action: str = "checksum", skip_tensor_list: list[str] | None = None) -> dict[str, Any]:
+        """Run a check of the served weights. "checksum" returns a digest for each rank and parameter.
+
+        Parameters whose name contains one of `skip_tensor_list` are left out.
+        """
+        payload = self._ask(WeightsCheckerReq(action=action, skip_tensor_list=skip_tensor_list))
         return payload if isinstance(payload, dict) else {}
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:

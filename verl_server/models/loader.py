@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -46,11 +46,27 @@ class WeightSlot:
             destination.copy_(source[index])
 
 
+@dataclass
+class WeightStack:
+    """Several checkpoint tensors in one, as some trainers hold them. `source[index][0]` is a member's tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the full stack. A member has one dimension less."""
+    dtype: torch.dtype
+    members: dict[str, Index]
+    """Slot -> its box in the stack, of length 1 in the first dimension. The boxes tile the stack."""
+
+
 class WholeTensorLoader(Protocol):
     """Installs whole checkpoint tensors in a model whose storage another engine arranges."""
 
-    refusal: str
-    """The reason why no update can be installed; empty if it can."""
+    names: frozenset[str]
+    """Tensors that it installs. The other slots have pieces, or nothing on this rank."""
+
+    @property
+    def refusal(self) -> str:
+        """The reason why no update can be installed now, by pieces or by the loader; empty if it can."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Install the tensors. They may be freed afterwards. An error leaves the weights torn."""
@@ -65,8 +81,10 @@ class WeightMap:
     """Hugging Face name -> slot, once for every parameter, in model order."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names that a checkpoint may use: a tied `lm_head.weight` -> the name of the embedding."""
+    stacks: dict[str, WeightStack] = field(default_factory=dict)
+    """Names under which several slots may come as one tensor."""
     loader: WholeTensorLoader | None = None
-    """Installs the tensors of slots without pieces. None: a slot without pieces has nothing on this rank."""
+    """Installs some of the tensors in place of pieces, for an engine that arranges its weights itself."""
 
     def add(self, slots: Iterable[WeightSlot]) -> None:
         for slot in slots:
@@ -84,14 +102,44 @@ class WeightMap:
         parts = [destination.float().cpu() for destination, _ in slot.pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
+    def loaded(self, names: Iterable[str]) -> list[str]:
+        """The canonical names among `names` that the loader installs, so that no piece can be read."""
+        return [] if self.loader is None else [n for n in names if n in self.loader.names]
+
     def unknown(self, names: Iterable[str]) -> list[str]:
         """The names that belong to no parameter. Buffers that old checkpoints contain are not listed."""
-        return [n for n in names if self.canonical(n) not in self.slots and not n.endswith("rotary_emb.inv_freq")]
+        return [
+            n
+            for n in names
+            if self.canonical(n) not in self.slots and n not in self.stacks and not n.endswith("rotary_emb.inv_freq")
+        ]
+
+    def members(self, name: str) -> list[str]:
+        """The slots that a tensor of this canonical name fills."""
+        return list(self.stacks[name].members) if name in self.stacks else [name]
+
+    def pieces(self, name: str) -> list[tuple[Tensor, Index]]:
+        """(view into this rank's parameter, index into the full source) of a slot or stack."""
+        if name not in self.stacks:
+            return self.slots[name].pieces
+        return [
+            (destination.unsqueeze(0), _shifted(index, within))
+            for member, within in self.stacks[name].members.items()
+            for destination, index in self.slots[member].pieces
+        ]
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """The parameters that `names` does not contain."""
         given = {self.canonical(n) for n in names}
         return [n for n in self.slots if n not in given]
+
+
+def _shifted(index: Index, within: Index) -> Index:
+    """Return `index` into a member as an index into its stack, whose box of the member is `within`."""
+    expert, *others = within
+    parts = [part.indices(whole.stop - whole.start) for part, whole in zip(index, others, strict=True)]
+    moved = [slice(whole.start + part[0], whole.start + part[1]) for part, whole in zip(parts, others, strict=True)]
+    return (expert, *moved)
 
 
 def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -152,13 +200,19 @@ def fill_dummy(weight_map: WeightMap, device: torch.device) -> None:
 
     So all ranks and all replicas have the same model, for every `tp_size` and `random_seed`.
     """
-    for name, slot in weight_map.slots.items():
+    for name, full in dummy_tensors(weight_map.slots, device):
+        weight_map.slots[name].copy_from(full)
+
+
+def dummy_tensors(slots: Mapping[str, WeightSlot], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of the weights of `load_format="dummy"`, on `device`."""
+    for name, slot in slots.items():
         # The CPU generator ignores the upper half of a seed, so 32 bits are enough.
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"0:{name}".encode()))
         full = torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02, generator=generator)
         if "norm" in name:
             full.add_(1.0)
-        slot.copy_from(full)
+        yield name, full
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -242,8 +242,12 @@ class ModelRunner:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def check_release(self) -> None:
-        """All memory can be released."""
+    @property
+    def memory(self) -> ModelRunner:
+        return self
+
+    def check_release(self, tags: list[str]) -> None:
+        """All memory can be released, in any order."""
 
     def release_kv_cache(self) -> None:
         """Free the KV pool's memory. The contents are lost."""

@@ -12,23 +12,17 @@ import torch
 from verl_server.models.loader import WeightMap
 
 
-class UpdatedModel(Protocol):
-    @property
-    def weight_map(self) -> WeightMap: ...
+class ReleasableMemory(Protocol):
+    """GPU memory that a model frees while its trainer needs the GPU, and allocates again at the same addresses."""
 
-    @property
-    def device(self) -> torch.device: ...
+    def check_release(self, tags: list[str]) -> None:
+        """Raise BadRequestError if the memory of `tags` cannot be released together."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished all copies."""
-
-    def check_release(self) -> None:
-        """Raise BadRequestError if memory cannot be released at all."""
-
-    def release_weights(self, keep_contents: bool | None = None) -> None: ...
+    def release_weights(self, keep_contents: bool | None = None) -> None:
+        """Free the weights' memory. Keep the contents in host memory if asked (None: by the server's setting)."""
 
     def resume_weights(self) -> bool:
-        """Allocate the weights again. Return True if a backup restored their contents."""
+        """Allocate the weights again. Return True if their contents are those from before the release."""
 
     def release_kv_cache(self) -> None: ...
 
@@ -37,3 +31,18 @@ class UpdatedModel(Protocol):
     def release_cuda_graphs(self) -> None: ...
 
     def resume_cuda_graphs(self) -> None: ...
+
+
+class UpdatedModel(Protocol):
+    @property
+    def weight_map(self) -> WeightMap: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def memory(self) -> ReleasableMemory | None:
+        """None: this model cannot release memory."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all copies."""

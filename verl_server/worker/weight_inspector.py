@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ class WeightInspector:
         slot = self._map.slots.get(self._map.canonical(req.name))
         if slot is None:
             raise BadRequestError(f"Get parameter by name failed: the model has no parameter '{req.name}'.")
+        self._need_pieces([slot.name], "Ask the trainer for it")
         if req.truncate_size < 1:
             raise BadRequestError(f"truncate_size must be at least 1, not {req.truncate_size}.")
         rows = min(req.truncate_size, slot.shape[0])
@@ -64,7 +66,9 @@ class WeightInspector:
                 "Weights are not quantized and there is no draft model: leave allow_quant_error and selector unset."
             )
         skip = req.skip_tensor_list or []
-        sums = self._checksums([name for name in self._map.slots if not any(part in name for part in skip)])
+        names = [name for name in self._map.slots if not any(part in name for part in skip)]
+        self._need_pieces(names, "Leave them out by skip_tensor_list")
+        sums = self._checksums(names)
         if req.action == "checksum":
             return "Success", self._payload(sums)
         if req.action == "snapshot":
@@ -76,10 +80,20 @@ class WeightInspector:
 
     def reset(self) -> None:
         """Overwrite all weights with random noise."""
+        self._need_pieces(self._map.slots, "Push noise instead")
         with torch.no_grad():
             for slot in self._map.slots.values():
                 for destination, _ in slot.pieces:
                     destination.normal_()
+
+    def _need_pieces(self, names: Iterable[str], remedy: str) -> None:
+        """Raise BadRequestError if the engine keeps some of `names` in a layout of its own."""
+        if own := self._map.loaded(names):
+            shown = ", ".join(own[:3]) + (", ..." if len(own) > 3 else "")
+            raise BadRequestError(
+                f"This engine keeps {len(own)} of the parameters in a layout of its own, so they cannot be read or "
+                f"reset here ({shown}). {remedy}."
+            )
 
     def _checksums(self, names: list[str]) -> dict[str, str]:
         """Return the checksum of each parameter. For a parameter in several pieces, concatenate their checksums."""

@@ -71,6 +71,11 @@ class WeightSources:
             case BeginWeightUpdateReq():
                 _check_selector(req.selector)
 
+    @property
+    def registrations(self) -> list[str]:
+        """Ids of the descriptions that are kept for later pushes."""
+        return self._receiver.registration_ids
+
     def forget(self, ids: list[str] | None) -> None:
         """Close the registrations in `ids`, or all of them if None. Unknown ids are ignored."""
         self._receiver.forget(ids)

@@ -53,7 +53,7 @@ from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import discard
 from verl_server.worker.transaction import State, Transaction
-from verl_server.worker.updated_model import UpdatedModel
+from verl_server.worker.updated_model import ReleasableMemory, UpdatedModel
 from verl_server.worker.weight_inspector import WeightInspector
 from verl_server.worker.weight_sources import WeightSources
 
@@ -106,6 +106,11 @@ class WeightUpdater:
     def released(self) -> list[str]:
         """Tags of the memory that is released."""
         return list(self._released)
+
+    @property
+    def registrations(self) -> list[str]:
+        """Ids of the descriptions that later pushes may name."""
+        return self._sources.registrations
 
     def refusal(self) -> str | None:
         """Return the reason why generation cannot be served now, None if it can."""
@@ -322,9 +327,11 @@ class WeightUpdater:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def _release(self, tags: list[str] | None, cpu_backup: bool | None) -> Outcome:
-        self._model.check_release()
+        memory = self._memory()
         present = [tag for tag in MEMORY_TAGS if tag not in self._released]
-        for tag in _chosen(tags, present, "already released"):
+        chosen = _chosen(tags, present, "already released")
+        memory.check_release(chosen)
+        for tag in chosen:
             # Set before the release: if the release fails on one rank, `_resume` repairs all ranks.
             self._released[tag] = None
             self.epoch += 1
@@ -332,30 +339,38 @@ class WeightUpdater:
                 before, self._before_sleep = (self.state, self._unwritten), None
                 self.state = "asleep"
                 self._sources.release()
-                agree(self._tp, lambda: self._model.release_weights(cpu_backup))
+                agree(self._tp, lambda: memory.release_weights(cpu_backup))
                 self._before_sleep = before
             elif tag == "kv_cache":
-                agree(self._tp, self._model.release_kv_cache)
+                agree(self._tp, memory.release_kv_cache)
             else:
-                self._model.release_cuda_graphs()
+                memory.release_cuda_graphs()
         return "Success", None
 
     def _resume(self, tags: list[str] | None) -> Outcome:
-        self._model.check_release()
+        memory = self._memory()
         for tag in _chosen(tags, list(self._released), "not released"):
             if tag == "weights":
-                restored = self._resume_all(self._model.resume_weights, self._model.release_weights)
+                restored = self._resume_all(memory.resume_weights, memory.release_weights)
                 everywhere = all(flag == b"1" for flag in self._tp.gather(b"1" if restored else b"0"))
                 if everywhere and self._before_sleep is not None:
                     self.state, self._unwritten = self._before_sleep
                 else:
                     self.state, self._unwritten = "not_loaded", dict.fromkeys(self._model.weight_map.slots)
             elif tag == "kv_cache":
-                self._resume_all(self._model.resume_kv_cache, self._model.release_kv_cache)
+                self._resume_all(memory.resume_kv_cache, memory.release_kv_cache)
             else:
-                self._model.resume_cuda_graphs()
+                memory.resume_cuda_graphs()
             del self._released[tag]
         return "Success", None
+
+    def _memory(self) -> ReleasableMemory:
+        if self._model.memory is None:
+            raise BadRequestError(
+                "This engine cannot release memory on this device. Use the embedded engine, or stop the server "
+                "meanwhile."
+            )
+        return self._model.memory
 
     def _resume_all(self, resume: Callable[[], T], release: Callable[[], None]) -> T:
         """Run `resume` on all ranks. If it fails on one rank, `release` the memory on all ranks and raise."""

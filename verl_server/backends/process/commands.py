@@ -45,6 +45,8 @@ class WeightsState(msgspec.Struct, array_like=True):
     released: list[str]
     refusal: str | None
     num_parameters: int
+    registrations: list[str]
+    """Ids of the descriptions that later pushes may name."""
 
 
 class WorkerReply(msgspec.Struct, array_like=True):

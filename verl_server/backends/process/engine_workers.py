@@ -20,7 +20,7 @@ from verl_server.backends.process.commands import (
 )
 from verl_server.backends.process.driver import EngineDriver
 from verl_server.errors import VerlServerError
-from verl_server.io_struct import ControlReply, StagedReq, WeightReq
+from verl_server.io_struct import ControlReply, StagedReq, UpdateWeightsFromTensorReq, WeightReq
 from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, StageCommand
 
 WEIGHT_COMMAND = "verl_command"
@@ -74,6 +74,13 @@ class EngineWorkers:
         return self._state.refusal
 
     def check(self, req: WeightReq) -> None:
+        """Raise BadRequestError if the fields of `req` are wrong.
+
+        A push by a known id is checked with its execution, which saves a call during the engine's step.
+        """
+        by_id = req.registration if isinstance(req, UpdateWeightsFromTensorReq) and not req.checksums else None
+        if by_id in self._state.registrations:
+            return
         reply = self._call(CheckCommand(req))
         if reply.refusal is not None:
             raise reply.refusal.error()

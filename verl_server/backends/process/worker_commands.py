@@ -18,6 +18,7 @@ from verl_server.backends.process.commands import (
     WorkerReply,
 )
 from verl_server.errors import VerlServerError
+from verl_server.io_struct import ControlReply, UpdateWeightsFromTensorReq
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 from verl_server.worker.stager import Stager
@@ -52,11 +53,21 @@ class WorkerCommands:
                 self._stager.drop(id)
             case PollCommand():
                 pass
+            case UpdateWeightsFromTensorReq() as req:
+                reply.reply = self._checked(req)
             case req:
                 reply.reply = self._weights.handle(req)
         reply.finished = [(id, None if error is None else Refusal.of(error)) for id, error in self._stager.finished()]
         reply.state = self._state()
         return msgspec.msgpack.encode(reply)
+
+    def _checked(self, req: UpdateWeightsFromTensorReq) -> ControlReply:
+        """Carry out a push by id, which `EngineWorkers` does not check on arrival."""
+        try:
+            self._weights.check(req)
+        except VerlServerError as error:
+            return ControlReply(id=req.id, success=False, message=str(error), status_code=error.status_code)
+        return self._weights.handle(req)
 
     def _state(self) -> WeightsState:
         weights = self._weights
@@ -67,4 +78,5 @@ class WorkerCommands:
             released=weights.released,
             refusal=weights.refusal(),
             num_parameters=len(self._model.weight_map.slots),
+            registrations=weights.registrations,
         )

@@ -1,74 +1,119 @@
 """`ServedModel`: vLLM's model on one worker, as weight updates know a model.
 
 Names and shapes are those of the checkpoint, which trainers push. vLLM fuses, shards and repacks parameters as its
-kernels need them, so the tensors go through its own loaders: its layerwise reload loads each module into the live
-storage as soon as all of its tensors are there.
+kernels need them. At the start its loader is traced and the trace is proved, so that most tensors are copied straight
+into the live storage at each update. The others go through vLLM's own layerwise reload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
+from torch import Tensor
 
 from verl_server.backends.vllm.layerwise_loader import LayerwiseLoader
-from verl_server.errors import BadRequestError
+from verl_server.backends.vllm.live_model import LiveModel
+from verl_server.backends.vllm.load_plan import LoadPlan
+from verl_server.backends.vllm.load_proof import prove
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.model_folder import resolve_model_folder
-from verl_server.models.loader import WeightMap, WeightSlot, checkpoint_shapes, iter_checkpoint
+from verl_server.models.expert_stacks import expanded_shapes, expert_stacks
+from verl_server.models.loader import (
+    WeightMap,
+    WeightSlot,
+    checkpoint_shapes,
+    dummy_tensors,
+    iter_checkpoint,
+)
 from verl_server.server_args import ServerArgs
+from verl_server.worker.updated_model import ReleasableMemory
+
+logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    def __init__(self, model_runner: Any, server_args: ServerArgs) -> None:
-        """`model_runner`: vLLM's, with a loaded model."""
-        self.device: torch.device = model_runner.device
-        model = model_runner.get_model()
+    def __init__(
+        self, live: LiveModel, tp: TpGroup, server_args: ServerArgs, memory: ReleasableMemory | None = None
+    ) -> None:
+        self.device, self.memory = live.device, memory
+        self._live = live
         folder = resolve_model_folder(server_args.model_path, server_args.revision)
-        shapes = _parameter_shapes(folder)
-        config = model_runner.model_config
-        aliases = {}
+        config = live.runner.model_config
+        shapes, aliases = _parameter_shapes(folder), {}
         if config.hf_text_config.tie_word_embeddings and "model.embed_tokens.weight" in shapes:
             shapes.pop("lm_head.weight", None)
             aliases["lm_head.weight"] = "model.embed_tokens.weight"
         slots = {name: WeightSlot(name, shape, config.dtype, []) for name, shape in shapes.items()}
-        modules = _fused_modules(slots, getattr(model, "packed_modules_mapping", None) or {})
-        loader = LayerwiseLoader(model_runner, modules)
-        self.weight_map = WeightMap(slots, aliases, loader)
-        if server_args.load_format != "dummy":
-            loader.prove(lambda: iter_checkpoint(folder))
+        is_dummy = server_args.load_format == "dummy"
+        first = {} if is_dummy else live.digests()
+        self._loader = self._proved_loader(slots, tp)
+        self.weight_map = WeightMap(slots, aliases, expert_stacks(slots), self._loader)
+        self._install(dummy_tensors(slots, live.device) if is_dummy else iter_checkpoint(folder))
+        if differing := self._differing(first):
+            self._loader.unproved = (
+                f"vLLM's reload does not restore {len(differing)} tensors of this model ({', '.join(differing[:3])}), "
+                "so its weights cannot be updated. Generation works with the weights of the start."
+            )
+            logger.error(self._loader.unproved)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def check_release(self) -> None:
-        raise BadRequestError(
-            "Memory cannot be released with engine='vllm'. Use the embedded engine, or stop the server meanwhile."
-        )
+    def _proved_loader(self, slots: dict[str, WeightSlot], tp: TpGroup) -> LayerwiseLoader:
+        """Give slots their pieces, and return the loader of the others. All ranks load the same tensors.
 
-    def release_weights(self, keep_contents: bool | None = None) -> None:
-        raise NotImplementedError("check_release refuses it")
+        Leaves codes instead of weights in the model.
+        """
+        live = self._live
+        try:
+            plan = LoadPlan(*live.trace(slots), live.tensors())
+        except Exception as error:  # a loader may do anything
+            logger.warning("vLLM's loader cannot be traced, so every update goes through its reload: %r", error)
+            packed = getattr(live.model, "packed_modules_mapping", None) or {}
+            return LayerwiseLoader(live, _fused_modules(slots, packed))
+        groups = plan.groups(slots)
+        loader = LayerwiseLoader(live, groups)
+        prove(live, plan, slots, loader.load)
+        copied = plan.pieces()
+        mine = [name for name in groups if name not in copied]
+        decoded = [msgspec.msgpack.decode(data, type=list[str]) for data in tp.gather(msgspec.msgpack.encode(mine))]
+        loader.names = frozenset(name for names in decoded for name in names)
+        for name in loader.names & groups.keys():
+            plan.reload(groups[name], "it is reloaded on another rank")
+        for name, pieces in plan.pieces().items():
+            slots[name].pieces, slots[name].dtype = pieces, pieces[0][0].dtype
+        live.pin(plan.copied())
+        plan.log(slots)
+        return loader
 
-    def resume_weights(self) -> bool:
-        raise NotImplementedError("check_release refuses it")
+    def _install(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        slots, names = self.weight_map.slots, self._loader.names
 
-    def release_kv_cache(self) -> None:
-        raise NotImplementedError("check_release refuses it")
+        def rest() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                if name in names:
+                    yield name, tensor
+                elif name in slots:
+                    slots[name].copy_from(tensor)
 
-    def resume_kv_cache(self) -> None:
-        raise NotImplementedError("check_release refuses it")
+        if names:
+            self._loader.load(rest())
+        else:
+            for name, _ in rest():
+                raise AssertionError(name)
 
-    def release_cuda_graphs(self) -> None:
-        raise NotImplementedError("check_release refuses it")
-
-    def resume_cuda_graphs(self) -> None:
-        raise NotImplementedError("check_release refuses it")
+    def _differing(self, first: dict[str, str]) -> list[str]:
+        now = self._live.digests() if first else {}
+        return [name for name in first if now.get(name) != first[name]]
 
 
 def _fused_modules(names: Iterable[str], packed: dict[str, list[str]]) -> dict[str, str]:
-    """Return for each parameter the module of vLLM that holds it.
+    """Return for each parameter the module of vLLM that holds it, by the names alone.
 
     `packed` is the model's `packed_modules_mapping`: fused module -> modules of the checkpoint. The experts of a layer
     are one module.
@@ -92,5 +137,5 @@ def _parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return expanded_shapes({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})

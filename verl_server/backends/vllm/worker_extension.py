@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from verl_server.backends.process.worker_commands import WorkerCommands
+from verl_server.backends.vllm.live_model import LiveModel
 from verl_server.backends.vllm.served_model import ServedModel
+from verl_server.backends.vllm.sleep import SleepingMemory
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.server_args import ServerArgs
 
@@ -25,15 +27,32 @@ class WorkerExtension:
     def verl_start(self, server_args: bytes) -> bytes:
         """Begin to take weight commands. Called once, after the model is loaded."""
         args = ServerArgs.from_json(server_args.decode())
-        # It warns at each reload of every module that has no weights, such as the rotary embedding.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._verl_commands = WorkerCommands(ServedModel(self.model_runner, args), _tp_group(args), args)
+        _configure_logging(args.log_level)
+        tp = _tp_group(args)
+        sleeps = self.model_runner.model_config.enable_sleep_mode
+        memory = SleepingMemory(self, args.enable_weights_cpu_backup) if sleeps else None
+        with torch.no_grad():
+            model = ServedModel(LiveModel(self.model_runner), tp, args, memory)
+        self._verl_commands = WorkerCommands(model, tp, args)
         return b""
 
     @torch.no_grad()
     def verl_command(self, command: bytes) -> bytes:
         """Carry out a command of `backends.process.commands`, and return its reply."""
         return self._verl_commands.handle(command)
+
+
+def _configure_logging(level: str) -> None:
+    """Log this package's messages in vLLM's process, and drop vLLM's warnings about what a reload leaves out."""
+    own = logging.getLogger("verl_server")
+    own.setLevel(level.upper())
+    own.propagate = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s vllm-worker] %(levelname)s %(message)s"))
+    own.addHandler(handler)
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    for module in ("model_executor.model_loader.reload.inplace", "v1.worker.gpu_model_runner"):
+        logging.getLogger(f"vllm.{module}").addFilter(lambda record: "weights were not loaded" not in record.msg)
 
 
 def _tp_group(server_args: ServerArgs) -> TpGroup:

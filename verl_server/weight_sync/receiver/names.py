@@ -23,7 +23,7 @@ class ModelNames:
         self._map = weight_map
 
     def settle(self, names: Sequence[str]) -> list[str | None]:
-        """The model's name (in `slots` or `aliases`) for each of `names`; None for what is to be left out.
+        """The model's name (in `slots`, `aliases` or `stacks`) for each of `names`; None for what is to be left out.
 
         Left out are buffers that old checkpoints carry, and the frozen copies that PEFT keeps of modules it
         trains. Raises WeightUpdateError for unknown names, for names that mean one parameter, and for adapters.
@@ -41,7 +41,7 @@ class ModelNames:
         settled: list[str | None] = []
         taken: dict[str, str] = {}
         for name, known in zip(names, plain, strict=True):
-            if known not in self._map.slots and known not in self._map.aliases:
+            if known not in self._map.slots and known not in self._map.aliases and known not in self._map.stacks:
                 settled.append(None)
                 continue
             if known in taken:
@@ -79,7 +79,7 @@ class ModelNames:
     def _refuse_unknown(self, unknown: list[str]) -> None:
         if not unknown:
             return
-        known = [*self._map.slots, *self._map.aliases]
+        known = [*self._map.slots, *self._map.aliases, *self._map.stacks]
         hints = []
         for name in unknown[:3]:
             close = difflib.get_close_matches(name, known, 1, 0.7) if len(name) <= _LONGEST else []

@@ -35,7 +35,7 @@ class UpdatePlan:
     sources: list[Tensor]
     """Views that this rank writes and reads, in pairs; empty once closed."""
     loaded: dict[str, Source]
-    """Whole tensors that the `WeightMap`'s loader installs, by the names of their slots; empty once closed."""
+    """Whole tensors that the `WeightMap`'s loader installs, by the names of slots or stacks; empty once closed."""
     nbytes: int
     """Bytes that this rank writes."""
     missing: list[str]
@@ -59,17 +59,18 @@ class UpdatePlan:
         found, self.changes_under_its_names = _without_aliases(weight_map, sources)
         if not found:
             raise WeightUpdateError("The update has no tensors.")
+        target = weight_map.slots | weight_map.stacks
         for name, source in found.items():
-            _check_fits(source, weight_map.slots[name].shape)
-        self.names = list(found)
-        self.missing = weight_map.missing(found)
+            _check_fits(source, target[name].shape)
+        self.names = _filled(weight_map, found)
+        self.missing = weight_map.missing(self.names)
         self._converted = [
-            f"'{source.name}' is {source.dtype}, the model's is {weight_map.slots[name].dtype}"
+            f"'{source.name}' is {source.dtype}, the model's is {target[name].dtype}"
             for name, source in found.items()
-            if source.dtype != weight_map.slots[name].dtype
+            if source.dtype != target[name].dtype
         ]
         self.destinations, self.sources, links, self._names_of_copies = _copies(weight_map, found)
-        self.loaded = {} if weight_map.loader is None else _without_pieces(weight_map, found)
+        self.loaded = {name: source for name, source in found.items() if weight_map.loaded(weight_map.members(name))}
         self._nonfinite_loaded: list[tuple[str, Tensor]] = []
         self.nbytes = sum(view.nbytes for view in self.destinations) + sum(s.nbytes for s in self.loaded.values())
         # Tensors without memory stand for what is to come: only the checks are wanted.
@@ -167,9 +168,14 @@ class UpdatePlan:
         """Yield the tensors of the loader, one after the other, and note those that are not finite in its dtype."""
         for name, source in self.loaded.items():
             whole = source.whole()
-            finite = whole.to(self._map.slots[name].dtype).isfinite().all()
-            self._nonfinite_loaded.append((source.name, ~finite))
-            yield name, whole
+            dtype = self._map.slots[self._map.members(name)[0]].dtype
+            self._nonfinite_loaded.append((source.name, ~whole.to(dtype).isfinite().all()))
+            if name not in self._map.stacks:
+                yield name, whole
+                continue
+            members = self._map.stacks[name].members
+            for member in self._map.loaded(members):
+                yield member, whole[members[member]][0]
 
 
 def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]]) -> tuple[dict[str, Source], str]:
@@ -177,10 +183,10 @@ def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]
 
     A tied head may come besides the embedding if it is equal, or alone, then it is the embedding.
     """
-    found = {name: source for name, source in sources if name in weight_map.slots}
+    found = {name: source for name, source in sources if name not in weight_map.aliases}
     changes = ""
     for name, source in sources:
-        if name in weight_map.slots:
+        if name not in weight_map.aliases:
             continue
         twin = found.setdefault(weight_map.aliases[name], source)
         if twin is source or twin.is_same_memory(source):
@@ -197,6 +203,17 @@ def _without_aliases(weight_map: WeightMap, sources: Sequence[tuple[str, Source]
     return found, changes
 
 
+def _filled(weight_map: WeightMap, found: Mapping[str, Source]) -> list[str]:
+    """Return the slots that the sources fill. Raise WeightUpdateError if one comes alone and in a stack."""
+    filled: dict[str, str] = {}
+    for name, source in found.items():
+        for member in weight_map.members(name):
+            if member in filled:
+                raise WeightUpdateError(f"The update has '{member}' twice, in '{filled[member]}' and '{source.name}'.")
+            filled[member] = source.name
+    return list(filled)
+
+
 def _is_meta(*sources: Source) -> bool:
     return any(isinstance(p.data, Tensor) and p.data.device.type == "meta" for s in sources for p in s.parts)
 
@@ -208,10 +225,6 @@ def _check_fits(source: Source, shape: tuple[int, ...]) -> None:
         raise WeightUpdateError(f"'{source.name}' has dtype {source.dtype}, but weights are floating point.")
 
 
-def _without_pieces(weight_map: WeightMap, found: Mapping[str, Source]) -> dict[str, Source]:
-    return {name: source for name, source in found.items() if not weight_map.slots[name].pieces}
-
-
 def _copies(
     weight_map: WeightMap, found: Mapping[str, Source]
 ) -> tuple[list[Tensor], list[Tensor], list[int], list[str]]:
@@ -219,10 +232,9 @@ def _copies(
     destinations, sources, links, names = [], [], [], []
     numbers: dict[str, int] = {}
     for name, source in found.items():
-        slot = weight_map.slots[name]
         views: dict[int, Tensor] = {}
-        for destination, index in slot.pieces:
-            wanted = indexed_box(index, slot.shape)
+        for destination, index in weight_map.pieces(name):
+            wanted = indexed_box(index, source.shape)
             for i, part in enumerate(source.parts):
                 common = common_box(wanted, part.box)
                 if common is None:

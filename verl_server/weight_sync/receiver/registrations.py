@@ -30,6 +30,11 @@ class Registrations:
         """One thread for each owner, until it exits."""
         self._lock = threading.Lock()
 
+    @property
+    def ids(self) -> list[str]:
+        with self._lock:
+            return list(self._plans)
+
     def get(self, id: str) -> UpdatePlan | None:
         with self._lock:
             plan = self._plans.get(id)

@@ -127,6 +127,10 @@ class WeightReceiver:
         """The plan of a registration; None if it is not known (any more)."""
         return self._registrations.get(id)
 
+    @property
+    def registration_ids(self) -> list[str]:
+        return self._registrations.ids
+
     def forget(self, ids: list[str] | None) -> None:
         """Close registrations, all of them for None. Unknown ids are ignored."""
         self._registrations.forget(ids)

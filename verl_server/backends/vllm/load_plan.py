@@ -1,0 +1,115 @@
+"""`LoadPlan`: decides for each module of vLLM's model how pushed tensors get in, by copies or by vLLM's reload.
+
+A module takes copies if vLLM's loader only copies into its parameters, and if they are live in the format in which
+they are loaded. Otherwise, and if `load_proof` finds a difference, the module goes through the reload at each update.
+`ServedModel` turns the plan into pieces of the `WeightMap`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from verl_server.models.loader import Index, WeightSlot
+from verl_server.weight_sync.receiver.load_trace.record import LoadTrace
+from verl_server.weight_sync.receiver.load_trace.regions import LoadedCopy
+
+logger = logging.getLogger(__name__)
+
+
+class LoadPlan:
+    def __init__(self, trace: LoadTrace, loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+        """`loaded`: parameters in the format in which they are loaded. `live`: the tensors that the kernels read."""
+        self._trace, self._live = trace, live
+        self.reloaded: dict[str, str] = {}
+        """Module that goes through the reload -> the reason."""
+        self._modules = {source: {_module(name) for name in names} for source, names in trace.feeds.items()}
+        for source in trace.read:  # it reaches a parameter as a number, which no trace shows
+            self._modules.setdefault(source, {_module(source)})
+        for name in trace.copies.keys() | trace.computed.keys():
+            if name in trace.computed:
+                self.reload(_module(name), trace.computed[name])
+            elif not _is_same_format(loaded[name], live.get(name)):
+                self.reload(_module(name), "its live layout is not that of the checkpoint")
+        for source, operation in trace.read.items():
+            for module in self._modules[source]:
+                self.reload(module, f"its loader reads the values of {source} ({operation})")
+
+    def reload(self, module: str, reason: str) -> None:
+        """Send a module through the reload, and with it every module that shares a tensor of the checkpoint.
+
+        A module without weights is left out.
+        """
+        if not any(module in modules for modules in self._modules.values()):
+            return
+        pending = {module}
+        while pending:
+            module = pending.pop()
+            if module in self.reloaded:
+                continue
+            self.reloaded[module] = reason
+            pending |= {other for modules in self._modules.values() if module in modules for other in modules}
+
+    def reload_below(self, path: str, reason: str) -> None:
+        """Send the modules at and below `path` through the reload."""
+        for module in {module for modules in self._modules.values() for module in modules}:
+            if module == path or module.startswith(f"{path}."):
+                self.reload(module, reason)
+
+    def groups(self, names: Iterable[str]) -> dict[str, str]:
+        """Return for each tensor of the checkpoint a name of the modules that are loaded together with it.
+
+        A tensor that reaches no parameter of this rank, and whose values decide nothing, is not among them.
+        """
+        leader: dict[str, str] = {}
+
+        def find(module: str) -> str:
+            while leader.setdefault(module, module) != module:
+                module = leader[module]
+            return module
+
+        for modules in self._modules.values():
+            first, *others = sorted(modules)
+            for other in others:
+                leader[find(other)] = find(first)
+        return {name: find(min(self._modules[name])) for name in names if name in self._modules}
+
+    def copied(self) -> dict[str, list[LoadedCopy]]:
+        """Return live parameter -> copies, of the modules that take copies."""
+        return {name: copies for name, copies in self._trace.copies.items() if _module(name) not in self.reloaded}
+
+    def pieces(self) -> dict[str, list[tuple[Tensor, Index]]]:
+        """Return tensor of the checkpoint -> its pieces, of the modules that take copies."""
+        found: dict[str, list[tuple[Tensor, Index]]] = {}
+        for name, copies in self.copied().items():
+            for copy in copies:
+                found.setdefault(copy.source, []).append((copy.destination.view(self._live[name]), copy.index))
+        return found
+
+    def log(self, slots: Mapping[str, WeightSlot]) -> None:
+        """Say which modules go through the reload, and why."""
+        reasons: dict[str, list[str]] = {}
+        for module, reason in self.reloaded.items():
+            reasons.setdefault(reason, []).append(module)
+        copied = len(self.pieces())
+        logger.info("Weight updates copy %d of %d tensors straight into vLLM's storage.", copied, len(slots))
+        for reason, modules in reasons.items():
+            shown = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
+            logger.info(
+                "%d modules go through vLLM's reload at each update, because %s: %s", len(modules), reason, shown
+            )
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _is_same_format(loaded: Tensor, live: Tensor | None) -> bool:
+    return (
+        live is not None
+        and (live.shape, live.dtype) == (loaded.shape, loaded.dtype)
+        and live.is_contiguous()
+        and loaded.is_contiguous()
+    )

@@ -1,0 +1,60 @@
+"""`prove`: shows before the server is ready that weight updates write what vLLM's own loader writes.
+
+Codes are loaded through vLLM instead of weights (`weight_sync.receiver.load_trace.codes`), and each parameter that the
+plan would copy is compared with them, byte for byte. A module that differs goes through vLLM's reload from then on.
+The caller installs the weights again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from verl_server.backends.vllm.live_model import LiveModel
+from verl_server.backends.vllm.load_plan import LoadPlan
+from verl_server.models.loader import WeightSlot
+from verl_server.weight_sync.checksum import tensor_checksums
+from verl_server.weight_sync.receiver.load_trace.codes import ROUNDS, coded
+from verl_server.weight_sync.receiver.load_trace.proof import ParameterProof
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+def prove(live: LiveModel, plan: LoadPlan, slots: Mapping[str, WeightSlot], load: Load) -> None:
+    """Load codes by `load`, vLLM's path, and take each module out of the plan's copies that they do not prove.
+
+    Leaves codes in the model.
+    """
+    copied = plan.copied()
+    if not copied:
+        return
+    numbers = {name: number for number, name in enumerate(slots)}
+    tensors = live.tensors()
+    proofs = {name: ParameterProof(tensors[name], copies) for name, copies in copied.items()}
+    sources = {copy.source: None for copies in copied.values() for copy in copies}
+    others = {name: tensor for name, tensor in tensors.items() if name not in copied}
+    before, kernels = _digests(others), live.kernels()
+    for round_ in range(ROUNDS):
+
+        def code(name: str, round_: int = round_) -> Tensor:
+            slot = slots[name]
+            return coded(numbers[name], slot.shape, slot.dtype, live.device, round_)
+
+        load((name, code(name)) for name in sources)
+        for name in [name for name, proof in proofs.items() if not proof.holds(code)]:
+            plan.reload(name.rpartition(".")[0], "vLLM's loader writes other bytes than the copies")
+            del proofs[name]
+    for module, held in live.kernels().items():
+        if held.keys() != kernels[module].keys() or any(held[name] is not kernels[module][name] for name in held):
+            plan.reload(module, "vLLM makes its kernel from its weights")
+    after = _digests({name: tensor for name, tensor in live.tensors().items() if name not in copied})
+    for name in before:
+        if after.get(name) != before[name]:
+            # Made from other weights, in the same module or in one beside it, when vLLM processes them.
+            above = name.rpartition(".")[0].rpartition(".")[0]
+            plan.reload_below(above, f"{name} is derived from its weights")
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return dict(zip(tensors, tensor_checksums(tensor.contiguous() for tensor in tensors.values()), strict=True))
