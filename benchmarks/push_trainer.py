@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
-from benchmarks.served_slices import expected_checksums, served_tensors
+from benchmarks.served_slices import expected_checksums, served_tensors, whole_tensors
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import ControlReply, ControlReq
+from verl_server.models.expert_stacks import expanded_tensors
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 
 T = TypeVar("T")
@@ -66,6 +67,9 @@ class Job:
     """Seconds without other work before and after each push."""
     settings: dict[str, Any]
     """Settings of the server."""
+    engine: str = "embedded"
+    unchecked: tuple[str, ...] = ()
+    """Parameters whose name contains one of these strings have no checksum: the engine has them in its own layout."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class _Rank:
         self._rank, self._job, self._device, self._parent = rank, job, device, parent
         self._host: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._model = build_parameters(job, rank, device)
-        self._served = served_tensors(job.folder, job.tp)
+        self._served = served_tensors(job.folder, job.tp) if job.engine == "embedded" else whole_tensors(job.folder)
         self._result = Result(bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()))
 
     def run(self) -> None:
@@ -137,7 +141,7 @@ class _Rank:
         mesh = init_device_mesh("cpu", (job.engines, job.ranks // job.engines), mesh_dim_names=("dp", "tp"))
         with VerlEngine(mesh, launch_server=True, read_all_ranks=True, **job.settings) as engine:
             self._until_graphs_are_captured(engine)
-            engine.weights_checker()  # allocates device memory; here, because the captures empty the allocator's cache
+            self._checksums(engine)  # allocates device memory; here, because the captures empty the allocator's cache
             untouched = device_used_bytes(self._device)
             ready = Ready(str(engine.url), engine.get_server_info()["scheduler_info"]["max_total_num_tokens"])
             if self._rank == 0:
@@ -175,7 +179,7 @@ class _Rank:
         deadline = time.monotonic() + _GRAPH_SECONDS
         while time.monotonic() < deadline:
             state = engine.get_server_info()["internal_states"][0]  # empty during a long capture
-            if state and not state["memory"].get("cuda_graphs_to_capture"):
+            if state and not state.get("memory", {}).get("cuda_graphs_to_capture"):
                 return
             time.sleep(0.5)
         raise TimeoutError(f"The server did not capture all CUDA graphs within {_GRAPH_SECONDS:.0f} s.")
@@ -260,15 +264,20 @@ class _Rank:
 
     def _reports(self, engine: VerlEngine) -> list[Any]:
         """Return the checksum reports of the ranks of each engine."""
-        own = engine.weights_checker()["ranks"]
+        own = self._checksums(engine)
         if self._job.ranks == 1:
             return [own]
         reports: list[Any] = [None] * self._job.ranks
         dist.all_gather_object(reports, own, self._host)
         return reports[:: self._job.ranks // self._job.engines]
 
+    def _checksums(self, engine: VerlEngine) -> Any:
+        return engine.weights_checker(skip_tensor_list=list(self._job.unchecked) or None)["ranks"]
+
     def _expected(self, full: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        return expected_checksums(self._served, full, self._job.server_dtype)
+        members = (member for name, tensor in full for member in expanded_tensors(name, tensor))
+        checked = ((name, tensor) for name, tensor in members if not any(part in name for part in self._job.unchecked))
+        return expected_checksums(self._served, checked, self._job.server_dtype)
 
     def _on_rank_0(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], T]) -> T | None:
         """Return the result of `use` on the full parameters, which are gathered one by one; None except on rank 0."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.config import load_model_config
+from verl_server.models.expert_stacks import expanded_shapes
 from verl_server.models.loader import Index, WeightMap
 from verl_server.models.transformer import Decoder
 from verl_server.weight_sync.checksum import tensor_checksums
@@ -68,6 +70,14 @@ def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:
         ServedTensor(name, slot.shape, [[index for _, index in m.slots[name].pieces] for m in maps])
         for name, slot in maps[0].slots.items()
     ]
+
+
+def whole_tensors(folder: Path) -> list[ServedTensor]:
+    """The tensors that one rank of any engine serves whole, under the names of a checkpoint."""
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    shapes = expanded_shapes({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    return [ServedTensor(name, shape, [[(slice(None),) * len(shape)]]) for name, shape in shapes.items()]
 
 
 def _weight_map(folder: Path, tp: TpGroup) -> WeightMap:

@@ -41,10 +41,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 4096,
     },
+    "30b-a3b": {
+        "arch": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+    },
 }
-"""Shapes of Qwen3-0.6B and Qwen3-8B, and a small one of the same architecture."""
+"""Shapes of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B (for engines with experts), and a small dense one."""
 
 
 def shape_folder(path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a Qwen3 folder of a named shape: config, tokenizer, and with `weights` random weights. Returns `path`."""
-    return make_model_folder(path, "qwen3", weights=weights, dtype=dtype, **SHAPES[shape] | {"rms_norm_eps": 1e-6})
+    settings: dict[str, Any] = {"arch": "qwen3", "rms_norm_eps": 1e-6} | SHAPES[shape]
+    return make_model_folder(path, weights=weights, dtype=dtype, **settings)

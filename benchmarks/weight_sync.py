@@ -4,6 +4,7 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --generate 64
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --engines 2 --tp 2
+    python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --generate 32
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
 through `VerlEngine`. The server first captures its CUDA graphs. Before each push the trainer writes every parameter in
@@ -45,7 +46,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.copy_limit import Limit, Traffic, better, measure
 from benchmarks.push_trainer import Job, Ready, Result, run_rank
-from benchmarks.served_slices import served_tensors, traffic
+from benchmarks.served_slices import served_tensors, traffic, whole_tensors
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.token_gaps import Outcome, Streams, gap_figures
 from verl_server import __version__
@@ -102,7 +103,7 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
 
 def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
     """(reading GPU, owning GPU) -> number of elements that one push reads."""
-    served = served_tensors(folder, args.tp)
+    served = served_tensors(folder, args.tp) if args.engine == "embedded" else whole_tensors(folder)
     if args.source == "group":  # every server rank receives all elements; its GPU comes after those of the trainer
         total = sum(math.prod(tensor.shape) for tensor in served)
         return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
@@ -126,9 +127,10 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         "dtype": str(server_dtype).removeprefix("torch."),
         "tp_size": args.tp,
         "mem_fraction_static": args.mem_fraction_static,
-        "kv_cache_gib": 0.5,
+        "engine": args.engine,
+        "kv_cache_gib": 0.5 if args.engine == "embedded" else 1,
         "max_running_requests": max(args.generate, 8),
-        "log_level": "warning",
+        "log_level": args.log_level,
     }
     if on_gpu and args.source == "group":  # NCCL needs a GPU for each rank: the server's come after the trainer's
         gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
@@ -148,6 +150,8 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         check_every=args.check_every,
         interval=args.interval if args.generate else 0.0,
         settings=settings,
+        engine=args.engine,
+        unchecked=tuple(args.unchecked),
     )
 
 
@@ -248,6 +252,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of trainer and server (cpu)")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="shape of the model (tiny)")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="engine (embedded)")
+    parser.add_argument(
+        "--unchecked", nargs="+", default=[], metavar="PART", help="compare no parameter whose name contains PART"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; two or more use FSDP2 (1)")
     parser.add_argument("--engines", type=int, default=1, help="servers; each reads the shards of all ranks (1)")
@@ -274,6 +282,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="registered: register_weights once, then push_weights; named: named tensors at every push; disk: a "
         "checkpoint that is written before each push; group: a process group, as for another host (registered)",
     )
+    parser.add_argument("--log-level", default="warning", help="log level of the server (warning)")
     parser.add_argument("--leaks", action="store_true", help="report resources of trainer and server before and after")
     parser.add_argument(
         "--mem-fraction-static", type=float, default=0.5, help="share of GPU memory for the server (0.5)"
@@ -282,8 +291,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for name in ("tp", "trainer_ranks", "engines", "updates", "warmup", "check_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1.")
-    if args.device == "cpu" and args.shape == "8b":
-        parser.error("--shape 8b needs a GPU: on the CPU, trainer and server would need 33 GB each. Use --shape 0.6b.")
+    if args.device == "cpu" and args.shape in ("8b", "30b-a3b"):
+        parser.error(f"--shape {args.shape} needs a GPU: on the CPU, it would need 33 GB or more. Use --shape 0.6b.")
+    if args.engine == "vllm" and args.tp > 1:
+        parser.error("--engine vllm is measured with --tp 1: only whole tensors are compared.")
+    if args.engine == "embedded" and args.shape == "30b-a3b":
+        parser.error("--shape 30b-a3b needs --engine vllm: the embedded engine has no experts.")
     if args.trainer_ranks % args.engines or (args.engines > 1 and args.source == "group"):
         parser.error("--engines must divide --trainer-ranks, and must be 1 with --source group.")
     gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
