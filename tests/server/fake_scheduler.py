@@ -65,6 +65,7 @@ class FakeScheduler:
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
+        self._sending = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -95,7 +96,8 @@ class FakeScheduler:
         self._messages = MessageSocket(self.end)
         decoder = msgspec.msgpack.Decoder(io.SchedulerInput)
         while not self._stopping.is_set():
-            self._messages.flush()
+            with self._sending:
+                self._messages.flush()
             ready = wait_readable(self._messages, 0 if self.running and not self.hold else 0.002)
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
@@ -112,7 +114,8 @@ class FakeScheduler:
         self._messages.close()
 
     def send(self, message: io.SchedulerOutput) -> None:
-        self._messages.send(msgspec.msgpack.encode(message))
+        with self._sending:  # tests call `emit` on their own threads
+            self._messages.send(msgspec.msgpack.encode(message))
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, io.TokenizedGenerateReq):
