@@ -19,7 +19,6 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
 from verl_server.io_struct import ControlReply
-from verl_server.results import GenerateResult
 
 _FAULTS = (
     "ServerDiedError",
@@ -61,14 +60,28 @@ def read_result(response: httpx.Response) -> Result:
     return cast(Result, content)
 
 
-def read_frame(line: str) -> GenerateResult | None:
-    """Return the result in a line of an event stream, or None if it has none. Raise the error of an error frame."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
-        return None
-    frame: dict[str, Any] = orjson.loads(line[6:])
-    if "error" in frame:
-        raise error_for_status(int(frame["error"].get("code") or 500), str(frame["error"].get("message")))
-    return cast(GenerateResult, unpack(frame))
+class FrameReader:
+    """Reads the results in the bytes of an event stream.
+
+    Only a newline ends a line. The text in a frame may have other separators, such as U+2028, which JSON does not
+    escape and which httpx's own reader of lines would split.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return the objects of the events that are complete. Raise the error of an error event."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [_event(line[6:]) for line in lines if line.startswith(b"data: ") and line.strip() != b"data: [DONE]"]
+
+
+def _event(data: bytes) -> Any:
+    event: dict[str, Any] = orjson.loads(data)
+    if error := event.get("error"):
+        fields = error if isinstance(error, dict) else {"message": error}
+        raise error_for_status(int(fields.get("code") or 500), str(fields.get("message")))
+    return event
 
 
 def raise_for(response: httpx.Response | Answer) -> None:

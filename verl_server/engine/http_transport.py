@@ -13,14 +13,14 @@ import errno
 import http.client
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import orjson
 
-from verl_server.columns import MSGPACK
+from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
-from verl_server.engine.http_answers import ask_for_columns, encode, raise_for, read_frame, read_result
+from verl_server.engine.http_answers import FrameReader, ask_for_columns, encode, raise_for, read_result
 from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
 from verl_server.engine.http_connection import Answer, ControlConnections
 from verl_server.engine.server_instance import ServerInstance
@@ -97,9 +97,10 @@ class HttpTransport:
             if response.status_code != 200:
                 response.read()
                 raise_for(response)
-            for line in response.iter_lines():
-                if (frame := read_frame(line)) is not None:
-                    yield frame
+            reader = FrameReader()
+            for data in response.iter_bytes():
+                for frame in reader.feed(data):
+                    yield cast(GenerateResult, unpack(frame))
 
     async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
         request = self._generate_request(body, timeout)
@@ -109,9 +110,10 @@ class HttpTransport:
             if response.status_code != 200:
                 await response.aread()
                 raise_for(response)
-            async for line in response.aiter_lines():
-                if (frame := read_frame(line)) is not None:
-                    yield frame
+            reader = FrameReader()
+            async for data in response.aiter_bytes():
+                for frame in reader.feed(data):
+                    yield cast(GenerateResult, unpack(frame))
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         request = self._request(self._api_key, ask_for_columns(body), timeout)
