@@ -87,7 +87,8 @@ class Served:
 
     def _stream(self, prompt: list[int], tokens: int, on_token: Callable[[], None]) -> dict[str, Any]:
         replies: list[dict[str, Any]] = []
-        for reply in self.generate(prompt, tokens=tokens, stream=True):
+        # Each frame has all tokens so far: a frame for each token would keep the CPU from everything else.
+        for reply in self.generate(prompt, tokens=tokens, stream=True, sampling_params={"stream_interval": 50}):
             replies.append(reply)
             on_token()
         return replies[-1]

@@ -16,7 +16,6 @@ from tests.waiting import eventually
 from verl_server.backends.process.backend import Backend
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
 from verl_server.backends.process.worker_commands import WorkerCommands
-from verl_server.errors import BadRequestError
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -46,8 +45,7 @@ class FakeModel:
 
     def synchronize(self) -> None: ...
 
-    def check_release(self) -> None:
-        raise BadRequestError("Memory cannot be released.")
+    memory = None
 
 
 class FakeDriver:
@@ -146,7 +144,7 @@ class Harness:
         return self.control(UpdateWeightsFromTensorReq, named_tensors=described, **({"mode": "in_place"} | fields))
 
     def reply(self, request_id: int, *, step: bool = True) -> ControlReply:
-        """Run turns until the request is answered."""
+        """Run turns until the request is answered. Staging takes any number of turns: with `step`, requests may end."""
 
         def answered() -> ControlReply | None:
             self.turn(step=step)
@@ -203,7 +201,7 @@ def test_each_token_has_the_version_that_computed_it(harness: Harness, mode: Any
     harness.request("a", tokens=40)
     for _ in range(3):
         harness.turn()
-    assert harness.reply(harness.update(1.0, mode=mode, weight_version="one")).success
+    assert harness.reply(harness.update(1.0, mode=mode, weight_version="one"), step=False).success
     for _ in range(3):
         harness.turn()
     tokens = harness.tokens("a")
@@ -301,7 +299,7 @@ def test_a_flush_waits_for_running_requests(harness: Harness) -> None:
 def test_torn_weights_are_not_served(harness: Harness) -> None:
     harness.request("a", tokens=40)
     harness.turn()
-    assert not harness.reply(harness.update(float("nan"))).success
+    assert not harness.reply(harness.update(float("nan")), step=False).success
     harness.turn()
     assert harness.end("a").status_code == 503
     harness.request("b")

@@ -1,21 +1,23 @@
 """`VllmDriver`: an `EngineDriver` that runs vLLM's `AsyncLLM` token in, token out.
 
-`AsyncLLM` belongs to an event loop, which runs in a thread of this driver. vLLM puts the outputs of one step into their
-requests' collectors in one turn of that loop, and `_Steps` gathers them to one `Step`.
-vLLM's processes are children of this process.
+`AsyncLLM` belongs to an event loop, which runs in a thread of this driver. A message of vLLM's engine process has the
+outputs of one step. This driver reads the messages itself (`_receive`), in the place of a task of `AsyncLLM`, and
+makes a `Step` of each. vLLM's processes are children of this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
-from verl_server.backends.vllm.sampling import new_tokens, refusal, sampling_params
+from verl_server.backends.vllm.outputs import RunningRequest
+from verl_server.backends.vllm.sampling import refusal, sampling_params
 from verl_server.backends.vllm.settings import engine_settings, set_environment
 from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import ControlTimeoutError, ServerDiedError
@@ -23,6 +25,7 @@ from verl_server.io_struct import FinishReason, TokenizedGenerateReq
 from verl_server.server_args import ServerArgs
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class VllmDriver:
@@ -36,12 +39,14 @@ class VllmDriver:
         self._steps = _Steps(ring)
         self._inner: dict[str, str] = {}
         """Our request id -> vLLM's, which has a random suffix. Used on the loop only."""
+        self._running: dict[str, RunningRequest] = {}
+        """Running requests by vLLM's id. Used on the loop only."""
         self._order = asyncio.Lock()
         """Its waiters take it in order, so that a request is added before it is aborted."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self._engine: Any = None
-        self._engine = self._run(_start(settings), server_args.startup_timeout)
+        self._engine = self._run(self._start(settings), server_args.startup_timeout)
         self.info = _info(name, self._engine)
         self.call("verl_start", server_args.to_json().encode(), server_args.startup_timeout)
 
@@ -82,6 +87,39 @@ class VllmDriver:
 
     # -- on the loop ---------------------------------------------------------------------------------------------
 
+    async def _start(self, settings: dict[str, Any]) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # It decides vLLM's default for the tokens of a step: 16,384 instead of 2,048 on an H200, as in its `LLM`.
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), usage_context=UsageContext.LLM_CLASS)
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()
+            engine.output_handler = None
+        self._receiving = asyncio.create_task(self._receive(engine.engine_core))
+        return engine
+
+    async def _receive(self, core: Any) -> None:
+        """Make a step of each message of the engine process, until the process dies or the driver is closed."""
+        try:
+            while True:
+                outputs = await core.get_output_async()
+                step = [new for output in outputs.outputs if (new := self._new_tokens(output)) is not None]
+                if step:
+                    self._steps.add(step)
+        except Exception as error:
+            self._steps.fail(error)
+
+    def _new_tokens(self, output: Any) -> NewTokens | None:
+        """Return what one request got in a step, None if the request was aborted."""
+        running = self._running.get(output.request_id)
+        if running is None:
+            return None
+        if output.finish_reason is not None:
+            del self._running[output.request_id], self._inner[running.req.rid]
+        return running.new_tokens(output)
+
     async def _submit(self, req: TokenizedGenerateReq, seed: int, cache_key: str) -> None:
         async with self._order:
             engine = self._engine
@@ -93,30 +131,21 @@ class VllmDriver:
                 )
                 engine.input_processor.assign_request_id(inner)
                 self._inner[req.rid] = inner.request_id
-                engine.output_processor.add_request(inner, None, None, 0, _Collector(req, self._on_output))
+                self._running[inner.request_id] = RunningRequest(req)
                 await engine.engine_core.add_request_async(inner)
             except Exception as error:
-                self._inner.pop(req.rid, None)
+                self._running.pop(self._inner.pop(req.rid, ""), None)
                 if engine.errored:
                     self._steps.fail(error)
-                else:  # vLLM refuses this request only
-                    reason = FinishReason(type="abort", message=f"vLLM refused it: {error}", status_code=400)
-                    self._steps.add(NewTokens(req.rid, [], [], reason))
-
-    def _on_output(self, req: TokenizedGenerateReq, output: Any) -> None:
-        """Add the output of one request to the open step, unless the request was aborted."""
-        if isinstance(output, Exception):
-            self._steps.fail(output)
-        elif req.rid in self._inner:
-            if output.finished:
-                del self._inner[req.rid]
-            self._steps.add(new_tokens(req, output))
+                else:
+                    self._steps.add([NewTokens(req.rid, [], [], _refused(req, error))])
 
     async def _abort(self, rids: list[str]) -> None:
         async with self._order:  # after the requests were added
             inner = [self._inner.pop(rid) for rid in rids if rid in self._inner]
-            if inner:
-                await self._engine.abort(inner, internal=True)
+            for id in inner:
+                del self._running[id]
+            await self._engine.engine_core.abort_requests_async(inner)
 
     async def _hold(self) -> None:
         # `AsyncLLM.pause_generation` would sleep for 20 ms after this call.
@@ -124,7 +153,6 @@ class VllmDriver:
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
         while not core.outputs_queue.empty():  # they were sent before the answer, and are processed after it
             await asyncio.sleep(0)
-        self._steps.end()
 
     # -- on the backend's thread ---------------------------------------------------------------------------------
 
@@ -141,33 +169,20 @@ class VllmDriver:
             raise
 
 
-class _Collector:
-    """Stands in the place of vLLM's `RequestOutputCollector`: passes each output on at once, without a task."""
-
-    def __init__(self, req: TokenizedGenerateReq, put: Callable[[TokenizedGenerateReq, Any], None]) -> None:
-        self._req, self._put = req, put
-
-    def put(self, output: Any) -> None:
-        self._put(self._req, output)
-
-
 class _Steps:
-    """Gathers the outputs that arrive in one turn of the loop to a `Step`."""
+    """Hands steps from the loop to the backend's thread."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
-        self._open: Step = []
-        self._done: deque[Step] = deque()
+        self._steps: deque[Step] = deque()
         self._error: Exception | None = None
 
-    def add(self, new: NewTokens) -> None:
-        """Add the output of one request. Called on the loop."""
-        if not self._open:
-            asyncio.get_running_loop().call_soon(self.end)
-        self._open.append(new)
+    def add(self, step: Step) -> None:
+        self._steps.append(step)
+        self._ring()
 
     def fail(self, error: Exception) -> None:
-        """Make `take` raise. Called on the loop."""
+        """Make `take` raise."""
         self._error = self._error or error
         self._ring()
 
@@ -176,25 +191,18 @@ class _Steps:
         if self._error is not None:
             raise ServerDiedError(f"vLLM failed: {type(self._error).__name__}: {self._error}") from self._error
         steps: list[Step] = []
-        while self._done:
-            steps.append(self._done.popleft())
+        while self._steps:
+            steps.append(self._steps.popleft())
         return steps
 
-    def end(self) -> None:
-        """Make the open step available to `take`, if there is one. Called on the loop."""
-        if self._open:
-            step, self._open = self._open, []
-            self._done.append(step)
-            self._ring()
 
-
-async def _start(settings: dict[str, Any]) -> Any:
-    from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    # It decides vLLM's default for the tokens of a step: 16,384 instead of 2,048 on an H200, as in its `LLM`.
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), usage_context=UsageContext.LLM_CLASS)
+def _refused(req: TokenizedGenerateReq, error: Exception) -> FinishReason:
+    """Return the end of a request that did not reach vLLM's engine process."""
+    if isinstance(error, ValueError):  # how vLLM's checks refuse a request
+        return FinishReason(type="abort", message=f"vLLM refused it: {error}", status_code=400)
+    logger.exception("Request %s could not be passed to vLLM.", req.rid, exc_info=error)
+    message = f"The request could not be passed to vLLM: {type(error).__name__}: {error}"
+    return FinishReason(type="abort", message=message, status_code=500)
 
 
 def _info(name: str, engine: Any) -> EngineInfo:

@@ -80,5 +80,3 @@ def set_environment(server_args: ServerArgs) -> None:
     elif server_args.base_gpu_id:
         last = server_args.base_gpu_id + server_args.tp_size
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(server_args.base_gpu_id, last)))
-    # All outputs of a step are one turn of the loop, so that they become one message.
-    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(1 << 30)

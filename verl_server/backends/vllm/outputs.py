@@ -1,0 +1,75 @@
+"""`RunningRequest`: a request that vLLM computes, and the translation of its outputs to `NewTokens`.
+
+`VllmDriver` calls it with each `EngineCoreOutput`, which is what vLLM's engine process sends for one request in one
+step. vLLM's own front (`OutputProcessor`) is left out: it builds objects per token that this server does not need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_server.backends.process.driver import NewTokens
+from verl_server.io_struct import FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    req: TokenizedGenerateReq
+    cached_tokens: int = 0
+    """Number of prompt tokens that vLLM read from its prefix cache; 0 until the first output."""
+    has_output: bool = False
+
+    def new_tokens(self, output: Any) -> NewTokens:
+        """Return what an `EngineCoreOutput` adds to the request."""
+        req = self.req
+        if not self.has_output:  # after a retraction, vLLM counts its own tokens as cached
+            self.has_output = True
+            if output.prefill_stats is not None:
+                self.cached_tokens = output.prefill_stats.num_cached_tokens
+        new = NewTokens(req.rid, output.new_token_ids, [], None, self.cached_tokens)
+        if output.new_logprobs is not None:
+            _add_logprobs(new, output.new_logprobs, req.top_logprobs_num)
+        if output.finish_reason is not None:
+            new.finish_reason = _finish_reason(str(output.finish_reason), new.output_ids, output.stop_reason)
+        if output.new_prompt_logprobs_tensors is not None:
+            new.prompt_logprobs = _prompt(req, output.new_prompt_logprobs_tensors)
+        return new if req.sampling.max_new_tokens else _without_tokens(new)
+
+
+def _add_logprobs(new: NewTokens, lists: Any, top: int) -> None:
+    """Read vLLM's `LogprobsLists`: one row for each token, which has the sampled token and then the most likely."""
+    new.logprobs = lists.logprobs[:, 0].tolist()
+    if top:
+        values, ids = lists.logprobs[:, 1 : top + 1].tolist(), lists.logprob_token_ids[:, 1 : top + 1].tolist()
+        new.top_logprobs = [TokenLogprobs(*row) for row in zip(values, ids, strict=True)]
+
+
+def _without_tokens(new: NewTokens) -> NewTokens:
+    """Drop the one token that vLLM generates for a request that wants none."""
+    reason = FinishReason(type="length") if new.output_ids else new.finish_reason
+    return NewTokens(new.rid, [], [], reason, new.cached_tokens, prompt_logprobs=new.prompt_logprobs)
+
+
+def _prompt(req: TokenizedGenerateReq, tensors: Any) -> PromptLogprobs:
+    """Read vLLM's `LogprobsTensors`. Row i belongs to the prompt's token i + 1, which is in the first column."""
+    start, top = req.logprob_start_len, req.top_logprobs_num
+    values, ids = tensors.logprobs[start:].tolist(), tensors.logprob_token_ids[start:].tolist()
+    best = [TokenLogprobs(value[1 : top + 1], row[1 : top + 1]) for value, row in zip(values, ids, strict=True)]
+    return PromptLogprobs(
+        token_ids=req.input_ids[start:],
+        logprobs=[None, *(value[0] for value in values)],
+        ranks=[None, *tensors.selected_token_ranks[start:].tolist()],
+        top=[None, *best] if top else None,
+    )
+
+
+def _finish_reason(name: str, ids: list[int], stop_reason: int | str | None) -> FinishReason:
+    """`name` is vLLM's. `matched` is the stop token, which vLLM leaves in the output, as this project does."""
+    match name:
+        case "stop":
+            return FinishReason(type="stop", matched=ids[-1] if ids else stop_reason)
+        case "length":
+            return FinishReason(type="length")
+        case other:
+            return FinishReason(type="abort", message=f"The engine ended the request: {other}.", status_code=500)
