@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from verl_server.engine.attached.identify import identify
+from verl_server.engine.attached.server import AttachedServer, Generation
 from verl_server.engine.base import EngineBase, Result
 from verl_server.engine.http_answers import control_reply, raise_for
 from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
@@ -45,6 +47,7 @@ from verl_server.io_struct import (
     UpdateMode,
     UpdateReq,
     UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
 from verl_server.ipc.child_process import ChildProcess
@@ -55,7 +58,7 @@ from verl_server.server_args import ServerArgs
 if TYPE_CHECKING:
     import torch
 
-    from verl_server.weight_sync.trainer.pusher import Push
+    from verl_server.weight_sync.trainer.pusher import Push, WeightPusher
     from verl_server.weight_sync.trainer.sender import Mapping
     from verl_server.weight_sync.trainer.shards import TensorShard
 
@@ -108,19 +111,27 @@ class HttpServerEngineAdapter(EngineBase):
 
         Control calls need the server's admin key. If another process launched the server with this class, the key is
         `engine.admin_api_key` in that process.
+
+        A genuine SGLang or vLLM server is recognized. Generation, pauses and weights then use its own wire, and what
+        this wire cannot express raises BadRequestError: docs/engines.md has the list.
         """
         adapter = cls.__new__(cls)
         adapter._finalizer = weakref.finalize(adapter, _terminate, None)
         adapter._connect(url.rstrip("/"), api_key, admin_api_key, None)
-        info = adapter._expect_current_run()
-        if adapter._instance.id is None:
-            logger.warning(
-                "The server at %s sends no instance id. The adapter cannot detect a restart of this server.", url
-            )
-        known = {field.name for field in dataclasses.fields(ServerArgs)}
-        fields: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
-        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "gpu_uuids": tuple(fields.get("gpu_uuids", ()))}
-        adapter.server_args = ServerArgs(**fields | {"allow_unauthenticated": True})
+        adapter._attached = identify(adapter._transport, url)
+        if adapter._attached is not None:
+            adapter._generation = adapter._attached.generation
+            info = adapter.get_server_info()
+            fields: dict[str, Any] = {"model_path": info.get("model_path") or url}  # theirs have other meanings
+        else:
+            info = adapter._expect_current_run()
+            fields = _known_settings(info)
+            if adapter._instance.id is None:
+                logger.warning(
+                    "The server at %s sends no instance id. The adapter cannot detect a restart of this server.", url
+                )
+        fields |= {"api_key": api_key, "admin_api_key": admin_api_key, "allow_unauthenticated": True}
+        adapter.server_args = ServerArgs(**fields)
         # Servers of other projects do not report it.
         adapter.scheduler_info = info.get("scheduler_info") or cast(SchedulerInfo, {})
         return adapter
@@ -133,6 +144,9 @@ class HttpServerEngineAdapter(EngineBase):
         self._child = child
         self._instance = ServerInstance(url)
         self._transport = HttpTransport(url, api_key, admin_api_key, child, self._instance)
+        self._generation: Generation = self._transport
+        self._attached: AttachedServer | None = None
+        """The server if it is one of another project."""
         self._last_disk: UpdateWeightsFromDiskReq | None = None
         """The newest update if it was from disk, else None."""
 
@@ -149,16 +163,16 @@ class HttpServerEngineAdapter(EngineBase):
     # -- generation -----------------------------------------------------------------------------------------
 
     def _generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        return self._transport.generate(body, timeout)
+        return self._generation.generate(body, timeout)
 
     async def _async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        return await self._transport.async_generate(body, timeout)
+        return await self._generation.async_generate(body, timeout)
 
     def _stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
-        return self._transport.stream(body, timeout)
+        return self._generation.stream(body, timeout)
 
     def _async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
-        return self._transport.async_stream(body, timeout)
+        return self._generation.async_stream(body, timeout)
 
     # -- control and info -----------------------------------------------------------------------------------
 
@@ -168,12 +182,18 @@ class HttpServerEngineAdapter(EngineBase):
         path, waits = req.route, 0.0
         if isinstance(req, FlushCacheReq):
             path, waits = f"{req.route}?timeout={req.timeout}", req.timeout
-        timeout = 2 * self.server_args.control_timeout + waits + _CONTROL_GRACE
+        timeout = self._control_timeout + waits
+        if self._attached is not None:
+            return self._attached.control(req, timeout)
         given = {name: value for name, value in msgspec.to_builtins(req).items() if value is not None}
         reply = control_reply(self._transport.post(path, given, timeout))
         if reply.success:
             self._record_version(req, reply.payload)
         return reply
+
+    @property
+    def _control_timeout(self) -> float:
+        return 2 * self.server_args.control_timeout + _CONTROL_GRACE
 
     def _record_version(self, req: ControlReq, payload: Any) -> None:
         if isinstance(req, UpdateReq):
@@ -184,13 +204,20 @@ class HttpServerEngineAdapter(EngineBase):
             self._instance.weight_version = req.new_version
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        if self._attached is not None:
+            self._attached.abort(rid, abort_all, INFO_TIMEOUT)
+            return
         raise_for(self._transport.post(AbortReq.route, {"rid": rid, "abort_all": abort_all}, INFO_TIMEOUT))
 
     def get_server_info(self) -> ServerInfo:
+        if self._attached is not None:
+            return self._attached.server_info()
         info: ServerInfo = self._transport.get("/server_info")
         return info
 
     def get_model_info(self) -> ModelInfo:
+        if self._attached is not None:
+            return self._attached.model_info()
         info: ModelInfo = self._transport.get("/model_info")
         return info
 
@@ -198,6 +225,24 @@ class HttpServerEngineAdapter(EngineBase):
         """Return how the launched server ended, with the end of its log. Return None while the server runs."""
         code = self._child.poll() if self._child is not None else None
         return None if code is None else self._transport.exit_report(code)
+
+    def _push_named(
+        self, named_tensors: Iterable[tuple[str, Any]], mapping: Mapping | None, req: UpdateWeightsFromTensorReq
+    ) -> tuple[bool, str]:
+        if self._attached is None:
+            return super()._push_named(named_tensors, mapping, req)
+        pairs = named_tensors if mapping is None else (pair for given in named_tensors for pair in mapping(*given))
+        reply = self._attached.push(pairs, req, self._control_timeout)
+        if reply.success:
+            self._record_version(req, reply.payload)
+        return self._updated(req, reply)
+
+    def _weight_pusher(self) -> WeightPusher:
+        if self._attached is not None:
+            raise BadRequestError(
+                f"{self._attached.name} keeps no registered weights: call update_weights_from_tensor with all tensors."
+            )
+        return super()._weight_pusher()
 
     # -- profiler -------------------------------------------------------------------------------------------
 
@@ -361,6 +406,12 @@ class HttpServerEngineAdapter(EngineBase):
             # If the server does not answer, it closes the memory when it notices the end of this process.
             with contextlib.suppress(VerlServerError):
                 self._transport.post(req.route, msgspec.to_builtins(req), _CLOSE_TIMEOUT)
+
+
+def _known_settings(info: ServerInfo) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    settings: dict[str, Any] = {key: value for key, value in info.items() if key in known and value is not None}
+    return settings | {"gpu_uuids": tuple(settings.get("gpu_uuids", ()))}
 
 
 def _terminate(child: ChildProcess | None) -> None:

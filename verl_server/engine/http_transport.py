@@ -35,6 +35,7 @@ from verl_server.io_struct import INSTANCE_HEADER
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
+_GENERATE = "/generate"
 INFO_TIMEOUT = 30.0
 """Seconds to wait for the answer to a short request: information or an abort."""
 _EXIT_WAIT = 5.0
@@ -76,44 +77,71 @@ class HttpTransport:
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result:
         """Send a `/generate` request and return the result. `timeout`: seconds without an answer; None is unbounded."""
-        with self._translated(timeout):
-            response = self._clients.for_threads.post("/generate", **self._generate_request(body, timeout))
-        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-        raise_for(response)
-        return read_result(response)
+        return read_result(self._exchange(_GENERATE, self._generate_request(body, timeout), timeout))
 
     async def async_generate(self, body: dict[str, Any], timeout: float | None) -> Result:
-        async with self._translated_async(timeout):
-            client = await self._clients.for_this_loop()
-            response = await client.post("/generate", **self._generate_request(body, timeout))
-        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-        raise_for(response)
-        return read_result(response)
+        return read_result(await self._async_exchange(_GENERATE, self._generate_request(body, timeout), timeout))
 
     def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]:
-        request = self._generate_request(body, timeout)
-        with self._translated(timeout), self._clients.for_threads.stream("POST", "/generate", **request) as response:
-            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
-            if response.status_code != 200:
-                response.read()
-                raise_for(response)
-            reader = FrameReader()
-            for data in response.iter_bytes():
-                for frame in reader.feed(data):
-                    yield cast(GenerateResult, unpack(frame))
+        for frame in self._events(_GENERATE, self._generate_request(body, timeout), timeout):
+            yield cast(GenerateResult, unpack(frame))
 
     async def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]:
-        request = self._generate_request(body, timeout)
+        async for frame in self._async_events(_GENERATE, self._generate_request(body, timeout), timeout):
+            yield cast(GenerateResult, unpack(frame))
+
+    def exchange(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
+        """Send a request that generates to a route of another project's server. Return the JSON of the answer."""
+        return orjson.loads(self._exchange(path, self._request(self._api_key, body, timeout), timeout).content)
+
+    async def async_exchange(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
+        response = await self._async_exchange(path, self._request(self._api_key, body, timeout), timeout)
+        return orjson.loads(response.content)
+
+    def events(self, path: str, body: dict[str, Any], timeout: float | None) -> Iterator[Any]:
+        """Do the same as `exchange` for a stream: return the objects of its events."""
+        return self._events(path, self._request(self._api_key, body, timeout), timeout)
+
+    def async_events(self, path: str, body: dict[str, Any], timeout: float | None) -> AsyncIterator[Any]:
+        return self._async_events(path, self._request(self._api_key, body, timeout), timeout)
+
+    def _exchange(self, path: str, request: dict[str, Any], timeout: float | None) -> httpx.Response:
+        with self._translated(timeout):
+            response = self._clients.for_threads.post(path, **request)
+        self._check(response)
+        return response
+
+    async def _async_exchange(self, path: str, request: dict[str, Any], timeout: float | None) -> httpx.Response:
+        async with self._translated_async(timeout):
+            client = await self._clients.for_this_loop()
+            response = await client.post(path, **request)
+        self._check(response)
+        return response
+
+    def _events(self, path: str, request: dict[str, Any], timeout: float | None) -> Iterator[Any]:
+        with self._translated(timeout), self._clients.for_threads.stream("POST", path, **request) as response:
+            if response.status_code != 200:
+                response.read()
+            self._check(response)
+            reader = FrameReader()
+            for data in response.iter_bytes():
+                yield from reader.feed(data)
+
+    async def _async_events(self, path: str, request: dict[str, Any], timeout: float | None) -> AsyncIterator[Any]:
         client = await self._clients.for_this_loop()
-        async with self._translated_async(timeout), client.stream("POST", "/generate", **request) as response:
-            self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+        async with self._translated_async(timeout), client.stream("POST", path, **request) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise_for(response)
+            self._check(response)
             reader = FrameReader()
             async for data in response.aiter_bytes():
-                for frame in reader.feed(data):
-                    yield cast(GenerateResult, unpack(frame))
+                for event in reader.feed(data):
+                    yield event
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raise the error of an answer that is from another run of the server or has an error status."""
+        self._instance.check(response.status_code, response.headers.get(INSTANCE_HEADER))
+        raise_for(response)
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         request = self._request(self._api_key, ask_for_columns(body), timeout)
@@ -128,15 +156,18 @@ class HttpTransport:
         raise_for(answer)
         return orjson.loads(answer.content)
 
-    def post(self, path: str, body: dict[str, Any], timeout: float) -> Answer:
+    def probe(self, path: str) -> Answer:
+        """Send a GET request and return the answer, whatever its status and whichever run answers."""
+        with self._instance.addressing(None):
+            return self._send("GET", path, self._request(self._api_key, None, INFO_TIMEOUT), INFO_TIMEOUT)
+
+    def post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
         """Send a POST request to a control route, with the admin key."""
         return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
 
     def info_of_any_run(self) -> tuple[str | None, ServerInfo]:
         """Return the id of the server's current run (None if it sends no id) and its `/server_info`."""
-        with self._instance.addressing(None):
-            request = self._request(self._api_key, None, INFO_TIMEOUT)
-            answer = self._send("GET", "/server_info", request, INFO_TIMEOUT)
+        answer = self.probe("/server_info")
         raise_for(answer)
         return answer.headers.get(INSTANCE_HEADER), orjson.loads(answer.content)
 

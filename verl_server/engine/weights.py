@@ -77,7 +77,11 @@ class EngineWeights(abc.ABC):
         `mapping(name, tensor)` returns the tensors or `TensorShard`s, under the server's names, for one of
         `named_tensors`.
         """
-        req = push_request(load_format, flush_cache, weight_version, options)
+        return self._push_named(named_tensors, mapping, push_request(load_format, flush_cache, weight_version, options))
+
+    def _push_named(
+        self, named_tensors: Iterable[tuple[str, Any]], mapping: Mapping | None, req: UpdateWeightsFromTensorReq
+    ) -> tuple[bool, str]:
         result: tuple[bool, str] = self._weight_pusher().update(
             named_tensors, mapping, lambda push: self.send_update(push, req)
         )

@@ -1,0 +1,123 @@
+"""SGLang's wire, against a server that speaks it: ours, taken for a genuine SGLang server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.attached.conftest import Start
+from verl_server import HttpServerEngineAdapter
+from verl_server.engine import http
+from verl_server.engine.attached.sglang_server import SglangServer
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.models.tiny import make_model_folder
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [make_model_folder(tmp_path_factory.mktemp("model"), "llama", seed=seed) for seed in (0, 9)]
+
+
+@pytest.fixture(scope="module")
+def launched(folders: list[Path]) -> Iterator[HttpServerEngineAdapter]:
+    with HttpServerEngineAdapter(model_path=str(folders[0]), port=0, device="cpu", kv_cache_gib=0.1) as engine:
+        yield engine
+
+
+@pytest.fixture
+def attached(launched: HttpServerEngineAdapter, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServerEngineAdapter]:
+    monkeypatch.setattr(
+        http, "identify", lambda transport, url: SglangServer(transport, url, {"version": "0.5.16", "tp_size": 1})
+    )
+    with HttpServerEngineAdapter.attach(launched.url or "", admin_api_key=launched.admin_api_key) as adapter:
+        yield adapter
+
+
+@pytest.fixture
+def shared_files() -> Iterator[None]:
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("shared_files")
+@pytest.mark.parametrize("mode", ["wait", "in_place", "retract", "abort"])
+def test_tensors_are_pushed(
+    attached: HttpServerEngineAdapter, launched: HttpServerEngineAdapter, folders: list[Path], mode: Any
+) -> None:
+    tokens = []
+    for checkpoint in (1, 0):
+        weights = load_file(folders[checkpoint] / "model.safetensors")
+        attached.update_weights_from_tensor(weights.items(), weight_version=f"{mode}{checkpoint}", mode=mode)
+        result: Any = attached.generate("hello", GREEDY, return_logprob=True)
+        assert result["meta_info"]["weight_version"] == f"{mode}{checkpoint}"
+        launched.update_weights_from_disk(str(folders[checkpoint]))
+        assert launched.generate("hello", GREEDY)["output_ids"] == result["output_ids"]
+        tokens.append(result["output_ids"])
+    assert tokens[0] != tokens[1]
+    assert not launched.get_internal_state()["paused"]
+
+
+def test_weights_from_disk_and_control(attached: HttpServerEngineAdapter, folders: list[Path]) -> None:
+    attached.update_weights_from_disk(str(folders[1]), weight_version="disk")
+    assert attached.get_model_info()["weight_version"] == "disk"
+    attached.pause_generation("in_place")
+    attached.continue_generation()
+    assert attached.flush_cache()
+    attached.abort_request(abort_all=True)
+
+
+def test_cpu_tensors_need_files(attached: HttpServerEngineAdapter) -> None:
+    with pytest.raises(BadRequestError, match="set_sharing_strategy"):
+        attached.update_weights_from_tensor([("a", torch.zeros(2))])
+
+
+def test_what_the_wire_lacks_is_refused_by_name(attached: HttpServerEngineAdapter) -> None:
+    with pytest.raises(BadRequestError, match="keeps no registered weights"):
+        attached.push_weights()
+    with pytest.raises(BadRequestError, match=r"cannot check partial=False"):
+        attached.update_weights_from_tensor([("a", torch.zeros(2))], partial=False)
+    with pytest.raises(BadRequestError, match="does not offer"):
+        attached.begin_weight_update()
+
+
+def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
+    server = start(
+        {
+            "/server_info": (200, {"version": "0.5.16", "internal_states": [{}]}),
+            "/pause_generation": (200, {}),
+            "/update_weights_from_disk": (400, {"success": False, "message": "no such folder"}),
+        }
+    )
+    with (
+        HttpServerEngineAdapter.attach(server.url) as adapter,
+        pytest.raises(VerlServerError, match="no such folder"),
+    ):
+        adapter.update_weights_from_disk("/nowhere", mode="in_place")
+    assert server.called == ["/pause_generation", "/begin_weight_update", "/update_weights_from_disk"]
+
+
+@pytest.mark.usefixtures("shared_files")
+def test_each_rank_gets_an_entry_and_newer_servers_a_transaction(start: Start) -> None:
+    server = start(
+        {
+            "/server_info": (200, {"version": "0.5.23", "tp_size": 2, "internal_states": [{}]}),
+            "/begin_weight_update": (200, {}),
+            "/update_weights_from_tensor": (200, {"success": True, "message": "ok"}),
+            "/end_weight_update": (200, {}),
+        }
+    )
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        adapter.update_weights_from_tensor([("a", torch.zeros(2))], weight_version="v")
+    assert server.called == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    body = server.posted[1][1]
+    assert len(body["serialized_named_tensors"]) == 2
+    assert body["weight_version"] == "v" and not body["abort_all_requests"]

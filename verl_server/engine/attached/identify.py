@@ -1,0 +1,49 @@
+"""Recognizes the server at an address: verl-server, or a genuine SGLang or vLLM server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from verl_server.engine.attached.server import AttachedServer
+from verl_server.engine.attached.sglang_server import SglangServer
+from verl_server.engine.attached.vllm_server import VllmServer
+from verl_server.engine.http_answers import raise_for
+from verl_server.engine.http_connection import Answer
+from verl_server.engine.http_transport import HttpTransport
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import INSTANCE_HEADER
+
+
+def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
+    """Return the server of another project at `url`, None if it is a verl-server.
+
+    Raises BadRequestError for an unknown server, and the error of `/server_info` if the server refuses the key.
+    """
+    answer = transport.probe("/server_info")
+    if answer.headers.get(INSTANCE_HEADER) is not None:
+        return None
+    if answer.status_code in (401, 403):
+        raise_for(answer)
+    info = _object(answer)
+    if "scheduler_info" in info:
+        return None
+    if "internal_states" in info or "server_args" in info:
+        return SglangServer(transport, url, info)
+    version = _object(transport.probe("/version")).get("version")
+    if "vllm_config" in info or version is not None:
+        return VllmServer(transport, url, str(version))
+    raise BadRequestError(
+        f"The server at {url} is neither verl-server nor SGLang nor vLLM: /server_info answered {answer.status_code}, "
+        "and /version has no version. Is the URL the server's own, not that of a router?"
+    )
+
+
+def _object(answer: Answer) -> dict[str, Any]:
+    """Return the JSON object in an answer; empty if there is none."""
+    try:
+        body = orjson.loads(answer.content) if answer.status_code == 200 else None
+    except orjson.JSONDecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}

@@ -1,0 +1,65 @@
+"""`AttachedServer`: a server of another project, as `HttpServerEngineAdapter.attach` uses it.
+
+`identify` recognizes the server and makes one of these. Generation, control and weights go over the wire that the
+server speaks; what that wire cannot express is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verl_server.engine.base import Result
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import ControlReply, ControlReq, UpdateReq, UpdateWeightsFromTensorReq
+from verl_server.results import GenerateResult, ModelInfo, ServerInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_server.weight_sync.trainer.shards import TensorShard
+
+    NamedTensors = Iterable[tuple[str, torch.Tensor | TensorShard]]
+
+
+class Generation(Protocol):
+    """Carries out requests whose bodies are those of `/generate`. `timeout`: seconds without an answer."""
+
+    def generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
+
+    async def async_generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
+
+    def stream(self, body: dict[str, Any], timeout: float | None) -> Iterator[GenerateResult]: ...
+
+    def async_stream(self, body: dict[str, Any], timeout: float | None) -> AsyncIterator[GenerateResult]: ...
+
+
+class AttachedServer(Protocol):
+    @property
+    def name(self) -> str:
+        """Project and version, for messages."""
+
+    @property
+    def generation(self) -> Generation: ...
+
+    def control(self, req: ControlReq, timeout: float) -> ControlReply:
+        """Carry out a control request. Raise BadRequestError for one that the server's wire cannot express."""
+
+    def push(self, tensors: NamedTensors, req: UpdateWeightsFromTensorReq, timeout: float) -> ControlReply:
+        """Make the server read these tensors, named as in the checkpoint. Return when it no longer reads them."""
+
+    def abort(self, rid: str, abort_all: bool, timeout: float) -> None: ...
+
+    def server_info(self) -> ServerInfo: ...
+
+    def model_info(self) -> ModelInfo: ...
+
+
+def refuse_options(req: UpdateReq, server: str) -> None:
+    """Raise BadRequestError for an option of an update that a server of another project would ignore."""
+    if req.transaction_id is not None:
+        raise BadRequestError(f"{server} has no transactions: make one update call with all tensors.")
+    if isinstance(req, UpdateWeightsFromTensorReq):
+        unknown = {"checksums": req.checksums, "strict_dtype": req.strict_dtype, "partial=False": not req.partial}
+        for name in (name for name, is_set in unknown.items() if is_set):
+            raise BadRequestError(f"{server} cannot check {name}: leave the option unset, or use verl-server.")

@@ -1,0 +1,159 @@
+"""`SglangServer`: a genuine SGLang server that somebody else launched.
+
+Its `/generate` and most of its control routes have the names and fields of ours. Weights are pushed as SGLang's pickled
+handles; `mode` is expressed by its pauses. Source of the wire: SGLang 0.5.16 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import orjson
+
+from verl_server.engine.attached.server import refuse_options
+from verl_server.engine.http_answers import control_reply, raise_for
+from verl_server.engine.http_transport import HttpTransport
+from verl_server.errors import BadRequestError
+from verl_server.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    ControlReply,
+    ControlReq,
+    DestroyWeightsUpdateGroupReq,
+    FlushCacheReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    PauseGenerationReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightsCheckerReq,
+)
+from verl_server.results import ModelInfo, ServerInfo
+
+if TYPE_CHECKING:
+    from verl_server.engine.attached.server import NamedTensors
+
+_SAME = (
+    PauseGenerationReq
+    | ContinueGenerationReq
+    | FlushCacheReq
+    | UpdateWeightVersionReq
+    | GetWeightsByNameReq
+    | WeightsCheckerReq
+    | ReleaseMemoryOccupationReq
+    | ResumeMemoryOccupationReq
+    | InitWeightsUpdateGroupReq
+    | DestroyWeightsUpdateGroupReq
+)
+"""Requests that SGLang takes with our fields."""
+_UPDATE_FIELDS = {
+    "model_path",
+    "load_format",
+    "flush_cache",
+    "weight_version",
+    "names",
+    "dtypes",
+    "shapes",
+    "group_name",
+}
+"""Fields of our updates that SGLang has, too."""
+
+
+class SglangServer:
+    def __init__(self, transport: HttpTransport, url: str, info: dict[str, Any]) -> None:
+        """`info`: the answer of its `/server_info`."""
+        self._transport, self._url = transport, url
+        self.name = f"SGLang {info.get('version', '(unknown version)')}"
+        self.generation = transport
+        self._ranks = int(info.get("tp_size") or 1)
+        self._is_paused = False
+
+    def control(self, req: ControlReq, timeout: float) -> ControlReply:
+        if isinstance(req, UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq):
+            fields = {name: value for name, value in _given(req).items() if name in _UPDATE_FIELDS}
+            return self._update(req, req.route, fields, timeout)
+        if not isinstance(req, _SAME):
+            raise BadRequestError(f"{self.name} at {self._url} does not offer what {req.route} does.")
+        path = req.route
+        if isinstance(req, FlushCacheReq):
+            path = f"{path}?timeout={req.timeout}"
+        reply = self._post(path, _given(req), timeout)
+        if reply.success and isinstance(req, PauseGenerationReq | ContinueGenerationReq):
+            self._is_paused = isinstance(req, PauseGenerationReq)
+        return reply
+
+    def push(self, tensors: NamedTensors, req: UpdateWeightsFromTensorReq, timeout: float) -> ControlReply:
+        import torch
+
+        from verl_server.engine.attached.pickled_tensors import sglang_payload, whole
+
+        refuse_options(req, self.name)
+        kept = whole(list(tensors))
+        if any(tensor.is_cuda for _, tensor in kept):
+            torch.cuda.synchronize()  # the server reads on streams of its own
+        entries = [sglang_payload(kept) for _ in range(self._ranks)]  # each rank opens one
+        fields = {"serialized_named_tensors": entries, "flush_cache": req.flush_cache}
+        if req.weight_version is not None:
+            fields["weight_version"] = req.weight_version
+        return self._update(req, req.route, fields, timeout)
+
+    def abort(self, rid: str, abort_all: bool, timeout: float) -> None:
+        raise_for(self._transport.post(AbortReq.route, {"rid": rid, "abort_all": abort_all}, timeout))
+
+    def server_info(self) -> ServerInfo:
+        info: ServerInfo = self._transport.get("/server_info")
+        return info
+
+    def model_info(self) -> ModelInfo:
+        answer = self._transport.probe("/model_info")
+        info: ModelInfo = orjson.loads(answer.content) if answer.status_code == 200 else self._older_model_info()
+        return info
+
+    def _older_model_info(self) -> Any:
+        return self._transport.get("/get_model_info")
+
+    def _update(self, req: UpdateReq, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
+        """Send an update in the pause that `mode` means. SGLang itself waits for running requests, or aborts them."""
+        refuse_options(req, self.name)
+        if req.mode in ("in_place", "retract") and not self._is_paused:
+            self._checked(self._post(PauseGenerationReq.route, {"mode": req.mode}, timeout))
+            fields["flush_cache"] = req.mode == "retract"
+            reply = self._in_transaction(path, fields, timeout)
+            if reply.success:
+                self._checked(self._post(ContinueGenerationReq.route, {}, timeout))
+                return reply
+            message = f"{reply.message} Generation stays paused until continue_generation, or an update that succeeds."
+            self._is_paused = True
+            return ControlReply(id=0, success=False, message=message, status_code=reply.status_code)
+        fields["abort_all_requests"] = req.mode == "abort" or req.abort_all_requests
+        return self._in_transaction(path, fields, timeout)
+
+    def _in_transaction(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
+        """Send an update between the calls that SGLang demands since 0.5.2x. Older versions do not have them."""
+        begun = self._transport.post("/begin_weight_update", {}, timeout).status_code == 200
+        try:
+            return self._post(path, fields, timeout)
+        finally:
+            if begun:
+                self._checked(self._post("/end_weight_update", {}, timeout))
+
+    def _post(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
+        reply = control_reply(self._transport.post(path, fields, timeout))
+        if isinstance(reply.payload, dict) and reply.payload.get("success") is False:
+            return ControlReply(id=0, success=False, message=reply.message, status_code=400)
+        return reply
+
+    def _checked(self, reply: ControlReply) -> None:
+        if not reply.success:
+            raise BadRequestError(f"{self.name} at {self._url}: {reply.message}")
+
+
+def _given(req: ControlReq) -> dict[str, Any]:
+    fields = msgspec.to_builtins(req).items()
+    return {name: value for name, value in fields if value is not None and name not in ("type", "id")}
