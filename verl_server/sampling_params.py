@@ -208,6 +208,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             _check(int(key) < vocab_size, "logit_bias", key, f"a token id in 0..{vocab_size - 1}")
 
     @property
+    def is_filtered(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary: with top-k, top-p or min-p."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k != TOP_K_ALL or self.min_p > 0)
+
+    @property
     def is_greedy(self) -> bool:
         """True if every step takes the most likely token."""
         return self.top_k == 1

@@ -97,6 +97,28 @@ def test_log_probabilities_have_the_temperature(served: Served) -> None:
         assert close(found, row[token], served)
 
 
+def test_a_reply_says_which_log_probabilities_it_has(served: Served) -> None:
+    """vLLM's are those after the filters, the embedded engine's those before."""
+    params = {"temperature": 0.8, "top_k": 3, "sampling_seed": 3}
+    reply = served.generate(tokens=6, sampling_params=params)
+    mode = reply["meta_info"]["logprobs_mode"]
+    assert mode == ("default" if served.engine == "embedded" else "sampling")
+    rows = (served.logits(PROMPT + reply["output_ids"]) / 0.8)[len(PROMPT) - 1 : -1]
+    for (found, token, _), row in zip(reply["meta_info"]["output_token_logprobs"], rows, strict=True):
+        allowed = row if mode == "default" else row.topk(3).values
+        assert close(found, row[token] - allowed.logsumexp(-1), served)
+    assert served.generate(tokens=2)["meta_info"]["logprobs_mode"] == "default", "greedy sampling has no filter"
+
+
+def test_a_prompt_is_scored_without_new_tokens(served: Served) -> None:
+    reply = served.generate(tokens=0, logprob_start_len=0)
+    assert reply["output_ids"] == [] and reply["meta_info"]["finish_reason"]["type"] == "length"
+    rows = served.logprobs(PROMPT)
+    for (found, token, _), row in zip(reply["meta_info"]["input_token_logprobs"][1:], rows, strict=False):
+        assert close(found, row[token], served)
+    assert len(reply["meta_info"]["input_token_logprobs"]) == len(PROMPT)
+
+
 @pytest.mark.parametrize(
     "params",
     [{"top_k": 1}, {"top_p": 1e-4}, {"min_p": 0.999}],

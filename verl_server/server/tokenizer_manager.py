@@ -231,6 +231,9 @@ class TokenizerManager:
             if each := samples.candidates(prompt_tokens, 1) - (prompt := samples.candidates(prompt_tokens, 0)):
                 room = min(room, (self.text.limits.max_logprobs_per_request - prompt) // each)
             samples.sampling = msgspec.structs.replace(samples.sampling, max_new_tokens=max(1, room))
+        is_default = samples.sampling.logprobs_mode == "default"
+        if is_default and samples.sampling.is_filtered and self.scheduler_info.get("logprobs_after_filters"):
+            samples.sampling = msgspec.structs.replace(samples.sampling, logprobs_mode="sampling")  # what it will be
 
     async def _prepare_text(self, samples: Samples, slices: Slices) -> None:
         """Tokenize `bad_words` and compile `stop_regex`. Raise BadRequestError."""

@@ -218,4 +218,5 @@ def _info(name: str, engine: Any) -> EngineInfo:
         page_size=cache.block_size,
         max_running_requests=config.scheduler_config.max_num_seqs,
         prefill_chunk=config.scheduler_config.max_num_batched_tokens,
+        logprobs_after_filters=True,
     )

@@ -18,7 +18,9 @@ def refusal(req: TokenizedGenerateReq) -> str | None:
         "return_sampling_mask": bool(req.sampling_mask_num),
         "token_ids_logprob": req.token_ids_logprob is not None,
         "bad_words": bool(req.bad_words_ids),
-        "logprobs_mode": req.sampling.logprobs_mode != "default",
+        "logprobs_mode='raw'": req.sampling.logprobs_mode == "raw",
+        "logprobs_mode='sampling' at temperature 0": req.sampling.logprobs_mode == "sampling"
+        and req.sampling.temperature == 0,
     }
     named = [name for name, is_set in unsupported.items() if is_set]
     return f"engine='vllm' does not support {named[0]}." if named else None

@@ -262,8 +262,7 @@ def _logprobs_mode(vllms: str | None, params: SamplingParams) -> str | None:
     """Return `meta_info.logprobs_mode` for vLLM's setting, None if the setting is not known."""
     if vllms != "processed_logprobs":
         return "raw" if vllms == "raw_logprobs" else None
-    is_filtered = params.top_p < 1 or params.top_k != TOP_K_ALL or params.min_p > 0
-    return "sampling" if is_filtered and params.temperature > 0 else "default"
+    return "sampling" if params.is_filtered else "default"
 
 
 def _finish_reason(reason: str | None, stop: int | str | None, ids: list[int]) -> dict[str, Any] | None:
