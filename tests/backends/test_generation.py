@@ -182,6 +182,8 @@ def test_what_the_engine_cannot_do_is_refused_by_name(served: Served) -> None:
     with pytest.raises(BadRequestError, match="vocabulary"):
         served.generate([5, 320])
     if served.engine == "vllm":
+        refused = served.adapter.get_server_info()["scheduler_info"]["unsupported"]
+        assert "return_sampling_mask" in refused and "token_ids_logprob" in refused
         with pytest.raises(BadRequestError, match="return_sampling_mask"):
             served.generate(return_sampling_mask=True, sampling_params={"temperature": 1.0, "top_k": 5})
     assert len(served.generate(tokens=3)["output_ids"]) == 3

@@ -13,6 +13,7 @@ from tests.backends.served import LONG_PROMPT, PROMPT, RUNNING, Served
 from tests.waiting import eventually
 from verl_server import BadRequestError, ServerUnavailableError, WeightUpdateError
 from verl_server.weight_sync.checksum import tensor_checksum
+from verl_server.weight_sync.group.broadcast import broadcast_weights, init_weights_update_group
 
 
 def served_checkpoint(served: Served) -> int | None:
@@ -205,6 +206,17 @@ def test_a_pause_that_waits_or_aborts(fresh: Served) -> None:
         running = fresh.begin(pool, tokens=2 * RUNNING)
         fresh.adapter.pause_generation(mode="abort")
         assert running.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_weights_from_a_process_group(fresh: Served) -> None:
+    with init_weights_update_group([fresh.adapter], "127.0.0.1", backend="gloo", device="cpu") as group:
+        for checkpoint in (1, 0):
+            broadcast_weights(group, fresh.checkpoints[checkpoint].items(), partial=False)
+            assert served_checkpoint(fresh) == checkpoint
+        fresh.adapter.begin_weight_update(full=True)
+        broadcast_weights(group, fresh.checkpoints[1].items(), bucket_bytes=1 << 16)
+        fresh.adapter.end_weight_update()
+        assert served_checkpoint(fresh) == 1
 
 
 def test_memory(fresh: Served) -> None:

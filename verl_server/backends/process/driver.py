@@ -34,6 +34,8 @@ class EngineInfo:
     max_running_requests: int
     prefill_chunk: int
     """Most prompt tokens in one step."""
+    unsupported: tuple[str, ...] = ()
+    """Names of the settings and calls that the engine refuses."""
     logprobs_after_filters: bool = False
     """True if log-probabilities of output tokens are those after top-k, top-p and min-p, if a request has these."""
 

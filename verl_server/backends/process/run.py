@@ -71,6 +71,7 @@ def _scheduler_info(backend: Backend, driver: EngineDriver) -> dict[str, Any]:
         "max_running_requests": info.max_running_requests,
         "chunked_prefill_size": info.prefill_chunk,
         "vocab_size": info.vocab_size,
+        "unsupported": list(info.unsupported),
         "logprobs_after_filters": info.logprobs_after_filters,
         "num_parameters": backend.worker.num_parameters,
         "device": info.device,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from verl_server.backends.process.driver import EngineInfo, NewTokens, Step
 from verl_server.backends.vllm.outputs import RunningRequest
-from verl_server.backends.vllm.sampling import refusal, sampling_params
+from verl_server.backends.vllm.sampling import UNSUPPORTED, refusal, sampling_params
 from verl_server.backends.vllm.settings import engine_settings, set_environment
 from verl_server.backends.vllm.versions import check_installed
 from verl_server.errors import ControlTimeoutError, ServerDiedError
@@ -218,5 +218,6 @@ def _info(name: str, engine: Any) -> EngineInfo:
         page_size=cache.block_size,
         max_running_requests=config.scheduler_config.max_num_seqs,
         prefill_chunk=config.scheduler_config.max_num_batched_tokens,
+        unsupported=(*UNSUPPORTED, "profiles", "single tensors of a fused module outside a transaction"),
         logprobs_after_filters=True,
     )

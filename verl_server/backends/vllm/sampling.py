@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from verl_server.io_struct import TokenizedGenerateReq
@@ -11,18 +12,22 @@ _SEED_MASK = (1 << 63) - 1
 """vLLM's seeds are signed integers of 64 bits that torch accepts: the sign is dropped."""
 
 
+UNSUPPORTED: dict[str, Callable[[TokenizedGenerateReq], bool]] = {
+    "grammars (json_schema, regex, ebnf, structural_tag)": lambda req: bool(req.grammar),
+    "return_sampling_mask": lambda req: bool(req.sampling_mask_num),
+    "token_ids_logprob": lambda req: req.token_ids_logprob is not None,
+    "bad_words": lambda req: bool(req.bad_words_ids),
+    "logprobs_mode='raw'": lambda req: req.sampling.logprobs_mode == "raw",
+    "logprobs_mode='sampling' at temperature 0": lambda req: (
+        req.sampling.logprobs_mode == "sampling" and req.sampling.temperature == 0
+    ),
+}
+"""Settings that this driver does not translate -> whether a request has them."""
+
+
 def refusal(req: TokenizedGenerateReq) -> str | None:
-    """Return the first setting of `req` that this driver does not translate yet, as an error; None if there is none."""
-    unsupported = {
-        "a grammar (json_schema, regex, ebnf, structural_tag)": bool(req.grammar),
-        "return_sampling_mask": bool(req.sampling_mask_num),
-        "token_ids_logprob": req.token_ids_logprob is not None,
-        "bad_words": bool(req.bad_words_ids),
-        "logprobs_mode='raw'": req.sampling.logprobs_mode == "raw",
-        "logprobs_mode='sampling' at temperature 0": req.sampling.logprobs_mode == "sampling"
-        and req.sampling.temperature == 0,
-    }
-    named = [name for name, is_set in unsupported.items() if is_set]
+    """Return the first setting of `req` that is not supported, as an error; None if there is none."""
+    named = [name for name, is_set in UNSUPPORTED.items() if is_set(req)]
     return f"engine='vllm' does not support {named[0]}." if named else None
 
 
