@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -174,6 +176,40 @@ def test_an_abort_returns_what_was_generated(fresh: Served) -> None:
     assert 0 < len(reply["output_ids"]) < 2 * RUNNING
     fresh.judge(PROMPT, reply)
     assert eventually(lambda: _running(fresh) == 0)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+TAG = {
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"},
+        ],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "grammar", "pattern"),
+    [
+        ("json_schema", json.dumps(SCHEMA), r"\{\s*\"a\"\s*:\s*[12]\s*\}"),
+        ("regex", "(yes|no){2}", "(yes|no){2}"),
+        ("ebnf", 'root ::= "a" | "b" root', "b*a"),
+        ("structural_tag", json.dumps(TAG), r"<a>\{\s*\"a\"\s*:\s*[12]\s*\}</a>"),
+    ],
+)
+def test_outputs_follow_a_grammar(served: Served, field: str, grammar: str, pattern: str) -> None:
+    params = {field: grammar, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": False}
+    reply = served.generate(tokens=400, sampling_params=params)
+    assert re.fullmatch(pattern, reply["text"]), reply["text"]
+    assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_bad_words_are_not_sampled(served: Served) -> None:
+    text = served.generate(tokens=16)["text"]
+    word = next(letter for letter in text if letter.isascii() and letter.isprintable() and letter != " ")
+    kept = served.generate(tokens=16, sampling_params={"bad_words": [word]})
+    assert word not in kept["text"]
 
 
 def test_what_the_engine_cannot_do_is_refused_by_name(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,10 @@ _SEED_MASK = (1 << 63) - 1
 
 
 UNSUPPORTED: dict[str, Callable[[TokenizedGenerateReq], bool]] = {
-    "grammars (json_schema, regex, ebnf, structural_tag)": lambda req: bool(req.grammar),
+    "a grammar within a structural_tag": lambda req: bool(req.grammar) and structured_outputs(req.grammar) is None,
+    "ignore_eos with a grammar": lambda req: bool(req.grammar) and req.sampling.ignore_eos,
     "return_sampling_mask": lambda req: bool(req.sampling_mask_num),
     "token_ids_logprob": lambda req: req.token_ids_logprob is not None,
-    "bad_words": lambda req: bool(req.bad_words_ids),
     "logprobs_mode='raw'": lambda req: req.sampling.logprobs_mode == "raw",
     "logprobs_mode='sampling' at temperature 0": lambda req: (
         req.sampling.logprobs_mode == "sampling" and req.sampling.temperature == 0
@@ -31,12 +32,24 @@ def refusal(req: TokenizedGenerateReq) -> str | None:
     return f"engine='vllm' does not support {named[0]}." if named else None
 
 
+def structured_outputs(grammar: str) -> dict[str, str] | None:
+    """Return vLLM's field for a grammar in llguidance's format; None if vLLM has no field for it."""
+    grammars = json.loads(grammar)["grammars"]
+    match grammars:
+        case [{"json_schema": schema}]:
+            return {"json": json.dumps(schema)}
+        case [{"lark_grammar": str(lark)}]:
+            return {"grammar": lark}
+    return None
+
+
 def sampling_params(req: TokenizedGenerateReq, seed: int) -> Any:
     """Return vLLM's `SamplingParams` for `req`. Stop strings are left out, because the front matches them."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     ours = req.sampling
+    grammar = structured_outputs(req.grammar) if req.grammar else None
     return SamplingParams(
         max_tokens=max(ours.max_new_tokens or 0, 1),
         min_tokens=ours.min_new_tokens,
@@ -49,6 +62,8 @@ def sampling_params(req: TokenizedGenerateReq, seed: int) -> Any:
         repetition_penalty=ours.repetition_penalty,
         logit_bias={int(token): bias for token, bias in (ours.logit_bias or {}).items()} or None,
         allowed_token_ids=ours.allowed_token_ids,
+        bad_words=ours.bad_words,
+        structured_outputs=StructuredOutputsParams(**grammar) if grammar is not None else None,
         seed=seed & _SEED_MASK,
         stop_token_ids=req.stop_ids,
         ignore_eos=True,  # the front has put the model's EOS tokens into `stop_ids`

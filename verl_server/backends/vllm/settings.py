@@ -37,7 +37,9 @@ def engine_settings(server_args: ServerArgs, on_gpu: bool = False) -> dict[str, 
     folder = resolve_model_folder(server_args.model_path, server_args.revision)
     ours: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,
+        "tokenizer": server_args.tokenizer_path,
+        "skip_tokenizer_init": server_args.skip_tokenizer_init,  # grammars and bad_words need the tokenizer
+        "structured_outputs_config": {"backend": "guidance"},  # the library that translated the grammars
         "dtype": _dtype_of(folder) if server_args.dtype == "auto" else server_args.dtype,
         "load_format": server_args.load_format,
         "max_model_len": server_args.context_length,
