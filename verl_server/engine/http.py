@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from verl_server.engine.attached.identify import identify
-from verl_server.engine.attached.server import AttachedServer, Generation
+from verl_server.engine.attached.server import AttachedServer, GenerateTransport
 from verl_server.engine.base import EngineBase, Result
 from verl_server.engine.http_answers import control_reply, raise_for
 from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
@@ -144,7 +144,7 @@ class HttpServerEngineAdapter(EngineBase):
         self._child = child
         self._instance = ServerInstance(url)
         self._transport = HttpTransport(url, api_key, admin_api_key, child, self._instance)
-        self._generation: Generation = self._transport
+        self._generation: GenerateTransport = self._transport
         self._attached: AttachedServer | None = None
         """The server if it is one of another project."""
         self._last_disk: UpdateWeightsFromDiskReq | None = None

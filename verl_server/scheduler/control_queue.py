@@ -37,7 +37,7 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.scheduler.generation import Generation
+from verl_server.scheduler.engine_loop import EngineLoop
 from verl_server.scheduler.pauses import Pauses
 from verl_server.scheduler.transaction_fence import TransactionFence
 from verl_server.worker.weight_sources import needs_staging
@@ -67,7 +67,7 @@ class _PendingFlush:
 class ControlQueue:
     """Control requests in order of arrival, the paused state, and the transaction that holds generation."""
 
-    def __init__(self, scheduler: Generation, timeout: float, default_lease: float) -> None:
+    def __init__(self, scheduler: EngineLoop, timeout: float, default_lease: float) -> None:
         self._scheduler = scheduler
         self._timeout = timeout
         self._queue: deque[_Pending] = deque()

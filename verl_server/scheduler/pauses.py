@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl_server.io_struct import ControlReply, PauseGenerationReq
-from verl_server.scheduler.generation import Generation
+from verl_server.scheduler.engine_loop import EngineLoop
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Waiting:
 
 
 class Pauses:
-    def __init__(self, scheduler: Generation, timeout: float, reply: Callable[[ControlReply], None]) -> None:
+    def __init__(self, scheduler: EngineLoop, timeout: float, reply: Callable[[ControlReply], None]) -> None:
         """A pause that waits is refused after `timeout` seconds. `reply` sends an answer."""
         self._scheduler, self._timeout, self._reply = scheduler, timeout, reply
         self._waiting: list[_Waiting] = []

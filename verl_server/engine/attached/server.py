@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     NamedTensors = Iterable[tuple[str, torch.Tensor | TensorShard]]
 
 
-class Generation(Protocol):
+class GenerateTransport(Protocol):
     """Carries out requests whose bodies are those of `/generate`. `timeout`: seconds without an answer."""
 
     def generate(self, body: dict[str, Any], timeout: float | None) -> Result: ...
@@ -40,7 +40,7 @@ class AttachedServer(Protocol):
         """Project and version, for messages."""
 
     @property
-    def generation(self) -> Generation: ...
+    def generation(self) -> GenerateTransport: ...
 
     def control(self, req: ControlReq, timeout: float) -> ControlReply:
         """Carry out a control request. Raise BadRequestError for one that the server's wire cannot express."""

@@ -37,7 +37,7 @@ _THREADS = 64
 
 
 class VllmCompletions:
-    """The `Generation` of an attached vLLM server."""
+    """The `GenerateTransport` of an attached vLLM server."""
 
     def __init__(
         self, transport: HttpTransport, model: str, logprobs_mode: str | None, version: Callable[[], str]

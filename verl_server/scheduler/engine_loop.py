@@ -1,6 +1,6 @@
-"""`Generation`: what `ControlQueue` and `Pauses` need from those who generate.
+"""`EngineLoop`: what `ControlQueue` and `Pauses` need from the loop of an engine.
 
-The embedded `Scheduler` with its `BatchPlanner` and `TpWorker` is one, and `backends.process.Backend` the other: so
+The embedded `Scheduler` is one, with its `BatchPlanner` and `TpWorker`; `backends.process.Backend` is the other. So
 pauses, transactions and weight updates have the same rules with every engine.
 """
 
@@ -40,7 +40,7 @@ class Planner(Protocol):
         """Empty the prefix cache for all requests that start from now on. Called while none runs."""
 
 
-class Weights(Protocol):
+class WeightState(Protocol):
     """The weights of all ranks, whose state is the same on each."""
 
     @property
@@ -56,7 +56,7 @@ class Weights(Protocol):
         """Raise VerlServerError if the fields of `req` are wrong."""
 
 
-class Staging(Protocol):
+class StagingResults(Protocol):
     def finished(self) -> list[tuple[int, VerlServerError | None]]:
         """Return (request id, error or None) for each request that was staged since the last call."""
 
@@ -65,10 +65,10 @@ class Worker(Protocol):
     """Carries out weight and memory requests on all ranks."""
 
     @property
-    def weights(self) -> Weights: ...
+    def weights(self) -> WeightState: ...
 
     @property
-    def stager(self) -> Staging: ...
+    def stager(self) -> StagingResults: ...
 
     def control(self, req: WeightReq) -> ControlReply: ...
 
@@ -79,8 +79,8 @@ class Worker(Protocol):
     def drop_staged(self, req: StagedReq) -> None: ...
 
 
-class Generation(Protocol):
-    """Those who own the requests and take the steps."""
+class EngineLoop(Protocol):
+    """The loop that owns the requests and takes the steps."""
 
     clock: Callable[[], float]
     send: Callable[[SchedulerOutput], None]
