@@ -86,6 +86,12 @@ def unpack(result: dict[str, Any]) -> dict[str, Any]:
 _CANDIDATES = {f"{side}_{kind}_logprobs" for side in ("input", "output") for kind in ("top", "token_ids")}
 
 
+def id_list(column: Column) -> list[int]:
+    """Return packed token ids as a list."""
+    ids: list[int] = _ids(column).tolist()
+    return ids
+
+
 def _ids(column: Column) -> npt.NDArray[np.int32]:
     return np.frombuffer(_bytes(column), dtype="<i4")
 

@@ -32,6 +32,10 @@ INSTANCE_HEADER = "X-Verl-Instance"
 EXPECTED_INSTANCE_HEADER = "X-Verl-Expected-Instance"
 """Header of a request: id of the server run that may carry it out. Any other run answers 412 and does nothing."""
 
+PROMPT_HEADER = "X-Verl-Prompt-Bytes"
+"""Header of a `/generate` request: the body begins with this many bytes of token ids (little-endian int32), which are
+the prompt. The JSON object comes after them."""
+
 # -- generation ---------------------------------------------------------------------------------------------
 
 
@@ -40,8 +44,11 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, kw_only=True):
 
     rid: str
     """Request id of the sample."""
-    input_ids: list[int]
+    input_ids: list[int] = []
     """Token ids of the prompt: at least one, and fewer than the context length. The scheduler checks this again."""
+    packed_ids: bytes = b""
+    """The same as an array of int32, in the place of `input_ids` on the way to the scheduler: a list of 128k ids takes
+    milliseconds to encode. `SchedulerSockets` unpacks it."""
     sampling: SamplingParams
     """Verified settings. `max_new_tokens` is an int that fits the context."""
     stop_ids: list[int] = []

@@ -148,11 +148,9 @@ class SchedulerInfo(TypedDict):
     """UUID of rank 0's GPU without the prefix "GPU-"; "" on the CPU."""
     start: dict[str, float]
     """Phase of the start -> time of its end, in seconds of `time.monotonic`."""
-    engine_version: NotRequired[str]
-    """Name and version of another project's engine."""
-    unsupported: NotRequired[list[str]]
-    """Settings and calls that another project's engine refuses."""
-    logprobs_after_filters: NotRequired[bool]
+    unsupported: list[str]
+    """Settings and calls that the engine refuses; [] for the embedded engine."""
+    logprobs_after_filters: bool
     """True if log-probabilities of output tokens are those after top-k, top-p and min-p."""
 
 

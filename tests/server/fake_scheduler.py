@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_server import io_struct as io
+from verl_server.columns import id_list
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable
 
@@ -101,6 +102,8 @@ class FakeScheduler:
             ready = wait_readable(self._messages, 0 if self.running and not self.hold else 0.002)
             for data in self._messages.receive() if ready else []:
                 message = decoder.decode(data)
+                if isinstance(message, io.TokenizedGenerateReq) and message.packed_ids:
+                    message.input_ids, message.packed_ids = id_list(message.packed_ids), b""
                 if isinstance(message, io.GrammarTokenizer):  # sent at the start, and no part of any request
                     self.tokenizers.append(message)
                     continue

@@ -7,13 +7,14 @@ class of the error, so that the HTTP adapter raises the same class as the in-pro
 from __future__ import annotations
 
 import inspect
+import struct
 from typing import Any, cast
 
 import httpx
 import msgspec
 import orjson
 
-from verl_server import errors
+from verl_server import columns, errors
 from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
@@ -31,6 +32,8 @@ _FAULTS = (
     "UnauthorizedError",
 )
 """Error classes that `control_reply` raises. Any other class is a refusal by the scheduler and becomes a reply."""
+_LONG_PROMPT = 1024
+"""Fewest ids of a prompt that is sent as int32."""
 
 
 def encode(body: Any) -> bytes:
@@ -49,6 +52,22 @@ def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("return_text_in_logprobs") or body.get("return_sampling_mask"):
         return body
     return body | {"columnar": True}
+
+
+def pack_prompt(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """Return (the prompt's ids as int32, the rest of the body) for a long prompt of ids; (b"", body) for any other.
+
+    A long list of ids takes milliseconds to write and to read as JSON.
+    """
+    ids, params = body.get("input_ids"), body.get("sampling_params")
+    if not isinstance(ids, list) or len(ids) < _LONG_PROMPT or not isinstance(ids[0], int):
+        return b"", body
+    if isinstance(params, dict) and params.get("stop_regex"):  # long patterns are compiled in other processes
+        return b"", body
+    try:
+        return columns.ids(ids), {name: value for name, value in body.items() if name != "input_ids"}
+    except struct.error:  # not all are ids: the server says which
+        return b"", body
 
 
 def read_result(response: httpx.Response) -> Result:

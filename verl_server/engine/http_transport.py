@@ -20,7 +20,7 @@ import orjson
 
 from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
-from verl_server.engine.http_answers import FrameReader, ask_for_columns, encode, raise_for, read_result
+from verl_server.engine.http_answers import FrameReader, ask_for_columns, encode, pack_prompt, raise_for, read_result
 from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
 from verl_server.engine.http_connection import Answer, ControlConnections
 from verl_server.engine.server_instance import ServerInstance
@@ -31,7 +31,7 @@ from verl_server.errors import (
     UnansweredError,
     VerlServerError,
 )
-from verl_server.io_struct import INSTANCE_HEADER
+from verl_server.io_struct import INSTANCE_HEADER, PROMPT_HEADER
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
@@ -144,8 +144,14 @@ class HttpTransport:
         raise_for(response)
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-        request = self._request(self._api_key, ask_for_columns(body), timeout)
+        body = ask_for_columns(body)
+        # A server of another project, which sends no id of its run, takes JSON only.
+        prompt, body = pack_prompt(body) if self._instance.id is not None else (b"", body)
+        request = self._request(self._api_key, body, timeout)
         request["headers"]["Accept"] = MSGPACK
+        if prompt:
+            request["headers"][PROMPT_HEADER] = str(len(prompt))
+            request["content"] = prompt + request["content"]
         return request
 
     # -- control and info -----------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ def scheduler_info(server_args: ServerArgs, worker: TpWorker, runner: ModelRunne
         "pid": os.getpid(),
         "tp_rank": rank,
         "device_uuid": device_uuid(runner.device),
+        "unsupported": [],
+        "logprobs_after_filters": False,
     }
 
 

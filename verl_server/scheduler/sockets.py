@@ -15,7 +15,8 @@ import time
 
 import msgspec
 
-from verl_server.io_struct import SchedulerInput, SchedulerOutput
+from verl_server.columns import id_list
+from verl_server.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReq
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_writable
 
@@ -73,7 +74,10 @@ class SchedulerSockets:
         messages: list[SchedulerInput] = []
         for data in self._messages.receive():
             try:
-                messages.append(self._decoder.decode(data))
+                message = self._decoder.decode(data)
+                if isinstance(message, TokenizedGenerateReq) and message.packed_ids:
+                    message.input_ids, message.packed_ids = id_list(message.packed_ids), b""
+                messages.append(message)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 logger.error("Dropped a malformed message of %d bytes: %s", len(data), error)
         return messages

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.io_struct import PROMPT_HEADER
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
 from verl_server.server.json_body import parse_json
@@ -324,6 +325,33 @@ def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
         prompts=tools.prompts(given, request.kept_tokens(len(given), tools.bounds)),
         is_single=request.is_single,
     )
+
+
+def split_prompt(header: str, body: bytes) -> tuple[bytes, bytes]:
+    """Return (token ids as int32, JSON) of a body that begins with the prompt. `header`: value of `PROMPT_HEADER`."""
+    size = int(header) if header.isascii() and header.isdigit() and len(header) < 16 else 0
+    if not 0 < size <= len(body) or size % 4:
+        raise BadRequestError(
+            f"{PROMPT_HEADER} is {header!r}, but must be the number of bytes of int32 token ids at the beginning of "
+            f"the body, which has {len(body)} bytes."
+        )
+    return body[:size], body[size:]
+
+
+def read_packed(tools: TextTools, ids: bytes, body: bytes) -> ReadRequest:
+    """Do the same as `read_generate` for a prompt that came as int32 beside the JSON."""
+    raw = parse_json(body)
+    request = GenerateReqInput.parse(raw)
+    if request.text is not None or request.input_ids is not None:
+        raise BadRequestError(f"With {PROMPT_HEADER}, the prompt comes before the JSON: leave out text and input_ids.")
+    patterns = request.stop_regex()
+    tools.check_regex_place(patterns)
+    (keep,) = request.kept_tokens(1, tools.bounds)
+    read = ReadRequest(request=request, prompts=[tools.prompt(ids, keep)], is_single=True)
+    for pattern in patterns:
+        StopRegexes([pattern])
+    read.unknown_fields = len(unknown_fields(raw))
+    return read
 
 
 GENERATE = Job("generate", read_generate, ReadRequest)

@@ -16,7 +16,7 @@ from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs,
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
-from verl_server.server.text_tools import Decoder
+from verl_server.server.text_tools import Decoder, Ids, count_ids, pack, unpack
 
 _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 Triple = list[Any]
@@ -44,6 +44,8 @@ class ReqState:
     ) -> None:
         self.rid = rid
         self.req = req
+        self._prompt: Ids = req.packed_ids or req.input_ids
+        self.num_prompt_tokens = count_ids(self._prompt)
         self.decode = decode
         self.stream = stream
         self.return_prompt_token_ids = return_prompt_token_ids
@@ -88,6 +90,11 @@ class ReqState:
         self._text: OutputText | None = None
         if decode is not None and (stream or stop or stop_regexes is not None):
             self._text = OutputText(decode, stop, sampling.no_stop_trim, stop_regexes)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return unpack(self._prompt)
 
     # -- what the scheduler sends ---------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class ReqState:
         result["output_ids"] = columns.ids(self.output_ids) if self.columnar else self.output_ids.copy()
         result["meta_info"] = self.meta_info()
         if self.return_prompt_token_ids:
-            result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
+            result["prompt_token_ids"] = pack(self._prompt) if self.columnar else self.prompt_ids
         return result
 
     def increment(self) -> dict[str, Any]:
@@ -201,7 +208,7 @@ class ReqState:
         result["output_ids"] = columns.ids(ids) if self.columnar else ids
         result["meta_info"] = self.meta_info(start)
         if self.return_prompt_token_ids and self._has_prompt_part(start):
-            result["prompt_token_ids"] = columns.ids(self.req.input_ids) if self.columnar else self.req.input_ids
+            result["prompt_token_ids"] = pack(self._prompt) if self.columnar else self.prompt_ids
         return result
 
     def written_result(self) -> Any:
@@ -219,7 +226,7 @@ class ReqState:
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": finish_reason_dict(self.finish_reason),
-            "prompt_tokens": len(self.req.input_ids),
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": len(self.output_ids),
             "cached_tokens": self.cached_tokens,
             "cached_tokens_details": {"device": self.cached_tokens, "host": 0},
@@ -264,7 +271,7 @@ class ReqState:
         """Return the first position of a list of candidates in a frame with the output tokens from `start` on."""
         if name.startswith("output"):
             return start
-        return 0 if self._has_prompt_part(start) else len(self.req.input_ids)
+        return 0 if self._has_prompt_part(start) else self.num_prompt_tokens
 
     def _sampling_masks(self, start: int) -> dict[str, Any]:
         """Return the tokens that the output tokens from `start` on were drawn from, and their log-probabilities."""

@@ -7,13 +7,14 @@ A text worker makes its `TextTools` from the `TextSetup` that the TokenizerManag
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
+from verl_server import columns
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.session_view import SessionView
 from verl_server.chat.templates import ChatTemplates, Message
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # a process that checks no grammars does not load llguidance
 R = TypeVar("R")
 Decoder = Callable[[list[int]], str]
 Ids = list[int] | bytes
-"""Token ids: a list or, in the result of a text worker, the bytes of an array of native 32-bit integers."""
+"""Token ids: a list, or an array of little-endian int32 (from a text worker, or from a caller who sends one)."""
 
 _MOST_REGEX_ON_LOOP = 48
 """Characters of the regular expressions that are compiled on the loop, which takes at most 5 ms."""
@@ -86,10 +87,17 @@ class ModelBounds(msgspec.Struct, kw_only=True, frozen=True):
                 "raise max_total_tokens, kv_cache_gib or mem_fraction_static."
             )
 
-    def check_ids(self, name: str, ids: Sequence[int] | None) -> None:
-        """Raise BadRequestError if an id is outside the vocabulary. `name` is the field that holds the ids."""
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+    def check_ids(self, name: str, ids: Sequence[int] | bytes | None) -> None:
+        """Raise BadRequestError if an id is outside the vocabulary. `name` is the field that holds the ids.
+
+        `ids` is a sequence or an array of int32, which takes a fiftieth of the time.
+        """
+        if not ids:
+            return
+        numbers: Any = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
+        lowest, highest = (numbers.min(), numbers.max()) if isinstance(ids, bytes) else (min(ids), max(ids))
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = next(int(i) for i in numbers if not 0 <= i < self.vocab_size)
             raise BadRequestError(f"{name} holds token id {wrong}, outside the vocabulary of {self.vocab_size} tokens.")
 
 
@@ -195,13 +203,13 @@ class TextTools:
         prompts = self.encode(texts) if texts else [prompt for prompt in given if isinstance(prompt, list)]
         return [self.prompt(ids, keep) for ids, keep in zip(prompts, kept or [None] * len(prompts), strict=True)]
 
-    def prompt(self, ids: list[int], keep: int | None = None) -> Ids:
+    def prompt(self, ids: Ids, keep: int | None = None) -> Ids:
         """Check the last `keep` token ids of one prompt against the model, and return them."""
         if keep is not None:
-            ids = ids[-keep:]
-        self.bounds.check_length(len(ids))
+            ids = ids[-keep:] if isinstance(ids, list) else ids[-4 * keep :]
+        self.bounds.check_length(count_ids(ids))
         self.bounds.check_ids("input_ids", ids)
-        return array("i", ids).tobytes() if self.in_worker else ids
+        return pack(ids) if self.in_worker else ids
 
     def check_regex_place(self, patterns: Sequence[str]) -> None:
         """Raise NeedsWorkerError if these regular expressions take too long to compile here."""
@@ -279,8 +287,13 @@ ENCODE = Job("encode", _encode_prompts, EncodedPrompts)
 
 def unpack(ids: Ids) -> list[int]:
     """Return token ids as a list."""
-    if isinstance(ids, list):
-        return ids
-    numbers = array("i")
-    numbers.frombytes(ids)
-    return numbers.tolist()
+    return ids if isinstance(ids, list) else columns.id_list(ids)
+
+
+def pack(ids: Ids) -> bytes:
+    """Return token ids as an array of int32."""
+    return columns.ids(ids) if isinstance(ids, list) else ids
+
+
+def count_ids(ids: Ids) -> int:
+    return len(ids) if isinstance(ids, list) else len(ids) // 4

@@ -57,7 +57,7 @@ from verl_server.server.scheduler_watch import Child, SchedulerWatch
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_service import TextService
-from verl_server.server.text_tools import unpack
+from verl_server.server.text_tools import Ids, count_ids
 from verl_server.server.tokenizer import ModelText
 from verl_server.server_args import ServerArgs
 
@@ -183,20 +183,20 @@ class TokenizerManager:
         for ids, samples in zip(
             prompts, read.request.expand(len(prompts), read.is_single, self.text.limits), strict=True
         ):
-            prompt = unpack(ids)
-            self._check(samples, len(prompt))
+            count = count_ids(ids)
+            self._check(samples, count)
             grammar = grammar_of(samples.sampling)
             checked = None if grammar is None else await self.text.grammars.check(grammar)
             await self._prepare_text(samples, slices)
             assert samples.sampling.max_new_tokens is not None
-            tokens += len(prompt) * len(samples.rids)
-            candidates += samples.candidates(len(prompt), samples.sampling.max_new_tokens)
+            tokens += count * len(samples.rids)
+            candidates += samples.candidates(count, samples.sampling.max_new_tokens)
             self.text.limits.check_prompt_tokens(tokens)
             self.text.limits.check_reply(candidates)
             for k in range(len(samples.rids)):
                 if states:  # a request of one sample is one slice
                     await slices.end()
-                states.append(self._make_state(read.request, samples, k, prompt, write, checked, session_id))
+                states.append(self._make_state(read.request, samples, k, ids, write, checked, session_id))
                 messages.append(self._encode(states[-1].req))
         self.check_serving()
         new = [state for k, state in enumerate(states) if k not in recorded]
@@ -252,7 +252,7 @@ class TokenizerManager:
         obj: GenerateReqInput,
         samples: Samples,
         k: int,
-        input_ids: list[int],
+        ids: Ids,
         write: Write | None,
         grammar: CheckedGrammar | None,
         session_id: str,
@@ -268,7 +268,8 @@ class TokenizerManager:
         # request whose caller chose the same rid.
         req = TokenizedGenerateReq(
             rid=f"{next(self._serial)}:{samples.rids[k]}",
-            input_ids=input_ids,
+            input_ids=ids if isinstance(ids, list) else [],
+            packed_ids=ids if isinstance(ids, bytes) else b"",
             sampling=sampling,
             stop_ids=stop_ids,
             return_logprob=samples.return_logprob,

@@ -33,7 +33,7 @@ from verl_server.server.sessions.session import SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
-from verl_server.server.text_tools import Job, unpack
+from verl_server.server.text_tools import Job, pack, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
 R = TypeVar("R")
@@ -162,7 +162,7 @@ class SessionTurns:
 
     def _plan_ids(self, view: SessionView, caller: SessionCaller, read: ReadRequest) -> NextTurn:
         session_id = caller.session_id if caller.child is None else f"{caller.session_id}.{caller.child}"
-        ids = columns.ids(unpack(read.prompts[0]))
+        ids = pack(read.prompts[0])
         return plan_ids(view, ids, lambda turn: self._ledger.sequence(session_id, turn))
 
     def _plan_behind(

@@ -154,7 +154,7 @@ class MessageWriter:
         if state.session is not None:
             extra["meta_info"] = {"session": state.session}
         if self._request.return_token_ids:
-            extra |= {"prompt_token_ids": state.req.input_ids, "token_ids": state.output_ids}
+            extra |= {"prompt_token_ids": state.prompt_ids, "token_ids": state.output_ids}
         if self._request.return_logprob:
             extra |= {"token_logprobs": state.output_logprobs, "weight_versions": state.weight_versions}
         return extra
@@ -163,7 +163,7 @@ class MessageWriter:
 def _usage(state: ReqState) -> dict[str, Any]:
     """Return the token counts. As in Anthropic's API, `input_tokens` leaves out those that the cache had."""
     return {
-        "input_tokens": len(state.req.input_ids) - state.cached_tokens,
+        "input_tokens": state.num_prompt_tokens - state.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": state.cached_tokens,
         "output_tokens": len(state.output_ids),

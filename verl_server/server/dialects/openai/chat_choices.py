@@ -47,18 +47,18 @@ class ChatChoices(Choices):
         if self._body.return_token_ids:
             choice["token_ids"] = choice["response_token_ids"] = state.output_ids
         if self._returns_prompt:
-            choice["prompt_token_ids"] = state.req.input_ids
+            choice["prompt_token_ids"] = state.prompt_ids
         return choice
 
     async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._returns_prompt:
-            fields["prompt_token_ids"] = states[0].req.input_ids
+            fields["prompt_token_ids"] = states[0].prompt_ids
         if self._body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = orjson.Fragment(await self._logprobs.prompt_logprobs(states[0]))
         ids: dict[str, Any] = {}
         if self._chat.return_input_ids_in_sglext:
-            ids["input_ids"] = states[0].req.input_ids
+            ids["input_ids"] = states[0].prompt_ids
         if self._chat.return_output_ids_in_sglext:
             ids["output_ids"] = [state.output_ids for state in states]
         return fields | ({"sglext": ids} if ids else {})
@@ -117,7 +117,7 @@ class ChatChoices(Choices):
         return b'"delta":{%b},"logprobs":%b%b' % (content or b'"content":""', logprobs, ids)
 
     def first_fields(self, state: ReqState) -> bytes:
-        return b',"prompt_token_ids":' + orjson.dumps(state.req.input_ids) if self._returns_prompt else b""
+        return b',"prompt_token_ids":' + orjson.dumps(state.prompt_ids) if self._returns_prompt else b""
 
     def last(self, state: ReqState) -> bytes:
         return b'"delta":{"content":""},"logprobs":null'

@@ -100,7 +100,7 @@ class Choices(abc.ABC):
     def usage(self, states: Sequence[ReqState]) -> dict[str, Any]:
         """Return the token counts. A prompt with n samples counts once."""
         prompts = states[:: self._body.n]
-        prompt = sum(len(state.req.input_ids) for state in prompts)
+        prompt = sum(state.num_prompt_tokens for state in prompts)
         completion = sum(len(state.output_ids) for state in states)
         return {
             "prompt_tokens": prompt,
@@ -177,7 +177,7 @@ class TextChoices(Choices):
         if self._body.return_token_ids:
             choice["token_ids"] = state.output_ids
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            choice["prompt_token_ids"] = state.req.input_ids
+            choice["prompt_token_ids"] = state.prompt_ids
         return choice
 
     async def response_fields(self, states: Sequence[ReqState]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class TextChoices(Choices):
         if body.return_token_ids:
             ids = b',"token_ids":' + orjson.dumps(state.output_ids[start:end])
         if first and (body.return_token_ids or body.return_prompt_token_ids):
-            ids += b',"prompt_token_ids":' + orjson.dumps(state.req.input_ids)
+            ids += b',"prompt_token_ids":' + orjson.dumps(state.prompt_ids)
         return b'"text":%b,"logprobs":%b%b' % (orjson.dumps(piece), logprobs, ids)
 
     def last(self, state: ReqState) -> bytes:
@@ -210,7 +210,7 @@ class TextChoices(Choices):
 
     def _echoed(self, state: ReqState) -> str:
         """Return the text of the prompt if the request has `echo`, otherwise ""."""
-        return self._decode(state.req.input_ids) if self._echo else ""
+        return self._decode(state.prompt_ids) if self._echo else ""
 
 
 def finish_fields(state: ReqState, finish_type: str | None) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class ResponseAnswer:
 
 
 def _usage(state: ReqState) -> dict[str, Any]:
-    prompt, output = len(state.req.input_ids), len(state.output_ids)
+    prompt, output = state.num_prompt_tokens, len(state.output_ids)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": state.cached_tokens, "cache_write_tokens": 0},

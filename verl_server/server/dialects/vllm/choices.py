@@ -50,7 +50,7 @@ class InferenceChoices:
             "choices": choices,
             "usage": _usage(states, details=True),
             "prompt_logprobs": await self._prompt_logprobs(states[0]),
-            "prompt_token_ids": states[0].req.input_ids if self._request.return_token_ids else None,
+            "prompt_token_ids": states[0].prompt_ids if self._request.return_token_ids else None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
         }
@@ -67,7 +67,7 @@ class InferenceChoices:
         choice |= _ending(state) if state.done else {"finish_reason": None, "stop_reason": None}
         chunk: dict[str, Any] = {"request_id": self._id, "output_mode": self._request.output_mode, "choices": [choice]}
         if self._request.return_token_ids and not self._sent:
-            chunk["prompt_token_ids"] = state.req.input_ids
+            chunk["prompt_token_ids"] = state.prompt_ids
         self._sent[i] = count, len(text)
         options = self._request.stream_options
         if options is not None and options.continuous_usage_stats:
@@ -218,7 +218,7 @@ def _ending(state: ReqState) -> dict[str, Any]:
 
 
 def _usage(states: Sequence[ReqState], details: bool = False) -> dict[str, Any]:
-    prompt = len(states[0].req.input_ids)
+    prompt = states[0].num_prompt_tokens
     completion = sum(len(state.output_ids) for state in states)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
