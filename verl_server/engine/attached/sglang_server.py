@@ -78,6 +78,11 @@ class SglangServer:
         if isinstance(req, UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq):
             fields = {name: value for name, value in _given(req).items() if name in _UPDATE_FIELDS}
             return self._update(req, req.route, fields, timeout)
+        if isinstance(req, UpdateWeightsFromTensorReq):
+            raise BadRequestError(
+                f"{self.name} does not read registered or sharded weights: call update_weights_from_tensor with whole "
+                "tensors on the adapter."
+            )
         if not isinstance(req, _SAME):
             raise BadRequestError(f"{self.name} at {self._url} does not offer what {req.route} does.")
         path = req.route
