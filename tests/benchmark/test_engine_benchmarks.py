@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, multi_turn, offline, serving, startup
+from benchmarks import ablation, multi_turn, offline, rl_shapes, serving, startup
 from tests.benchmark.lines import figures
 from verl_server import Engine
 
@@ -33,6 +33,14 @@ def test_a_run_that_generates_less_does_not_pass() -> None:
     engine: Engine = Short()  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="did not generate"):
         offline.run_once(engine, offline.uniform_workload(1, 1, 2), logprobs=False)
+
+
+def test_rl_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    rl_shapes.main([*SMALL, "--requests", "2", "--runs", "1"])
+    found = figures(capsys)
+    assert set(found) == {"run", *rl_shapes.SETTINGS, "prompts", "prompt_logprobs"}
+    assert found["plain"]["of_plain"] == 1
+    assert found["top_p"]["of_plain"] == pytest.approx(found["top_p"]["value"] / found["plain"]["value"], rel=1e-2)
 
 
 @pytest.mark.exhaustive

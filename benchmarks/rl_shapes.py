@@ -1,0 +1,108 @@
+"""What the sampling settings of RL cost: the offline workload under each of them, as a share of plain sampling.
+
+    python -m benchmarks.rl_shapes --device cuda --shape 0.6b
+    python -m benchmarks.rl_shapes --device cuda --shape 0.6b --only top_p top_logprobs
+
+The prefix cache is on, and each output token has its log-probability. Each setting is run twice and the second run is
+the figure. `prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
+log-probabilities. `benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import engine_settings, make_parser, report, report_run
+from benchmarks.shapes import shape_folder
+from benchmarks.workload import Workload, make_workload, uniform_workload
+from verl_server import Engine
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sampling settings of one row, and options of `generate`."""
+
+    params: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "top_p": Setting({"top_p": 0.95}),
+    "top_p_top_k": Setting({"top_p": 0.95, "top_k": 20}),
+    "min_p": Setting({"min_p": 0.05}),
+    "repetition_penalty": Setting({"repetition_penalty": 1.05}),
+    "presence_penalty": Setting({"presence_penalty": 0.5}),
+    "top_logprobs": Setting(options={"top_logprobs_num": 5}),
+}
+"""Name -> settings, besides the workload's temperature and lengths. The others are compared to the first one."""
+PROMPTS = {"tiny": (8, 128), "0.6b": (64, 2048), "8b": (64, 2048)}
+"""Shape -> (number of prompts, tokens of each) for `prompt_logprobs`."""
+
+
+def output_rate(engine: Engine, work: Workload, setting: Setting) -> float:
+    """Return output tokens per second of the workload, submitted at once."""
+    engine.flush_cache(timeout=10)
+    params = [own | setting.params for own in work.sampling_params()]
+    start = time.perf_counter()
+    results = engine.generate(input_ids=work.prompts, sampling_params=params, return_logprob=True, **setting.options)
+    seconds = time.perf_counter() - start
+    assert [len(result["output_ids"]) for result in results] == work.output_lens
+    return work.output_tokens / seconds
+
+
+def prompt_rate(engine: Engine, prompts: list[list[int]], logprobs: bool) -> float:
+    """Return prompt tokens per second of prompts that get no output."""
+    engine.flush_cache(timeout=10)
+    options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0} if logprobs else {}
+    start = time.perf_counter()
+    results = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 0}, **options)
+    seconds = time.perf_counter() - start
+    assert all(result["meta_info"]["prompt_tokens"] == len(ids) for result, ids in zip(results, prompts, strict=True))
+    return sum(map(len, prompts)) / seconds
+
+
+def benchmark(args: argparse.Namespace, folder: Path) -> None:
+    work = make_workload(args.shape).first(args.requests)
+    names = [name for name in SETTINGS if name in args.only or name == "plain"]
+    with Engine(**engine_settings(args, folder, max_running_requests=256)) as engine:
+        plain = 0.0
+        for name in names:
+            rates = [output_rate(engine, work, SETTINGS[name]) for _ in range(args.runs)]
+            plain = plain or rates[-1]
+            report(name, rates[-1], "tokens/s", first=round(rates[0], 1), of_plain=round(rates[-1] / plain, 3))
+        if "prompt_logprobs" in args.only:
+            prompts = uniform_workload(*PROMPTS[args.shape], 1).prompts
+            without, with_ = (
+                [prompt_rate(engine, prompts, logprobs) for _ in range(args.runs)][-1] for logprobs in (False, True)
+            )
+            report("prompts", without, "prompt tokens/s")
+            report("prompt_logprobs", with_, "prompt tokens/s", of_plain=round(with_ / without, 3))
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser("benchmarks.rl_shapes", __doc__)
+    names = [*SETTINGS, "prompt_logprobs"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings to run, besides plain (all)")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each setting; the last run is the figure (2)")
+    parser.add_argument("--requests", type=int, help="number of requests of the workload (its own)")
+    args = parser.parse_args(argv)
+    if args.shape not in PROMPTS:
+        parser.error(f"--shape {args.shape} has no workload here: choose one of {', '.join(PROMPTS)}.")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    report_run("benchmarks.rl_shapes", args, argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        benchmark(args, shape_folder(temporary, args.shape))
+
+
+if __name__ == "__main__":
+    main()
