@@ -1,4 +1,4 @@
-"""The loop while no request runs: it warms up, or sleeps."""
+"""The loop while no request runs: it warms up, collects garbage, or sleeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from tests.scheduler.fakes import Harness, prompt
 from verl_server.io_struct import SchedulerInput, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop
 
 
@@ -31,9 +32,13 @@ class ScriptedSockets:
     def ring(self) -> None: ...
 
 
-def run(h: Harness, script: list[list[SchedulerInput]]) -> ScriptedSockets:
+class NoGarbage(Garbage):
+    is_due = False
+
+
+def run(h: Harness, script: list[list[SchedulerInput]], garbage: Garbage | None = None) -> ScriptedSockets:
     sockets: Any = ScriptedSockets(script)
-    sockets.loop = loop = SchedulerLoop(h.scheduler, sockets)
+    sockets.loop = loop = SchedulerLoop(h.scheduler, sockets, garbage or NoGarbage())
     loop.run()
     found: ScriptedSockets = sockets
     return found
@@ -54,4 +59,20 @@ def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -
     sockets = run(h, [[], [request], *[[] for _ in range(8)]])
     assert h.finished["a"].type == "length"
     assert done == [0, 1, 1], "once before the request arrived, twice after it ended"
+    assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"
+
+
+def test_garbage_is_collected_in_idle_time_only() -> None:
+    class Due(Garbage):
+        is_due = True
+        collected = 0
+
+        def collect(self) -> None:
+            assert not h.scheduler.requests, "a request waits"
+            self.collected, self.is_due = self.collected + 1, False
+
+    h, garbage = Harness(), Due()
+    request = TokenizedGenerateReq(rid="a", input_ids=prompt(1, 3), sampling=SamplingParams(max_new_tokens=2))
+    sockets = run(h, [[request], *[[] for _ in range(8)]], garbage)
+    assert h.finished["a"].type == "length" and garbage.collected == 1
     assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"

@@ -20,6 +20,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop
 from verl_server.scheduler.schedule_batch import Req
 
@@ -283,7 +284,7 @@ def test_a_loop_that_stops_collects_its_last_step() -> None:
     h = overlapped()
     h.add("a", prompt(1, 9), 10)
     sockets = NoSockets(turns=3)
-    sockets.loop = SchedulerLoop(h.scheduler, sockets)  # type: ignore[arg-type]
+    sockets.loop = SchedulerLoop(h.scheduler, sockets, Garbage())  # type: ignore[arg-type]
     sockets.loop.run()
     assert h.runner.uncollected == 0 and h.tokens["a"] == generate(prompt(1, 9), 3, 0)
 

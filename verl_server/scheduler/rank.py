@@ -8,7 +8,6 @@ its end of the message socket to the `TokenizerManager`, and every other rank fo
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.scheduler import Scheduler
 from verl_server.scheduler.sockets import SchedulerSockets
 from verl_server.server_args import ServerArgs
@@ -35,15 +35,17 @@ logger = logging.getLogger(__name__)
 _STAGER_GRACE = 2.0
 """Seconds that the end of the process waits for staging to end."""
 _QUIET = 0.05
-"""Seconds without a message before idle time is used to warm up. Messages that closely follow a push come first."""
+"""Seconds without a message before idle time is used to warm up or to collect garbage. Messages that closely follow a
+push come first."""
 
 
 class SchedulerLoop:
     """Drives a `Scheduler`: reads messages without waiting while there is work, and blocks while there is none."""
 
-    def __init__(self, scheduler: Scheduler, sockets: SchedulerSockets) -> None:
+    def __init__(self, scheduler: Scheduler, sockets: SchedulerSockets, garbage: Garbage) -> None:
         self._scheduler = scheduler
         self._sockets = sockets
+        self._garbage = garbage
         self.stopping = False
 
     def stop(self) -> None:
@@ -56,15 +58,19 @@ class SchedulerLoop:
         scheduler, sockets = self._scheduler, self._sockets
         while not self.stopping:
             warms_up = not scheduler.has_work() and scheduler.can_warm_up
-            if warms_up:
+            collects = not scheduler.has_work() and self._garbage.is_due
+            if warms_up or collects:
                 sockets.wait(_QUIET)
             elif not scheduler.has_work():
                 sockets.wait(scheduler.control.wait_seconds())
             messages = sockets.receive()
             for message in messages:
                 scheduler.handle(message)
-            if warms_up and not messages and not scheduler.has_work():
-                scheduler.worker.warm_up()
+            if not messages and not scheduler.has_work():
+                if collects:
+                    self._garbage.collect()
+                elif warms_up:
+                    scheduler.worker.warm_up()
             scheduler.advance()
         scheduler.settle()
 
@@ -91,8 +97,8 @@ def run_rank(
     sources = WeightSources(runner, tp, server_args)
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
-    gc.freeze()  # the model and the imports live as long as the process, so no collection needs to visit them
-    gc.enable()
+    garbage = Garbage()
+    garbage.start()
     start.mark("ready")
     info = scheduler_info(server_args, worker, runner, rank) | {"start": start.moments}
     logger.info("Ready: %s", start)
@@ -110,7 +116,7 @@ def run_rank(
     stager.on_finished = sockets.ring
     scheduler = Scheduler(server_args, worker, sockets.send)
     scheduler.grammars.on_compiled = sockets.ring
-    loop = SchedulerLoop(scheduler, sockets)
+    loop = SchedulerLoop(scheduler, sockets, garbage)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     sockets.wake_on_signals()
     ready(info)
