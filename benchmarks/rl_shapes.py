@@ -1,4 +1,4 @@
-"""What the sampling settings of RL cost: the offline workload under each of them, as a share of plain sampling.
+"""Measures the sampling settings of RL: throughput of the offline workload with each, as a share of plain sampling.
 
     python -m benchmarks.rl_shapes --device cuda --shape 0.6b
     python -m benchmarks.rl_shapes --device cuda --shape 0.6b --only top_p top_logprobs

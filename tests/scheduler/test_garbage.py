@@ -16,13 +16,12 @@ def settings() -> Iterator[None]:
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 def test_python_starts_no_full_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_ENOUGH", 20)
     collector = Garbage()
-    collector.start()
+    collector.defer()
     gc.collect()
     full = gc.get_stats()[2]["collections"]
     kept = []

@@ -1,4 +1,4 @@
-"""`Garbage`: full garbage collections of a scheduler process, which run in idle time only.
+"""`Garbage`: runs the full garbage collections of rank 0's process in idle time.
 
 A full collection visits every page of the prefix cache: 0.1 s for 65,000 pages, in which no step begins. Python starts
 one whenever the objects have grown by a quarter. Young objects are collected as usual.
@@ -17,12 +17,10 @@ _ENOUGH = 100
 class Garbage:
     """Owned by the `SchedulerLoop`."""
 
-    def start(self) -> None:
-        """Turn collections on. The model and the imports live as long as the process, so none visits them."""
-        gc.freeze()
+    def defer(self) -> None:
+        """Let Python start no full collection."""
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
-        gc.enable()
 
     @property
     def is_due(self) -> bool:

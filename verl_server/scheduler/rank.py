@@ -8,6 +8,7 @@ its end of the message socket to the `TokenizerManager`, and every other rank fo
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -97,8 +98,8 @@ def run_rank(
     sources = WeightSources(runner, tp, server_args)
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
-    garbage = Garbage()
-    garbage.start()
+    gc.freeze()  # the model and the imports live as long as the process, so no collection needs to visit them
+    gc.enable()
     start.mark("ready")
     info = scheduler_info(server_args, worker, runner, rank) | {"start": start.moments}
     logger.info("Ready: %s", start)
@@ -116,6 +117,8 @@ def run_rank(
     stager.on_finished = sockets.ring
     scheduler = Scheduler(server_args, worker, sockets.send)
     scheduler.grammars.on_compiled = sockets.ring
+    garbage = Garbage()
+    garbage.defer()
     loop = SchedulerLoop(scheduler, sockets, garbage)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     sockets.wake_on_signals()

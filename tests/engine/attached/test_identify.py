@@ -1,4 +1,4 @@
-"""Which server answers at a URL is found out, not configured."""
+"""`attach` recognizes the server at a URL without configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.attached.conftest import Start
 from verl_server import HttpServerEngineAdapter
-from verl_server.errors import BadRequestError
+from verl_server.errors import BadRequestError, ServerUnavailableError
 from verl_server.io_struct import INSTANCE_HEADER
 
 MODELS = (200, {"data": [{"id": "m", "root": "/models/m", "max_model_len": 64}]})
@@ -35,6 +35,11 @@ def test_vllm_with_and_without_its_development_routes(start: Start, info: tuple[
 def test_another_server_is_refused(start: Start) -> None:
     with pytest.raises(BadRequestError, match="neither verl-server nor SGLang nor vLLM"):
         HttpServerEngineAdapter.attach(start({}).url)
+
+
+def test_a_server_that_fails_is_not_taken_for_another(start: Start) -> None:
+    with pytest.raises(ServerUnavailableError):
+        HttpServerEngineAdapter.attach(start({"/server_info": (503, {"error": "loading"})}).url)
 
 
 def test_a_wrong_key_is_said(start: Start) -> None:

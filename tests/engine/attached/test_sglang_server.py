@@ -83,7 +83,7 @@ def test_cpu_tensors_need_files(attached: HttpServerEngineAdapter) -> None:
 def test_what_the_wire_lacks_is_refused_by_name(attached: HttpServerEngineAdapter) -> None:
     with pytest.raises(BadRequestError, match="keeps no registered weights"):
         attached.push_weights()
-    with pytest.raises(BadRequestError, match=r"cannot check partial=False"):
+    with pytest.raises(BadRequestError, match=r"cannot honor partial=False"):
         attached.update_weights_from_tensor([("a", torch.zeros(2))], partial=False)
     with pytest.raises(BadRequestError, match="does not offer"):
         attached.begin_weight_update()
@@ -97,12 +97,15 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
             "/update_weights_from_disk": (400, {"success": False, "message": "no such folder"}),
         }
     )
-    with (
-        HttpServerEngineAdapter.attach(server.url) as adapter,
-        pytest.raises(VerlServerError, match="no such folder"),
-    ):
-        adapter.update_weights_from_disk("/nowhere", mode="in_place")
-    assert server.called == ["/pause_generation", "/begin_weight_update", "/update_weights_from_disk"]
+    update = ["/begin_weight_update", "/update_weights_from_disk"]
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        with pytest.raises(VerlServerError, match="no such folder"):
+            adapter.update_weights_from_disk("/nowhere", mode="in_place")
+        assert server.called == ["/pause_generation", *update]
+        server.answers["/update_weights_from_disk"] = (200, {"success": True, "message": "ok"})
+        server.answers["/continue_generation"] = (200, {})
+        adapter.update_weights_from_disk("/folder")
+    assert server.called == ["/pause_generation", *update, *update, "/continue_generation"]
 
 
 @pytest.mark.usefixtures("shared_files")

@@ -1,4 +1,4 @@
-"""What an attached vLLM server is sent: pauses, updates, handles. `tests/backends` has the genuine server."""
+"""An attached vLLM server gets the right calls: pauses, updates, handles. `tests/backends` has a genuine server."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def test_an_update_is_written_in_a_pause(
     assert server.called == [*calls, "/collective_rpc", "/resume"]
     assert server.posted[-2][1]["kwargs"] == {"weights_path": "/folder"}
     assert adapter.generate("x")["meta_info"]["weight_version"] == "1"
+
+
+def test_a_cache_that_is_in_use_is_said(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
+    assert adapter.flush_cache()
+    server.answers["/reset_prefix_cache"] = (200, {"success": False})
+    assert not adapter.flush_cache()
+    with pytest.raises(WeightUpdateError, match="KV cache"):
+        adapter.pause_generation("retract")
 
 
 def test_a_pause_of_the_caller_outlasts_updates(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
@@ -185,3 +193,6 @@ def test_options_that_cannot_be_expressed_are_refused(adapter: HttpServerEngineA
         adapter.generate("x", {"stop_regex": "a+"})
     with pytest.raises(BadRequestError, match=r"2 entries for 1 prompts"):
         adapter.generate(["x"], [{}, {}])
+    for empty in ([], ""):
+        with pytest.raises(BadRequestError, match="prompt is empty"):
+            adapter.generate(empty)

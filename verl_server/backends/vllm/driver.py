@@ -74,7 +74,8 @@ class VllmDriver:
         asyncio.run_coroutine_threadsafe(self._engine.engine_core.resume_scheduler_async(), self._loop)
 
     def retract(self, timeout: float) -> None:
-        self._run(self._engine.reset_prefix_cache(reset_running_requests=True), timeout)
+        if self._run(self._engine.reset_prefix_cache(reset_running_requests=True), timeout) is False:
+            raise ServerDiedError("vLLM could not drop the KV cache of its running requests, as a retraction must.")
 
     def call(self, method: str, argument: bytes, timeout: float) -> list[bytes]:
         return list(self._run(self._engine.collective_rpc(method, args=(argument,)), timeout))

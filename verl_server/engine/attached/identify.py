@@ -19,12 +19,12 @@ from verl_server.io_struct import INSTANCE_HEADER
 def identify(transport: HttpTransport, url: str) -> AttachedServer | None:
     """Return the server of another project at `url`, None if it is a verl-server.
 
-    Raises BadRequestError for an unknown server, and the error of `/server_info` if the server refuses the key.
+    Raises BadRequestError for an unknown server, and the error of `/server_info` if that refuses the key or fails.
     """
     answer = transport.probe("/server_info")
     if answer.headers.get(INSTANCE_HEADER) is not None:
         return None
-    if answer.status_code in (401, 403):
+    if answer.status_code in (401, 403) or answer.status_code >= 500:
         raise_for(answer)
     info = _object(answer)
     if "scheduler_info" in info:

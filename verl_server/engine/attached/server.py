@@ -60,6 +60,11 @@ def refuse_options(req: UpdateReq, server: str) -> None:
     if req.transaction_id is not None:
         raise BadRequestError(f"{server} has no transactions: make one update call with all tensors.")
     if isinstance(req, UpdateWeightsFromTensorReq):
-        unknown = {"checksums": req.checksums, "strict_dtype": req.strict_dtype, "partial=False": not req.partial}
+        unknown = {
+            "checksums": bool(req.checksums),
+            "strict_dtype": req.strict_dtype,
+            "partial=False": not req.partial,
+            "load_format": req.load_format not in (None, "auto"),
+        }
         for name in (name for name, is_set in unknown.items() if is_set):
-            raise BadRequestError(f"{server} cannot check {name}: leave the option unset, or use verl-server.")
+            raise BadRequestError(f"{server} cannot honor {name}: leave the option unset, or use verl-server.")

@@ -73,6 +73,9 @@ class SglangServer:
         self.generation = transport
         self._ranks = int(info.get("tp_size") or 1)
         self._is_paused = False
+        """True if a caller has paused generation."""
+        self._is_torn = False
+        """True if an update in a pause of its own has failed. Generation is still paused then."""
 
     def control(self, req: ControlReq, timeout: float) -> ControlReply:
         if isinstance(req, UpdateWeightsFromDiskReq | UpdateWeightsFromDistributedReq):
@@ -90,7 +93,7 @@ class SglangServer:
             path = f"{path}?timeout={req.timeout}"
         reply = self._post(path, _given(req), timeout)
         if reply.success and isinstance(req, PauseGenerationReq | ContinueGenerationReq):
-            self._is_paused = isinstance(req, PauseGenerationReq)
+            self._is_paused, self._is_torn = isinstance(req, PauseGenerationReq), False
         return reply
 
     def push(self, tensors: NamedTensors, req: UpdateWeightsFromTensorReq, timeout: float) -> ControlReply:
@@ -117,27 +120,28 @@ class SglangServer:
 
     def model_info(self) -> ModelInfo:
         answer = self._transport.probe("/model_info")
-        info: ModelInfo = orjson.loads(answer.content) if answer.status_code == 200 else self._older_model_info()
+        found: Any = orjson.loads(answer.content) if answer.status_code == 200 else None
+        info: ModelInfo = found or self._transport.get("/get_model_info")  # its older name
         return info
-
-    def _older_model_info(self) -> Any:
-        return self._transport.get("/get_model_info")
 
     def _update(self, req: UpdateReq, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
         """Send an update in the pause that `mode` means. SGLang itself waits for running requests, or aborts them."""
         refuse_options(req, self.name)
-        if req.mode in ("in_place", "retract") and not self._is_paused:
-            self._checked(self._post(PauseGenerationReq.route, {"mode": req.mode}, timeout))
-            fields["flush_cache"] = req.mode == "retract"
-            reply = self._in_transaction(path, fields, timeout)
-            if reply.success:
-                self._checked(self._post(ContinueGenerationReq.route, {}, timeout))
-                return reply
+        mode = "abort" if req.abort_all_requests else req.mode
+        if self._is_paused or (mode in ("wait", "abort") and not self._is_torn):
+            fields["abort_all_requests"] = mode == "abort"
+            return self._in_transaction(path, fields, timeout)
+        if not self._is_torn:
+            self._checked(self._post(PauseGenerationReq.route, {"mode": mode}, timeout))
+        self._is_torn = True
+        fields["flush_cache"] = mode != "in_place"
+        reply = self._in_transaction(path, fields, timeout)
+        if not reply.success:
             message = f"{reply.message} Generation stays paused until continue_generation, or an update that succeeds."
-            self._is_paused = True
             return ControlReply(id=0, success=False, message=message, status_code=reply.status_code)
-        fields["abort_all_requests"] = req.mode == "abort" or req.abort_all_requests
-        return self._in_transaction(path, fields, timeout)
+        self._checked(self._post(ContinueGenerationReq.route, {}, timeout))
+        self._is_torn = False
+        return reply
 
     def _in_transaction(self, path: str, fields: dict[str, Any], timeout: float) -> ControlReply:
         """Send an update between the calls that SGLang demands since 0.5.2x. Older versions do not have them."""

@@ -89,6 +89,8 @@ def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = body.get("input_ids", body.get("text"))
     if ("input_ids" in body) == ("text" in body):
         raise BadRequestError("Give either a prompt or input_ids.")
+    if not prompts:
+        raise BadRequestError("The prompt is empty. It needs at least one token.")
     name = "input_ids" if "input_ids" in body else "text"
     if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
         return [body]

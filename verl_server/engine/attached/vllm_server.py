@@ -16,7 +16,7 @@ import orjson
 from verl_server.engine.attached.server import refuse_options
 from verl_server.engine.attached.vllm_completions import VllmCompletions
 from verl_server.engine.http_answers import raise_for
-from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
+from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import (
     ContinueGenerationReq,
@@ -68,7 +68,7 @@ class VllmServer:
                 self._post("/resume", None, timeout)
                 self._is_paused = False
             case FlushCacheReq():
-                self._post("/reset_prefix_cache", None, timeout)
+                return ControlReply(id=0, success=self._reset_cache("", timeout), status_code=400)
             case UpdateWeightVersionReq():
                 self._label = req.new_version
             case ReleaseMemoryOccupationReq():
@@ -117,7 +117,7 @@ class VllmServer:
         return self._update(req, send, timeout)
 
     def abort(self, rid: str, abort_all: bool, timeout: float) -> None:
-        if rid or abort_all:  # vLLM names the samples of a request cmpl-RID-0, cmpl-RID-1, ...
+        if rid or abort_all:  # vLLM names the first prompt of a request cmpl-RID-0, with all of its samples
             self._post("/abort_requests", {} if abort_all else {"request_ids": [f"cmpl-{rid}-0"]}, timeout)
 
     def server_info(self) -> ServerInfo:
@@ -176,19 +176,26 @@ class VllmServer:
 
     def _pause(self, mode: PauseMode, timeout: float) -> None:
         self._post(f"/pause?mode={_PAUSES[mode]}", None, timeout)
-        if mode == "retract":
-            self._post("/reset_prefix_cache?reset_running_requests=true", None, timeout)
+        if mode == "retract" and not self._reset_cache("?reset_running_requests=true", timeout):
+            raise WeightUpdateError(f"{self.name} could not drop the KV cache of its running requests.")
+
+    def _reset_cache(self, query: str, timeout: float) -> bool:
+        """Empty the prefix cache. Return False if requests hold pages of it. Older versions do not tell."""
+        found = self._post(f"/reset_prefix_cache{query}", None, timeout)
+        return not (isinstance(found, dict) and found.get("success") is False)
 
     def _next_label(self) -> str:
         return str(int(self._label) + 1) if self._label.isdecimal() else "1"
 
-    def _post(self, path: str, body: dict[str, Any] | None, timeout: float = INFO_TIMEOUT) -> None:
+    def _post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
+        """Return the JSON of the answer, None if there is none."""
         answer = self._transport.post(path, body, timeout)
         if answer.status_code in (404, 405):
             raise BadRequestError(
                 f"{self.name} at {self._url} has no {path.partition('?')[0]}: start it with VLLM_SERVER_DEV_MODE=1."
             )
         raise_for(answer)
+        return orjson.loads(answer.content) if answer.content else None
 
 
 def _check_tags(tags: list[str] | None, together: set[str]) -> None:

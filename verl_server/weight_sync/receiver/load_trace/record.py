@@ -27,7 +27,7 @@ _CONSTANTS = (_aten.fill_.Scalar, _aten.zero_.default)
 
 @dataclass
 class LoadTrace:
-    """What a loader did with the checkpoint's tensors."""
+    """The record of a loader's copies: from which tensor of the checkpoint each goes where."""
 
     copies: dict[str, list[LoadedCopy]] = field(default_factory=dict)
     """Parameter -> its copies in their order."""
