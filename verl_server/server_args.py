@@ -168,8 +168,8 @@ class ServerArgs:
     writes it."""
     disable_cuda_graph: bool = False
     """Launch each operator of a step, instead of replaying CUDA graphs."""
-    cuda_graph_max_bs: int = 256
-    """Largest decode batch that is captured as a CUDA graph."""
+    cuda_graph_max_bs: int | None = None
+    """Largest decode batch that is captured as a CUDA graph. Default: `max_running_requests`, at most 1024."""
     disable_overlap_schedule: bool = False
     """On CUDA, wait for the end of each step before the next step is planned."""
     grammar_backend: Literal["llguidance", "none"] = "llguidance"
@@ -330,13 +330,13 @@ class ServerArgs:
         self._check_engine()
         for name in ("api_key", "admin_api_key"):
             self._read_key(name)
-        sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "cuda_graph_max_bs", "weight_receive_bytes")
+        sizes = ("tp_size", "nnodes", "max_running_requests", "page_size", "weight_receive_bytes")
         counts = ("max_samples_per_request", "max_prompt_tokens_per_request", "max_sessions", "session_memory_bytes")
         for name in (*sizes, "text_workers", *counts):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1, not {getattr(self, name)}.")
         optional = ("context_length", "max_total_tokens", "max_queued_requests", "chunked_prefill_size", "cpu_threads")
-        for name in (*optional, "max_text_length", "max_session_turn_tokens"):
+        for name in (*optional, "cuda_graph_max_bs", "max_text_length", "max_session_turn_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadRequestError(f"ServerArgs.{name} must be at least 1 or unset, not {value}.")

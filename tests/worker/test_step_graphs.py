@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,18 @@ def run(driver: Driver) -> list[Sequence]:
     sequences.append(driver.add(sequences[1].tokens + random_prompt(3, seed=9), shared=sequences[1]))
     driver.finish(sequences, 5, chunk=8)
     return sequences
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 1000, 1024, 3000])
+def test_padding_of_decode_steps_is_bounded(most: int) -> None:
+    sizes = step_graphs._decode_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for size, larger in itertools.pairwise(sizes):
+        assert larger - size <= max(16, size // 8), "less than a tile of a product, or an eighth of the entries"
+
+
+def test_the_number_of_decode_graphs_is_bounded() -> None:
+    assert [len(step_graphs._decode_sizes(most)) for most in (256, 512, 1024)] == [23, 31, 39]
 
 
 def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +184,21 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     first = [tuple(key) for key in runner._graphs._captured][:3]
     assert first == [("decode", 3, False), ("decode", 3, True), ("decode", 2, False)]
     runner.warm_up()
+
+
+@pytest.mark.parametrize(("settings", "largest"), [({}, 40), ({"cuda_graph_max_bs": 16}, 16)])
+def test_the_largest_decode_graph(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    largest: int,
+) -> None:
+    caplog.set_level(logging.INFO, logger="verl_server.worker.step_memory")
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    runner = make_runner(tiny_llama, max_running_requests=40, **settings)
+    assert runner._graphs is not None and runner._graphs._in_order()[0] == ("decode", largest, False)
+    assert len(caplog.records) == (largest < 40), "what is lost is said once"
 
 
 def test_released_graphs_are_not_taken(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.parity.harness import GREEDY, spec_of
 from verl_server.models.config import load_model_config
 from verl_server.models.tiny import make_model_folder
 from verl_server.sampling.spec import SampleSpec
-from verl_server.worker.step_memory import StepMemory
+from verl_server.worker.step_memory import StepMemory, log_uncaptured, most_decodes
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -38,7 +39,29 @@ def spec(**params: Any) -> SampleSpec:
 
 def test_the_default_share_of_a_large_gpu_is_enough_for_any_step(memory: StepMemory) -> None:
     """256 requests and a chunk of 8,192 tokens beside an 8B model take far less than 15 % of 140 GiB."""
-    assert 2**30 < memory.largest(8192 + 256, 256) + memory.graph(4096, 256) < 5 * 2**30
+    assert 2**30 < memory.largest(8192 + 256, 256) + memory.graphs(256, 256) < 5 * 2**30
+
+
+def test_decode_graphs_follow_the_number_of_requests_within_a_bound() -> None:
+    assert [most_decodes(None, rows) for rows in (1, 256, 512, 1024, 4096)] == [1, 256, 512, 1024, 1024]
+    assert [most_decodes(given, 2000) for given in (8, 1500, 3000)] == [8, 1500, 2000], "an explicit number is kept"
+
+
+def test_steps_without_a_graph_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_uncaptured(512, 512)
+    assert not caplog.records, "nothing is lost"
+    log_uncaptured(1024, 2048)
+    (text,) = (record.getMessage() for record in caplog.records)
+    assert "Steps of 1025 to 2048 requests" in text and "cuda_graph_max_bs=2048" in text
+
+
+def test_the_reserve_holds_the_largest_graph_of_each_kind(memory: StepMemory) -> None:
+    """Neither can use the memory of the other, because their tensors have other sizes."""
+    for rows in (256, 1024):
+        largest = memory.graph(rows, rows) + memory.graph(4096, rows) - memory.graph(0, 0)
+        assert memory.graphs(rows, rows) == largest
+    assert memory.graphs(64, 256) < memory.graphs(256, 256) < memory.graphs(256, 512)
 
 
 def test_each_request_of_sampling_adds_what_it_takes(memory: StepMemory) -> None:

@@ -36,7 +36,7 @@ from verl_server.worker.kernel_choice import choose_kernels
 from verl_server.worker.kv_cache import KVCache, MemoryBudget, cpu_budget, gpu_budget
 from verl_server.worker.memory_arena import MemoryArena, aligned
 from verl_server.worker.step_attention import StepAttention
-from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, SPECIAL_BYTES, StepMemory
+from verl_server.worker.step_memory import SPECIAL_BYTES, StepMemory, log_uncaptured, most_decodes
 
 if TYPE_CHECKING:  # these imports need Triton
     from verl_server.models.triton_attention import PagedBackend
@@ -371,7 +371,7 @@ class ModelRunner:
         rows, memory = self._args.max_running_requests, self._step_memory
         tokens = self._args.prefill_chunk(self.device.type) + rows
         has_graphs = paged and not self._args.disable_cuda_graph
-        return memory.largest(tokens, rows), memory.graph(MOST_GRAPH_TOKENS, rows) if has_graphs else 0
+        return memory.largest(tokens, rows), memory.graphs(self._max_graph_bs, rows) if has_graphs else 0
 
     def _kv_budget(self, free_before: int, graphs: int) -> MemoryBudget:
         """Return the memory that the KV pool may take.
@@ -388,8 +388,14 @@ class ModelRunner:
         from verl_server.worker.step_graphs import StepGraphs
 
         kept_free = self._largest_step + (self.step_budget or 0)
-        max_bs = self._args.cuda_graph_max_bs
-        return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, max_bs, kept_free)
+        if self.tp.rank == 0:
+            log_uncaptured(self._max_graph_bs, self.max_rows)
+        return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, self._max_graph_bs, kept_free)
+
+    @property
+    def _max_graph_bs(self) -> int:
+        """Entries of the largest decode step that is captured as a CUDA graph."""
+        return most_decodes(self._args.cuda_graph_max_bs, self._args.max_running_requests)
 
 
 def _context_length(server_args: ServerArgs, config: ModelConfig) -> int:

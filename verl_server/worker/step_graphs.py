@@ -70,10 +70,13 @@ class StepGraphs:
         max_bs: int,
         kept_free: int,
     ) -> None:
-        """`kept_free`: bytes of device memory that captures must leave free for steps without a graph."""
+        """`max_bs`: entries of the largest captured decode step, at most `kv.max_rows`.
+
+        `kept_free`: bytes of device memory that captures must leave free for steps without a graph.
+        """
         self._memory, self._kept_free = memory, kept_free
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
-        self._max_bs = min(max_bs, kv.max_rows)
+        self._max_bs = max_bs
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
         self._all = self._in_order()
@@ -276,9 +279,13 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _decode_sizes(max_bs: int) -> list[int]:
-    """Return the captured numbers of entries. They are sparse where padding is cheap: 17 rows take as long as 32."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_bs, 16)]
-    return [size for size in sizes if size < max_bs] + [max_bs]
+    """Return the captured numbers of entries. They are sparse where padding is cheap: 17 rows take as long as 32.
+
+    Products compute tiles of 64 or 128 rows. So above 64 entries, padding by less than a tile adds at most one tile.
+    Above 128 entries it adds at most an eighth of the entries.
+    """
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
+    return [size for size in [*sizes, *range(1152, max_bs, 128)] if size < max_bs] + [max_bs]
 
 
 def _mixed_sizes() -> list[int]:

@@ -6,6 +6,7 @@ scheduler admits requests whose sampling takes more than a plain draw as long as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,14 @@ import torch
 from verl_server.models.config import ModelConfig
 from verl_server.sampling.spec import SampleSpec
 
+logger = logging.getLogger(__name__)
+
 MOST_GRAPH_TOKENS = 4096
 """Tokens of the largest step that is captured as a CUDA graph: beyond it, even a small model computes longer than its
 kernels take to launch."""
+_MOST_GRAPH_DECODES = 1024
+"""Entries of the largest captured decode step if `cuda_graph_max_bs` is not set. They take 39 graphs, and as many again
+with shared keys. A larger step is bound by arithmetic and attention, so it gains little from a graph."""
 SPECIAL_BYTES = 2**29
 """Least bytes that several ranks reserve for sampling that takes more than a plain draw."""
 _PROMPT_BYTES = 2**29
@@ -40,6 +46,22 @@ _TOP = 40
 """Bytes for each token of a top-k: value and id, before and after their sort, and the sort's workspace."""
 _NAMED = 32
 """Bytes for each token id in `token_ids_logprob`: two indices, three values."""
+
+
+def most_decodes(cuda_graph_max_bs: int | None, max_rows: int) -> int:
+    """Return the entries of the largest captured decode step of an engine that runs at most `max_rows` requests."""
+    return min(cuda_graph_max_bs or _MOST_GRAPH_DECODES, max_rows)
+
+
+def log_uncaptured(max_bs: int, max_rows: int) -> None:
+    """Log which decode steps have no CUDA graph, if the largest captured one has `max_bs` of `max_rows` entries."""
+    if max_bs < max_rows:
+        logger.info(
+            "The largest decode step that is captured as a CUDA graph has %d requests. Steps of %d to %d requests are "
+            "launched operator by operator, which takes longer. cuda_graph_max_bs=%d captures them too, and takes more "
+            "memory.",
+            *(max_bs, max_bs + 1, max_rows, max_rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,11 @@ class StepMemory:
     def graph(self, tokens: int, rows: int) -> int:
         """Return the bytes that are enough to capture a step with `tokens` new tokens and logits of `rows` rows."""
         return _WORKSPACES + tokens * self.token_bytes + rows * self.logit_bytes
+
+    def graphs(self, max_bs: int, rows: int) -> int:
+        """Return the bytes of the graphs of an engine with `rows` rows: those of the largest decode step, which has
+        `max_bs` entries, and of the largest mixed step. Smaller graphs reuse their memory."""
+        return self.graph(MOST_GRAPH_TOKENS + max_bs, rows + max_bs)
 
     def special(self, spec: SampleSpec) -> int:
         """Return the bytes that sampling takes for one request beyond a plain draw."""
