@@ -56,7 +56,8 @@ class _Captured:
     inputs: PackedInts
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    """Output of the graph, valid until the next replay of any graph, because all graphs share their memory."""
+    """Output of the graph, valid until the next replay of any graph, because all graphs share their memory. On CUDA the
+    tensor does not own that memory."""
 
 
 class StepGraphs:
@@ -212,7 +213,7 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(key, inputs)
         self._pool = self._pool or graph.pool()
-        return _Captured(inputs, graph, logits)
+        return _Captured(inputs, graph, _borrowed(logits))
 
     def _room(self, key: _Key) -> int:
         """Return the bytes that are enough to capture the step of `key`."""
@@ -267,6 +268,21 @@ class StepGraphs:
             extend, last = ExtendPart(chunks[0], chunks[1], chunks[2], len(ids)), chunks[3]
         decode = DecodePart(rows, lens, work, SharedKeys(*shared) if shared else None)
         return self._forward(ids, rows, last, PagedStep(self._backend, positions, slots, decode, extend))
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """Return a view of a CUDA tensor that does not keep its memory allocated.
+
+    The pool of the graphs reserves the memory of a tensor that is owned. Hence each graph would hold logits of its own:
+    6 GiB for all graphs of 256 entries and a vocabulary of 151,936.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    storage = tensor.untyped_storage()
+    construct = torch._C._construct_storage_from_data_pointer  # as torch's own CUDA graph trees do
+    borrowed = construct(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _free_bytes(device: torch.device) -> float:
