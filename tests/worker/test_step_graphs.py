@@ -181,9 +181,80 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     # Decodes of 1, 2 and 3 requests, mixed steps of 16 and 32 tokens; all but the first with shared keys too.
     assert captured == [(held, 9 - held) for held in range(1, 10)]
     assert runner._graphs is not None
-    first = [tuple(key) for key in runner._graphs._captured][:3]
-    assert first == [("decode", 3, False), ("decode", 3, True), ("decode", 2, False)]
+    # First the sizes to which others may be padded, the largest of each kind first.
+    kinds = [tuple(key) for key in runner._graphs._captured]
+    assert kinds[:3] == [("decode", 3, False), ("mixed", 32, False), ("mixed", 16, False)]
+    assert kinds[3:] == [
+        *(("decode", 3, True), ("mixed", 32, True), ("mixed", 16, True)),
+        *(("decode", 2, False), ("decode", 1, False), ("decode", 2, True)),
+    ]
     runner.warm_up()
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 3], step_graphs._decode_sizes(1024), step_graphs._mixed_sizes()])
+def test_every_step_may_be_padded_to_a_size_that_is_captured_first(sizes: list[int]) -> None:
+    first = step_graphs._covering(sizes)
+    for tokens in range(1, sizes[-1] + 1):
+        exact = next(size for size in sizes if size >= tokens)
+        assert exact in first or any(size > exact and step_graphs._may_pad(tokens, size) for size in first)
+    assert len(first) < len(sizes) or len(sizes) == 1
+
+
+class Recorded(StepGraphs):
+    """Step graphs that compute nothing and record which graphs steps use."""
+
+    used: list[int]
+
+    def _graph_of(self, key: Any, *arrays: Any) -> Any:
+        if key not in self._captured:
+            self._captured[key], self._steps_without_capture = object(), 0  # type: ignore[assignment]
+        self.used.append(key.size)
+
+    def replay(self, tokens: int) -> tuple[int, bool]:
+        """Return (size of the graph that a step of so many decodes uses, True if the step captured it)."""
+        held = len(self._captured)
+        self._steps_without_capture += 1
+        self._graph_of(self._chosen("decode", self._decode_sizes, tokens, shared=False))
+        return self.used[-1], len(self._captured) > held
+
+
+@pytest.fixture
+def recorded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", Recorded)
+    graphs = make_runner(tiny_llama, max_running_requests=256)._graphs
+    assert isinstance(graphs, Recorded)
+    graphs.used = []
+    return graphs
+
+
+def test_a_busy_engine_pads_instead_of_capturing_in_each_step(recorded: Recorded) -> None:
+    assert recorded.replay(256) == (256, True)
+    for step in range(1, step_graphs._CAPTURE_INTERVAL):
+        assert recorded.replay(240) == (256, False), f"step {step} is padded"
+    assert recorded.replay(240) == (240, True), "the size is captured in the end"
+    assert recorded.replay(224) == (240, False), "and the next capture waits again"
+    assert recorded.replay(100) == (112, True), "too much padding costs more than a capture"
+    recorded.release()
+    recorded.resume()
+    assert recorded.replay(240) == (240, True), "released graphs are not used"
+
+
+def test_without_memory_for_more_graphs_larger_ones_are_used(recorded: Recorded) -> None:
+    recorded.replay(256)
+    recorded._is_full = True
+    assert {recorded.replay(240)[0] for _ in range(2 * step_graphs._CAPTURE_INTERVAL)} == {256}
+
+
+def test_the_choice_of_graphs_is_the_same_on_all_ranks(tiny_llama: Path, recorded: Recorded) -> None:
+    """It depends on steps and captures only, which all ranks have in common."""
+    other = make_runner(tiny_llama, max_running_requests=256)._graphs
+    assert isinstance(other, Recorded)
+    other.used = []
+    steps = [256 - step // 3 for step in range(600)]
+    assert [recorded.replay(n) for n in steps] == [other.replay(n) for n in steps]
+    captures = len(recorded._captured)
+    assert captures < 600 / step_graphs._CAPTURE_INTERVAL + 6, "a batch that shrinks captures few sizes"
 
 
 @pytest.mark.parametrize(("settings", "largest"), [({}, 40), ({"cuda_graph_max_bs": 16}, 16)])

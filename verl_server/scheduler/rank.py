@@ -47,6 +47,8 @@ class SchedulerLoop:
         self._scheduler = scheduler
         self._sockets = sockets
         self._garbage = garbage
+        self._is_quiet = False
+        """True if no message came in `_QUIET`, or since then."""
         self.stopping = False
 
     def stop(self) -> None:
@@ -61,13 +63,14 @@ class SchedulerLoop:
             warms_up = not scheduler.has_work() and scheduler.can_warm_up
             collects = not scheduler.has_work() and self._garbage.is_due
             if warms_up or collects:
-                sockets.wait(_QUIET)
+                sockets.wait(0.0 if self._is_quiet else _QUIET)
             elif not scheduler.has_work():
                 sockets.wait(scheduler.control.wait_seconds())
             messages = sockets.receive()
             for message in messages:
                 scheduler.handle(message)
-            if not messages and not scheduler.has_work():
+            self._is_quiet = not messages and not scheduler.has_work()
+            if self._is_quiet:
                 if collects:
                     self._garbage.collect()
                 elif warms_up:

@@ -4,14 +4,15 @@ Owned by the `ModelRunner`. A step is hundreds of small kernels. With a small mo
 for the host to launch them one by one; a replayed graph avoids that. Steps that only decode are captured by the number
 of entries, steps that also prefill by the number of tokens. Both kinds are also captured with keys that decodes share
 (cascade attention), which an additional kernel reads. All inputs of a step are in a buffer at a fixed address, which
-one copy fills before the replay. Sizes are captured while the engine is idle, or when they are first needed; each takes
-some ten milliseconds. Several ranks capture the same sizes in the same order, and keep a graph only if all of them
-could capture it, because the collectives in the graph must meet.
+one copy fills before the replay. Sizes are captured while the engine is idle, or when a step needs them; each takes
+some ten milliseconds, so a busy engine first uses graphs of larger sizes. Several ranks capture the same sizes in the
+same order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import math
 import time
@@ -33,6 +34,10 @@ from verl_server.worker.kv_cache import KVCache
 from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, StepMemory
 
 logger = logging.getLogger(__name__)
+
+_CAPTURE_INTERVAL = 64
+"""Fewest steps between two captures of sizes for which a larger graph can be used. A capture takes the time of a few
+steps."""
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
@@ -85,18 +90,22 @@ class StepGraphs:
         self._pool: Any = None
         """Memory pool of all graphs, None before the first capture."""
         self._present = True
+        self._steps_without_capture = 0
         self._is_full = False
         """True after a capture failed for lack of memory. No more graphs are captured then."""
 
     def _in_order(self) -> list[_Key]:
-        """Return all keys in the order of capture: the largest of each kind first, whose memory the others reuse."""
-        decode = [_Key("decode", size, False) for size in reversed(self._decode_sizes)]
-        mixed = [_Key("mixed", size, False) for size in reversed(self._mixed_sizes)]
-        if not self._backend.cascade:
-            return decode + mixed
-        shared = [key._replace(shared=True) for key in decode + mixed if key.size > 1]
-        # Capture one graph with shared keys early: on a new machine its kernels take seconds to compile.
-        return decode[:1] + shared[:1] + decode[1:] + mixed + shared[1:]
+        """Return all keys in the order of capture.
+
+        First come sizes to which a step of any size may be padded (`_may_pad`), then the sizes between them. The
+        largest of each kind comes first, because smaller graphs reuse its memory.
+        """
+        sizes = {"decode": self._decode_sizes, "mixed": self._mixed_sizes}
+        keys = [_Key(kind, size, False) for kind in sizes for size in reversed(sizes[kind])]
+        if self._backend.cascade:
+            keys += [key._replace(shared=True) for key in keys if key.size > 1]
+        first = {kind: _covering(sizes[kind]) for kind in sizes}
+        return sorted(keys, key=lambda key: key.size not in first[key.kind])
 
     def run(self, placement: Placement, sample: list[int]) -> Tensor | None:
         """Compute a step. Return its logits [len(sample), vocab_size], valid until the next call.
@@ -110,17 +119,34 @@ class StepGraphs:
         all_sampled = decodes and len(sample) == n
         kind, sizes = ("decode", self._decode_sizes) if all_sampled else ("mixed", self._mixed_sizes)
         last = None if all_sampled else placement.last[sample]
-        size = sizes[bisect.bisect_left(sizes, tokens)]
+        self._steps_without_capture += 1
         rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
         for cascade in (True, False):  # if one graph could not be captured, the other may exist
             work = self._backend.plan_decodes(rows, lens, cascade=cascade)
-            captured = self._graph_of(_Key(kind, size, work.shared is not None), placement, work, last)
+            key = self._chosen(kind, sizes, tokens, shared=work.shared is not None)
+            captured = self._graph_of(key, placement, work, last)
             if captured is not None or work.shared is None:
                 break
         if captured is None:
             return None
         captured.graph.replay()
         return captured.logits[: len(sample)]
+
+    def _chosen(self, kind: str, sizes: list[int], tokens: int, *, shared: bool) -> _Key:
+        """Return the key of the graph for a step of `tokens` tokens: of the next size, or of a larger one.
+
+        A burst of requests needs new sizes in many steps that follow each other. While a captured graph is not much
+        larger than the step, it is replayed with more padding, and at most one of `_CAPTURE_INTERVAL` steps captures
+        the next size. The choice depends on nothing that differs between ranks.
+        """
+        exact, *larger = (_Key(kind, size, shared) for size in sizes[bisect.bisect_left(sizes, tokens) :])
+        if exact not in self._captured and (self._is_full or self._steps_without_capture < _CAPTURE_INTERVAL):
+            for key in larger:
+                if not _may_pad(tokens, key.size):
+                    break
+                if key in self._captured:
+                    return key
+        return exact
 
     @property
     def num_captured(self) -> int:
@@ -173,6 +199,7 @@ class StepGraphs:
             )
             return None
         self._captured[key] = captured
+        self._steps_without_capture = 0
         return captured
 
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
@@ -307,6 +334,24 @@ def _decode_sizes(max_bs: int) -> list[int]:
 def _mixed_sizes() -> list[int]:
     sizes = [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, 8193, 256)]
     return [size for size in sizes if size <= MOST_GRAPH_TOKENS]
+
+
+def _may_pad(tokens: int, size: int) -> bool:
+    """Return True if a step of `tokens` tokens may use a graph of `size` rather than capture one in the step.
+
+    A quarter more tokens take a quarter longer at most, and less where attention takes most of the time. With few rows
+    a step takes the time in which the weights are read.
+    """
+    return size - tokens <= max(tokens // 4, 16)
+
+
+def _covering(sizes: list[int]) -> set[int]:
+    """Return the fewest of the ascending `sizes` to which steps of every number of tokens may be padded."""
+    covering = [sizes[-1]]
+    for below, size in reversed(list(itertools.pairwise([0, *sizes[:-1]]))):
+        if not _may_pad(below + 1, covering[-1]):
+            covering.append(size)
+    return set(covering)
 
 
 def _pad(values: Ints, size: int, value: int) -> Ints:
