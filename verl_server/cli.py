@@ -1,4 +1,4 @@
-"""The command line: `verl-server serve | rollout | trajectories | env | demo | bench`.
+"""The command line: `verl-server serve | warm-up | rollout | trajectories | env | demo | bench`.
 
 Each command imports its modules when it runs, so that `--help` is fast. The options of `serve` are the fields of
 `ServerArgs`, and the docstrings of the fields are their help.
@@ -28,6 +28,7 @@ The rollout server for agentic RL: serve a policy over HTTP, roll it out, train 
 
 commands:
   serve     serve a model:           verl-server serve --model-path FOLDER_OR_HUB_ID --port 30000
+  warm-up   compile a server's kernels before its first start, for container images; takes the options of serve
   rollout   run agents in environments, with a server's policy; with --agent, any function or program
   trajectories  list, show and count what a rollout recorded:  verl-server trajectories ls | show | stats | repair
   env       serve an environment:    verl-server env serve MODULE:CLASS --port 8000
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
+        "warm-up": _warm_up,
         "rollout": _rollout,
         "trajectories": _trajectories,
         "env": _env,
@@ -70,6 +72,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: list[str]) -> int:
+    def serve(server_args: ServerArgs) -> None:
+        from verl_server.server.launch import run_server
+
+        _warn_of_visible_keys(args)
+        run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
+
+    return _with_server_args("serve", args, _SERVE_HELP, serve)
+
+
+def _warm_up(args: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="verl-server warm-up", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu-capability", type=float)
+    parser.add_argument("--gpu-multiprocessors", type=int)
+    gpu, others = parser.parse_known_args(args)
+
+    def warm_up(server_args: ServerArgs) -> None:
+        from verl_server.worker.warm_up import warm_up
+
+        print(warm_up(server_args, gpu.gpu_capability, gpu.gpu_multiprocessors))
+
+    return _with_server_args("warm-up", others, _WARM_UP_HELP, warm_up)
+
+
+def _with_server_args(command: str, args: list[str], description: str, run: Callable[[ServerArgs], None]) -> int:
+    """Parse the options of `ServerArgs`, configure logging, and call `run`. Errors name flags instead of fields."""
     import tyro
 
     from verl_server.errors import VerlServerError
@@ -78,15 +107,18 @@ def _serve(args: list[str]) -> int:
 
     given = [*_keys_of_environment(), *(_ALIASES.get(arg, arg) for arg in args)]
     parsed = tyro.cli(
-        _unchecked(ServerArgs), prog="verl-server serve", args=given, description=_SERVE_HELP, registry=JSON_OPTIONS
+        _unchecked(ServerArgs),
+        prog=f"verl-server {command}",
+        args=given,
+        description=description,
+        registry=JSON_OPTIONS,
     )
     try:
         server_args = ServerArgs(**vars(parsed))
-        from verl_server.server.launch import configure_logging, run_server
+        from verl_server.server.launch import configure_logging
 
         configure_logging(server_args)
-        _warn_of_visible_keys(args)
-        run_server(server_args, lambda resolved: print(f"Ready: {resolved.url}", file=sys.stderr, flush=True))
+        run(server_args)
     except VerlServerError as error:
         message, *details = str(error).split("\n\n", 1)
         raise VerlServerError("\n\n".join([_with_flags(message, list(vars(parsed))), *details])) from None
@@ -123,6 +155,11 @@ def _with_flags(message: str, names: Sequence[str]) -> str:
 
 _SERVE_HELP = (
     "Serve a policy over HTTP until SIGTERM or Ctrl-C. The routes are those of SGLang, OpenAI, Anthropic and vLLM."
+)
+_WARM_UP_HELP = (
+    "Compile the kernels of a server into the Triton cache (TRITON_CACHE_DIR), and end. The options are those of "
+    "serve. No GPU is needed: without one, name it with --gpu-capability and --gpu-multiprocessors (9.0 and 132 for "
+    "H100 SXM and H200)."
 )
 _ALIASES = {"--stream-output": "--incremental-streaming-output"}
 """Older names of SGLang's flags."""

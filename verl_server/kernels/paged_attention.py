@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from verl_server.kernels import multiprocessors
 from verl_server.kernels.attention_decode import decode_kernel
 from verl_server.kernels.attention_extend import extend_kernel
 from verl_server.kernels.attention_shared import shared_kernel
@@ -131,7 +132,7 @@ class PagedAttention:
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
-        self._multiprocessors = _multiprocessors(device)
+        self._multiprocessors = multiprocessors.count(device, interpreted=4)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Each program stores at most two parts of unfinished heads; see decode_kernel.
         self._parts = _softmax_parts(2 * self._programs * self._group, head_dim, device)
@@ -280,9 +281,3 @@ def _softmax_parts(rows: int, head_dim: int, device: torch.device) -> tuple[Tens
     all fp32."""
     acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
     return acc, acc.new_empty(rows), acc.new_empty(rows)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_server.kernels import multiprocessors
+
 _BLOCK_N, _BLOCK_K = 64, 128
 _MAX_ROWS = 32
 
@@ -25,7 +27,7 @@ class SkinnyProduct:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._programs = _multiprocessors(device)
+        self._programs = multiprocessors.count(device, interpreted=8)
         self._parts = torch.empty(self._programs * _BLOCK_N * _MAX_ROWS, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
@@ -63,10 +65,6 @@ class SkinnyProduct:
         while n // _BLOCK_N * split * 2 <= self._programs and split * 4 * _BLOCK_K <= k:
             split *= 2
         return split
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @triton.jit(do_not_specialize=["m_size", "split"])  # type: ignore[untyped-decorator]

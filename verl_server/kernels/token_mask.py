@@ -21,7 +21,7 @@ def apply(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     `logits` [n, vocab] of any floating dtype; the elements of a row are contiguous. `rows` int64 [m] are the rows with
     a mask, each once. `words` int32 [m, ceil(vocab / 32)] are their masks. All are on one device.
     """
-    if logits.is_cuda and _HAS_TRITON:
+    if not logits.is_cpu and _HAS_TRITON:
         from verl_server.kernels.token_mask_triton import apply as apply_on_device
 
         apply_on_device(logits, rows, words)

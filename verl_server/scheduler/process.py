@@ -1,7 +1,7 @@
 """A scheduler process: the entry of `ChildProcess("scheduler-tpN", "verl_server.scheduler.process")`.
 
 This module does not import torch, so that a CUDA context is created in a thread while `scheduler.rank` imports torch:
-each takes seconds. `scheduler.rank` does the rest.
+each takes seconds. The same thread starts the process that compiles kernels. `scheduler.rank` does the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.start_times import StartTimes
 from verl_server.server_args import ServerArgs
+from verl_server.worker.compile_ahead import compile_ahead
 from verl_server.worker.cuda_context import create_context
 
 
@@ -23,10 +24,17 @@ def run_scheduler(argument: dict[str, Any], ready: Callable[[dict[str, Any]], No
     gc.disable()  # until `run_rank` is ready: imports and construction create no garbage
     server_args = ServerArgs.from_json(argument["server_args"])
     arguments = (server_args, argument["tp_rank"])
-    threading.Thread(target=create_context, args=arguments, name="cuda-context", daemon=True).start()
+    threading.Thread(target=_prepare_device, args=arguments, name="cuda-context", daemon=True).start()
     from verl_server.scheduler.rank import run_rank
 
     run_rank(server_args, argument, ready, start)
+
+
+def _prepare_device(server_args: ServerArgs, tp_rank: int) -> None:
+    """Create the CUDA context. On the first rank of a host, also start to compile what the Triton cache lacks."""
+    gpu = create_context(server_args, tp_rank)
+    if gpu is not None and tp_rank % server_args.ranks_per_node == 0:
+        compile_ahead(server_args, gpu)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from typing import NamedTuple
 
 from verl_server.server_args import ServerArgs
 
+_MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
+"""Numbers of the attributes in the driver's header, CUdevice_attribute."""
 
-def create_context(server_args: ServerArgs, tp_rank: int) -> None:
-    """Create the context of the device that `device.device_of` chooses. Does nothing without a GPU."""
+
+class GpuKind(NamedTuple):
+    """What kernels depend on."""
+
+    capability: int
+    """Compute capability, 10 * major + minor."""
+    multiprocessors: int
+
+
+def create_context(server_args: ServerArgs, tp_rank: int) -> GpuKind | None:
+    """Create the context of the device that `device.device_of` chooses. Return the kind of the device, None without a
+    GPU."""
     if server_args.device == "cpu":
-        return
+        return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it; the context reads it
     with contextlib.suppress(OSError, AttributeError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")
@@ -25,6 +38,27 @@ def create_context(server_args: ServerArgs, tp_rank: int) -> None:
             device, context = _device(driver, server_args, tp_rank), ctypes.c_void_p()
             if device is not None:
                 driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+                return _kind(driver, device)
+    return None
+
+
+def find_gpu(server_args: ServerArgs) -> GpuKind | None:
+    """Return the kind of the GPU of rank 0 without creating a context, None without a GPU."""
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and (device := _device(driver, server_args, 0)) is not None:
+            return _kind(driver, device)
+    return None
+
+
+def _kind(driver: ctypes.CDLL, device: ctypes.c_int) -> GpuKind:
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+        return value.value
+
+    capability = 10 * attribute(_CAPABILITY_MAJOR) + attribute(_CAPABILITY_MINOR)
+    return GpuKind(capability, attribute(_MULTIPROCESSORS))
 
 
 def _device(driver: ctypes.CDLL, server_args: ServerArgs, tp_rank: int) -> ctypes.c_int | None:

@@ -42,16 +42,16 @@ def device_of(server_args: ServerArgs, tp_rank: int) -> torch.device:
 
 def set_threads(server_args: ServerArgs, device: torch.device) -> None:
     """Set torch's number of threads on the CPU. On CUDA, make `device` current."""
-    if device.type == "cpu":
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
-    else:
-        torch.cuda.set_device(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU after torch's allocator freed its unused memory; 0 for the CPU."""
-    if device.type == "cpu":
+    """Return the free bytes of a GPU after torch's allocator freed its unused memory; 0 for other devices."""
+    if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

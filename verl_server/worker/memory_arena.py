@@ -40,7 +40,11 @@ class MemoryArena:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
-        self._region = DeviceRegion(nbytes, device) if device.type == "cuda" else HostRegion(nbytes)
+        self._region: DeviceRegion | HostRegion | MetaRegion
+        if device.type == "cuda":
+            self._region = DeviceRegion(nbytes, device)
+        else:
+            self._region = HostRegion(nbytes) if device.type == "cpu" else MetaRegion(nbytes)
         self.nbytes = self._region.nbytes
         self.contents = self._region.tensor()
         """The whole memory as uint8 [nbytes]. At first zeros on the CPU, undefined on CUDA."""
@@ -125,6 +129,22 @@ class HostRegion:
         """Return uint8 [nbytes], aligned to a huge page. The tensor keeps the mapping alive."""
         start = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=self.nbytes)
+
+
+class MetaRegion:
+    """Offsets without memory, for a model on the device "meta" (`compile_jobs`)."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.is_mapped = True
+
+    def map(self) -> None: ...
+
+    def unmap(self) -> None: ...
+
+    def tensor(self) -> Tensor:
+        """Return uint8 [nbytes] on the device "meta"."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="meta")
 
 
 class HostCopy:

@@ -9,6 +9,7 @@ in stream order, results are copied to pinned memory, and `RunningStep.result` w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from verl_server.errors import BadRequestError
 from verl_server.ipc.start_times import StartTimes
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import token_mask
+from verl_server.kernels import compilation, token_mask
 from verl_server.kernels.device_arrays import to_device
 from verl_server.model_folder import resolve_model_folder
 from verl_server.models.attention import AttentionStep, Placement
@@ -76,18 +77,15 @@ class ModelRunner:
         start.mark("device")
         dummy = server_args.load_format == "dummy"
         folder = resolve_model_folder(server_args.model_path, server_args.revision, config_only=dummy)
-        self.config: ModelConfig = load_model_config(folder, server_args.context_length)
+        self.config = self._load_config(folder)
         self.vocab_size = self.config.vocab_size
         self.context_length = _context_length(server_args, self.config)
         self.dtype = _compute_dtype(server_args, self.config, device)
-        choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
+        self._choice = choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
         paged = choice.attention == "triton"
         self.model = self._build(choice.ops(device))
         self.weight_map = self.model.weight_map()
-        if dummy:
-            fill_dummy(self.weight_map, device)
-        else:
-            load_checkpoint(self.weight_map, folder)
+        self._load_weights(folder)
         start.mark("weights")
         self._step_memory = StepMemory.of(self.config, tp.size, self.dtype)
         self._largest_step, graphs = self._most_memory(paged)
@@ -108,6 +106,8 @@ class ModelRunner:
         if device.type == "cuda" and tp.size > 1:
             self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
         self._kernels_left = device.type == "cuda"
+        if device.type == "cuda" and (paged or choice.fused):
+            compilation.share()
         self._graphs = None
         if self._attention.paged is not None and not server_args.disable_cuda_graph:
             self._graphs = self._step_graphs(self._attention.paged)
@@ -183,10 +183,14 @@ class ModelRunner:
 
     def _forward(self, ids: Tensor, rows: Tensor, last: Tensor | None, step: AttentionStep) -> Tensor:
         """Compute logits from device tensors only, as a CUDA graph requires. See `step_graphs.Forward`."""
+        hidden = self.model(self._known(ids, rows), self.kv.layers, step)
+        return self.model.logits(hidden if last is None else hidden.index_select(0, last))
+
+    def _known(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return `ids` with the latest tokens of `rows`, which decode, where an id is negative."""
         head, tail = ids[: len(rows)], ids[len(rows) :]
         head = torch.where(head < 0, self._last_tokens[rows], head)
-        hidden = self.model(torch.cat([head, tail]) if len(tail) else head, self.kv.layers, step)
-        return self.model.logits(hidden if last is None else hidden.index_select(0, last))
+        return torch.cat([head, tail]) if len(tail) else head
 
     def _sample(
         self,
@@ -315,7 +319,8 @@ class ModelRunner:
     def memory_figures(self) -> dict[str, float | int]:
         """Return bytes held for weights and KV pool, KV capacity in tokens, and the numbers of CUDA graphs.
 
-        On CUDA the result also has the free and total bytes of the device.
+        On CUDA the result also has the free and total bytes of the device, and the number of Triton kernels that this
+        process compiled itself, because the cache lacked them.
         """
         figures: dict[str, float | int] = {
             "weight_bytes": self._weights_arena.bytes_held,
@@ -325,6 +330,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
+            figures["kernels_compiled"] = compilation.num_compiled()
         if self._graphs is not None:
             figures |= {"cuda_graphs": self._graphs.num_captured, "cuda_graphs_to_capture": self._graphs.num_left}
         return figures
@@ -343,6 +349,15 @@ class ModelRunner:
             self._weights_arena.contents.zero_()
 
     # -- construction ------------------------------------------------------------------------------------------
+
+    def _load_config(self, folder: Path) -> ModelConfig:
+        return load_model_config(folder, self._args.context_length)
+
+    def _load_weights(self, folder: Path) -> None:
+        if self._args.load_format == "dummy":
+            fill_dummy(self.weight_map, self.device)
+        else:
+            load_checkpoint(self.weight_map, folder)
 
     def _build(self, ops: Ops) -> Decoder:
         """Return the decoder with all parameters in the weights arena, zeroed.
@@ -378,7 +393,7 @@ class ModelRunner:
 
         `free_before` bytes were free before the weights were loaded. `graphs` bytes are reserved for CUDA graphs.
         """
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             return cpu_budget(self._args.kv_cache_gib)
         special = SPECIAL_BYTES if self.tp.size > 1 else 0
         step = self._largest_step + graphs + special

@@ -103,5 +103,5 @@ class StepAttention:
             self._kv.device_page_table,
             self._kv.page_table,
             self._kv.page_size,
-            fused=choice.fused and self._kv.device.type == "cuda",
+            fused=choice.fused and self._kv.device.type != "cpu",
         )

@@ -167,6 +167,11 @@ class StepGraphs:
             work = self._backend.empty_work(shared=key.shared)
             self._graph_of(key, nothing, work, None if key.kind == "decode" else none)
 
+    def run_each_once(self) -> None:
+        """Run every step that can be captured, without a capture, so that all kernels of these steps are launched."""
+        for key in self._all:
+            self._run_once(key, PackedInts(self._capacities(key), self._kv.device))
+
     def release(self) -> None:
         """Free the graphs and their memory after all work on them has finished. `run` uses none until `resume`."""
         self._captured.clear()

@@ -52,10 +52,16 @@ class TileCopies:
 def _prepared(table: Table, seen: torch.Tensor, device: torch.device, num_warps: int) -> Callable[[], object]:
     """A launch without anything left to find out: only its arguments travel."""
     records, tiles, constants = table.records.to(device), table.tiles.to(device), kernel_constants(table)
-    kernel = copy_tiles.warmup(records, tiles, seen, *constants, grid=(1,), num_warps=num_warps)
+    kernel = requested(table, seen, num_warps)
     # The first launch loads the code. An empty record makes it copy nothing.
     kernel[1, 1, 1](torch.zeros_like(records[:1]), torch.zeros_like(tiles[:1]), seen, *constants)
     return partial(kernel[len(tiles), 1, 1], records, tiles, seen, *constants)
+
+
+def requested(table: Table, seen: torch.Tensor, num_warps: int) -> Any:
+    """The compiled kernel for a table. It depends on dtypes and constants only, not on where the tensors lie."""
+    constants = kernel_constants(table)
+    return copy_tiles.warmup(table.records, table.tiles, seen, *constants, grid=(1,), num_warps=num_warps)
 
 
 def kernel_constants(table: Table) -> tuple[Any, ...]:

@@ -113,6 +113,16 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
     CopyPlan(destinations, [torch.empty(16, dtype=source, device=device) for source in (dtype, torch.float32)])
 
 
+def record_kernels(dtype: torch.dtype) -> None:
+    """Request the compilation of the same kernels from Triton, without a GPU and without a launch."""
+    from verl_server.weight_sync.copying.copy_kernel import requested
+
+    destinations = [torch.empty(16, dtype=dtype) for _ in range(2)]
+    sources = [torch.empty(16, dtype=source) for source in (dtype, torch.float32)]
+    for table in build_tables(list(zip(destinations, sources, strict=True)), TILE_BYTES)[0]:
+        requested(table, torch.zeros(len(table.pairs), dtype=torch.int32), NUM_WARPS)
+
+
 def _checked_pairs(
     destinations: Sequence[Tensor], sources: Sequence[Tensor], links: Sequence[int] | None
 ) -> tuple[list[Pair], list[int], list[int]]:
