@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, multi_turn, offline, rl_shapes, serving, startup
+from benchmarks import ablation, first_minute, multi_turn, offline, rl_shapes, serving, startup
 from tests.benchmark.lines import figures
 from verl_server import Engine
 
@@ -61,6 +61,38 @@ def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < hits["value"] <= hits["limit"] < 1
     assert found["own_pace_seconds"]["output_tokens"] == found["lock_step_seconds"]["output_tokens"]
     assert found["ideal_ratio"]["value"] > 0 and found["lock_step_ratio"]["value"] > 0
+
+
+def test_the_first_run_is_compared_with_the_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[tuple[Any, bool]] = []
+
+    def run_twice(args: Any, folder: Any, cache: Any) -> dict[str, Any]:
+        caches.append((cache, cache.exists()))
+        cache.mkdir(exist_ok=True)
+        return {"ready": 3.0, "runs": [4.0, 3.0], "tokens": 1200, "memory": {"kernels_compiled": 2}}
+
+    monkeypatch.setattr(first_minute, "run_twice", run_twice)
+    first_minute.main(["--shape", "tiny"])
+    found = figures(capsys)
+    assert found["bare_ratio"]["value"] == 0.75 and found["bare_ratio"]["kernels_compiled"] == 2
+    assert (found["warm_run"]["value"], found["warm_run"]["run"], found["warm_ready"]["value"]) == (400, 2, 3)
+    (bare, was_there), (warm, is_there) = caches
+    assert bare == warm and not was_there and is_there
+
+
+@pytest.mark.exhaustive
+def test_first_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    first_minute.main([*SMALL, "--requests", "2", "--ahead"])
+    found = figures(capsys)
+    starts = ("bare", "warm", "ahead")
+    assert set(found) == {
+        *("run", "warm_up_seconds"),
+        *(f"{start}_{name}" for start in starts for name in ("ready", "run", "ratio")),
+    }
+    assert all(found[f"{start}_ready"]["value"] > 0 and found[f"{start}_ratio"]["value"] > 0 for start in starts)
+    assert found["warm_run"]["run"] == 2
 
 
 @pytest.mark.exhaustive
