@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from tests.worker.compiled_kernels import GPU
 from verl_server.errors import BadRequestError
 from verl_server.kernels import compilation
+from verl_server.models.tiny import make_model_folder
 from verl_server.scheduler import process
 from verl_server.server_args import ServerArgs
 from verl_server.worker import compile_ahead, warm_up
@@ -43,7 +44,15 @@ def kernels(command: str, model: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen2"])
+@pytest.fixture(scope="module")
+def wide_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with weights that are large enough for the products of few rows."""
+    shape = {"hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 1, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    return make_model_folder(tmp_path_factory.mktemp("wide"), "qwen3", weights=False, **shape, **heads)
+
+
+@pytest.mark.parametrize("model", ["wide_qwen3", "tiny_qwen2"])
 def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     model: str, request: pytest.FixtureRequest, cache: Path
 ) -> None:

@@ -200,22 +200,30 @@ def test_every_step_may_be_padded_to_a_size_that_is_captured_first(sizes: list[i
     assert len(first) < len(sizes) or len(sizes) == 1
 
 
+class Ignored:
+    """Inputs of a graph that computes nothing."""
+
+    def write(self, arrays: object) -> None: ...
+
+
 class Recorded(StepGraphs):
-    """Step graphs that compute nothing and record which graphs steps use."""
+    """Step graphs that capture nothing and record the sizes that they would capture."""
 
-    used: list[int]
+    captures: list[int]
 
-    def _graph_of(self, key: Any, *arrays: Any) -> Any:
-        if key not in self._captured:
-            self._captured[key], self._steps_without_capture = object(), 0  # type: ignore[assignment]
-        self.used.append(key.size)
+    def _arrays(self, *_: Any) -> list[Any]:
+        return []
+
+    def _capture(self, key: Any, _: Any) -> Any:
+        self.captures = [*getattr(self, "captures", []), key.size]
+        return step_graphs._Captured(Ignored(), ComputedAtCapture(), torch.empty(0))  # type: ignore[arg-type]
 
     def replay(self, tokens: int) -> tuple[int, bool]:
         """Return (size of the graph that a step of so many decodes uses, True if the step captured it)."""
-        held = len(self._captured)
-        self._steps_without_capture += 1
-        self._graph_of(self._chosen("decode", self._decode_sizes, tokens, shared=False))
-        return self.used[-1], len(self._captured) > held
+        held, nothing = self.num_captured, Any
+        key = self._chosen("decode", self._decode_sizes, tokens, shared=False)
+        self._graph_of(key, nothing, nothing)  # type: ignore[arg-type]
+        return key.size, self.num_captured > held
 
 
 @pytest.fixture
@@ -224,7 +232,6 @@ def recorded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(step_graphs, "StepGraphs", Recorded)
     graphs = make_runner(tiny_llama, max_running_requests=256)._graphs
     assert isinstance(graphs, Recorded)
-    graphs.used = []
     return graphs
 
 
@@ -250,11 +257,10 @@ def test_the_choice_of_graphs_is_the_same_on_all_ranks(tiny_llama: Path, recorde
     """It depends on steps and captures only, which all ranks have in common."""
     other = make_runner(tiny_llama, max_running_requests=256)._graphs
     assert isinstance(other, Recorded)
-    other.used = []
     steps = [256 - step // 3 for step in range(600)]
     assert [recorded.replay(n) for n in steps] == [other.replay(n) for n in steps]
-    captures = len(recorded._captured)
-    assert captures < 600 / step_graphs._CAPTURE_INTERVAL + 6, "a batch that shrinks captures few sizes"
+    assert recorded.captures == other.captures
+    assert len(recorded.captures) < 600 / step_graphs._CAPTURE_INTERVAL + 6, "a batch that shrinks captures few sizes"
 
 
 @pytest.mark.parametrize(("settings", "largest"), [({}, 40), ({"cuda_graph_max_bs": 16}, 16)])

@@ -119,7 +119,6 @@ class StepGraphs:
         all_sampled = decodes and len(sample) == n
         kind, sizes = ("decode", self._decode_sizes) if all_sampled else ("mixed", self._mixed_sizes)
         last = None if all_sampled else placement.last[sample]
-        self._steps_without_capture += 1
         rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
         for cascade in (True, False):  # if one graph could not be captured, the other may exist
             work = self._backend.plan_decodes(rows, lens, cascade=cascade)
@@ -139,6 +138,7 @@ class StepGraphs:
         larger than the step, it is replayed with more padding, and at most one of `_CAPTURE_INTERVAL` steps captures
         the next size. The choice depends on nothing that differs between ranks.
         """
+        self._steps_without_capture += 1
         exact, *larger = (_Key(kind, size, shared) for size in sizes[bisect.bisect_left(sizes, tokens) :])
         if exact not in self._captured and (self._is_full or self._steps_without_capture < _CAPTURE_INTERVAL):
             for key in larger:
