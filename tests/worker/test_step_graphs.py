@@ -340,7 +340,7 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: free)
+    monkeypatch.setattr(step_graphs, "_are_free", lambda wanted, _: free >= wanted)
     runner = make_runner(tiny_llama, page_size=4)
     assert runner._graphs is not None
     other = OtherRank(other_can)
@@ -354,7 +354,7 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
 def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ends and names the cause, because the other ranks wait in the step's sums and cannot vote."""
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
-    monkeypatch.setattr(step_graphs, "_free_bytes", lambda _: 2**31)
+    monkeypatch.setattr(step_graphs, "_are_free", lambda wanted, _: wanted <= 2**31)
     runner = make_runner(tiny_llama, page_size=4)
     assert runner._graphs is not None
     other = OtherRank([True, True])

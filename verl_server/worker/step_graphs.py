@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,7 +209,7 @@ class StepGraphs:
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         """Capture the graph on all ranks, or raise torch.OutOfMemoryError on all ranks."""
         room = self._room(key) + self._kept_free
-        if not self._tp.all_agree(_free_bytes(self._kv.device) >= room):
+        if not self._tp.all_agree(_are_free(room, self._kv.device)):
             raise torch.OutOfMemoryError(f"less than {room >> 20} MiB are left on this or another rank's device")
         start = time.perf_counter()
         inputs = PackedInts(self._capacities(key), self._kv.device)
@@ -317,13 +316,15 @@ def _borrowed(tensor: Tensor) -> Tensor:
     return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes of the device. Memory that torch's allocator keeps does not count: graphs may own it."""
+def _are_free(wanted: int, device: torch.device) -> bool:
+    """Return True if so many bytes of the device are free. Memory that torch's allocator keeps does not count, because
+    graphs may own it. The allocator gives back what it can only where that decides, since steps need it again."""
     if device.type == "cpu":
-        return math.inf
+        return True
+    if torch.cuda.mem_get_info(device)[0] >= wanted:
+        return True
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
+    return torch.cuda.mem_get_info(device)[0] >= wanted
 
 
 def _decode_sizes(max_bs: int) -> list[int]:
