@@ -46,7 +46,11 @@ LENGTHS = {
 }
 
 
-def benchmark(engine: EngineBase, episodes: list[Episode], group: int) -> None:
+_WARM_UP = 64
+"""Episodes of a short warm-up."""
+
+
+def benchmark(engine: EngineBase, episodes: list[Episode], group: int, only_work: bool) -> None:
     def run(name: str, work: Coroutine[Any, Any, Played]) -> Played:
         engine.flush_cache(timeout=10)
         played = uvloop.run(work)
@@ -54,8 +58,10 @@ def benchmark(engine: EngineBase, episodes: list[Episode], group: int) -> None:
         report(f"{name}_seconds", played.seconds, "s", **tokens, prefix_hit_rate=round(played.hit_rate, 4))
         return played
 
-    uvloop.run(play_at_own_pace(engine, episodes, waiting=False))  # warm-up
+    uvloop.run(play_at_own_pace(engine, episodes[:_WARM_UP] if only_work else episodes, waiting=False))
     work = run("work", play_at_own_pace(engine, episodes, waiting=False))
+    if only_work:
+        return
     token_seconds = _seconds_per_token_alone(engine, episodes)
     longest = max(episodes, key=lambda e: e.waiting + token_seconds * e.output_tokens)
     alone = run("longest_alone", _alone(engine, longest))
@@ -90,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=1, help="number of agents with the same prompt (1)")
     parser.add_argument("--wait-scale", type=float, default=1.0, help="factor for every environment wait (1.0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths, waits and observations (0)")
+    parser.add_argument("--only-work", action="store_true", help="run `work` alone, after a short warm-up")
     args = parser.parse_args(argv)
     args.agents = args.agents or (16 if args.shape == "tiny" else 128)
     args.turns = args.turns or (4 if args.shape == "tiny" else 8)
@@ -112,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         folder: Path = shape_folder(temporary, args.shape)
         settings = engine_settings(args, folder, port=0, max_running_requests=max(256, args.agents))
         with HttpServerEngineAdapter(**settings) as engine:
-            benchmark(engine, episodes, args.group)
+            benchmark(engine, episodes, args.group, args.only_work)
 
 
 if __name__ == "__main__":
