@@ -4,7 +4,8 @@
     python -m benchmarks.rl_shapes --device cuda --shape 0.6b --only top_p top_logprobs
 
 The prefix cache is on, and each output token has its log-probability. Each setting is run twice and the second run is
-the figure. `prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
+the figure. Plain sampling runs between the settings, and a share is relative to the runs before and after.
+`prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
 log-probabilities. `benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
 """
 
@@ -69,13 +70,24 @@ def prompt_rate(engine: Engine, prompts: list[list[int]], logprobs: bool) -> flo
 
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = make_workload(args.shape).first(args.requests)
-    names = [name for name in SETTINGS if name in args.only or name == "plain"]
+    names = [name for name in SETTINGS if name in args.only and name != "plain"]
     with Engine(**engine_settings(args, folder, max_running_requests=256)) as engine:
-        plain = 0.0
+        rates = [output_rate(engine, work, SETTINGS["plain"]) for _ in range(args.runs)]
+        report("plain", rates[-1], "tokens/s", first=round(rates[0], 1))
+        before = rates[-1]
         for name in names:
             rates = [output_rate(engine, work, SETTINGS[name]) for _ in range(args.runs)]
-            plain = plain or rates[-1]
-            report(name, rates[-1], "tokens/s", first=round(rates[0], 1), of_plain=round(rates[-1] / plain, 3))
+            after = output_rate(engine, work, SETTINGS["plain"])
+            of_plain = 2 * rates[-1] / (before + after)
+            report(
+                name,
+                rates[-1],
+                "tokens/s",
+                first=round(rates[0], 1),
+                plain=round(after, 1),
+                of_plain=round(of_plain, 3),
+            )
+            before = after
         if "prompt_logprobs" in args.only:
             prompts = uniform_workload(*PROMPTS[args.shape], 1).prompts
             without, with_ = (

@@ -39,8 +39,8 @@ def test_rl_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     rl_shapes.main([*SMALL, "--requests", "2", "--runs", "1"])
     found = figures(capsys)
     assert set(found) == {"run", *rl_shapes.SETTINGS, "prompts", "prompt_logprobs"}
-    assert found["plain"]["of_plain"] == 1
-    assert found["top_p"]["of_plain"] == pytest.approx(found["top_p"]["value"] / found["plain"]["value"], rel=1e-2)
+    around = (found["plain"]["value"] + found["top_p"]["plain"]) / 2
+    assert found["top_p"]["of_plain"] == pytest.approx(found["top_p"]["value"] / around, rel=1e-2)
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_server.kernels import draw
+from verl_server.sampling.distribution import SamplingOps
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import PromptCandidates
 from verl_server.sampling.sampler import Sampler
@@ -45,10 +47,35 @@ def spec(
     )
 
 
+@pytest.fixture(
+    params=[
+        "torch",
+        "cpp",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+        ),
+    ]
+)
+def ops(request: pytest.FixtureRequest) -> SamplingOps:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        from verl_server.sampling.fused import FusedOps
+
+        return FusedOps()
+    return SamplingOps() if request.param == "torch" else SamplingOps(request.getfixturevalue("cpu_kernels").choose)
+
+
+@pytest.fixture
+def sampler(ops: SamplingOps) -> Sampler:
+    return Sampler(VOCAB, torch.device("cpu"), ops)
+
+
 @pytest.fixture(params=["torch", "cpp"])
-def sampler(request: pytest.FixtureRequest) -> Sampler:
+def fast_sampler(request: pytest.FixtureRequest) -> Sampler:
+    """A sampler for thousands of draws, for which the interpreter of kernels is too slow."""
     choose = draw.choose if request.param == "torch" else request.getfixturevalue("cpu_kernels").choose
-    return Sampler(VOCAB, torch.device("cpu"), choose)
+    return Sampler(VOCAB, torch.device("cpu"), SamplingOps(choose))
 
 
 def sample(sampler: Sampler, logits: Tensor, specs: list[SampleSpec]) -> ForwardOutput:
@@ -110,19 +137,19 @@ def reference_probs(
         {"top_k": 3, "top_p": 1e-6},
     ],
 )
-def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(fast_sampler: Sampler, params: dict[str, Any]) -> None:
     logits = random_logits()
-    assert_distribution(draw_counts(sampler, logits, **params), reference_probs(logits, **params).float())
+    assert_distribution(draw_counts(fast_sampler, logits, **params), reference_probs(logits, **params).float())
 
 
-def test_draws_follow_the_distribution_over_seeds_and_over_positions(sampler: Sampler) -> None:
+def test_draws_follow_the_distribution_over_seeds_and_over_positions(fast_sampler: Sampler) -> None:
     logits = random_logits()
     probs = reference_probs(logits).float()
     for seeds in (range(-4000, 4000), range(2**63 - 4000, 2**63), range(0, 2**62, 2**50)):
-        by_seed = sample(sampler, logits.expand(len(seeds), -1), [spec(seed=s) for s in seeds])
+        by_seed = sample(fast_sampler, logits.expand(len(seeds), -1), [spec(seed=s) for s in seeds])
         assert_distribution(torch.bincount(torch.tensor(by_seed.next_ids), minlength=VOCAB).float(), probs)
     specs = [spec(seed=7) for _ in range(4000)]
-    by_position = sampler.launch(logits.expand(4000, -1).clone(), specs, np.arange(4000))
+    by_position = fast_sampler.launch(logits.expand(4000, -1).clone(), specs, np.arange(4000))
     assert_distribution(torch.bincount(by_position.ids, minlength=VOCAB).float(), probs)
 
 
@@ -145,32 +172,40 @@ def test_a_draw_ignores_the_batch_around_it_and_what_ran_before(sampler: Sampler
         assert sample(again, logits[2:3], [spec(seed=11, **params)]).next_ids == alone.next_ids
 
 
-def test_each_row_has_its_own_filters() -> None:
+def filtered(ops: SamplingOps, logits: Tensor, filters: Filters) -> Tensor:
+    """Return `logits` [n, vocab] with -inf for the tokens that the filters remove, as seen in log-probabilities."""
+    n, vocab = logits.shape
+    rows = ops.distribution(logits, None, torch.ones(n)).filtered(filters)
+    logprobs = rows.of(torch.arange(vocab).expand(n, -1))
+    return logits.masked_fill(logprobs <= draw.LOWEST, -torch.inf)
+
+
+def test_each_row_has_its_own_filters(ops: SamplingOps) -> None:
     """The rows of a batch are filtered together, up to the widest top-k."""
     logits = random_logits(6)
     settings: list[dict[str, Any]] = [{"top_k": 2}, {}, {"top_k": 7}, {"min_p": 0.2}, {"top_k": 3, "min_p": 0.9}, {}]
     settings[5] = {"top_k": 1}  # greedy: not filtered
     filters = Filters([spec(**params) for params in settings], VOCAB, torch.device("cpu"))
-    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite().sum(-1).tolist()
+    kept = filtered(ops, logits, filters).isfinite().sum(-1).tolist()
     likely = (logits[3] >= logits[3].max() + math.log(0.2)).sum()
     assert kept == [2, VOCAB, 7, int(likely), 1, VOCAB]
 
 
 def test_equally_likely_tokens_stay_or_go_together(sampler: Sampler) -> None:
     """Equally likely tokens are all kept or all cut, because their order after a sort depends on device and batch."""
-    logits = torch.full((400, VOCAB), -3.0)
+    logits = torch.full((24, VOCAB), -3.0)
     logits[:, [5, 11, 17]], logits[:, 30] = 1.0, 2.0
     for params in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}):
-        drawn = sample(sampler, logits, [spec(seed=s, **params) for s in range(400)]).next_ids
+        drawn = sample(sampler, logits, [spec(seed=s, **params) for s in range(24)]).next_ids
         assert set(drawn) == {5, 11, 17, 30}, params
 
 
 @pytest.mark.parametrize("scale", [0.01, 4.0])
-def test_top_p_of_a_large_vocabulary(scale: float) -> None:
+def test_top_p_of_a_large_vocabulary(ops: SamplingOps, scale: float) -> None:
     """Cases in which a few candidates hold enough probability, and cases in which all tokens must be sorted."""
     logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
     filters = Filters([spec(top_p=p) for p in (0.3, 0.9, 0.99)], 5000, torch.device("cpu"))
-    kept = filters(logits, logits.logsumexp(-1, keepdim=True)).isfinite()
+    kept = filtered(ops, logits, filters).isfinite()
     for row, top_p in enumerate((0.3, 0.9, 0.99)):
         probs = logits[row].double().softmax(-1)
         before = (probs > probs.unsqueeze(1)).double() @ probs
@@ -180,8 +215,8 @@ def test_top_p_of_a_large_vocabulary(scale: float) -> None:
 
 def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> None:
     """Filters that keep every token, a zero bias and reported candidates leave the noise as it is."""
-    logits = random_logits(300)
-    plain = sample(sampler, logits, [spec(seed=s) for s in range(300)]).next_ids
+    logits = random_logits(10)
+    plain = sample(sampler, logits, [spec(seed=s) for s in range(10)]).next_ids
     settings: list[dict[str, Any]] = [
         {"top_k": VOCAB},
         {"top_p": 1 - 1e-12},
@@ -192,8 +227,8 @@ def test_settings_that_change_nothing_draw_the_same_tokens(sampler: Sampler) -> 
         {"min_new_tokens": 1},
     ]
     for same in settings:
-        assert sample(sampler, logits, [spec(seed=s, **same) for s in range(300)]).next_ids == plain
-        mixed = [spec(seed=s, **(same if s % 2 else {})) for s in range(300)]
+        assert sample(sampler, logits, [spec(seed=s, **same) for s in range(10)]).next_ids == plain
+        mixed = [spec(seed=s, **(same if s % 2 else {})) for s in range(10)]
         assert sample(sampler, logits, mixed).next_ids == plain
 
 
@@ -264,13 +299,46 @@ def test_penalties_count_each_token_once_after_a_launch_that_failed(monkeypatch:
     sample(sampler, logits.clone(), [s])
     s.output_ids.append(4)
     with monkeypatch.context() as failing:
-        failing.setattr(sampler._penalties, "_index", no_memory)
+        failing.setattr(Tensor, "index_add_", no_memory)
         with pytest.raises(MemoryError):
             sample(sampler, logits.clone(), [s])
     sampler.forget()
     again = sample(sampler, logits.clone(), [s])
     expected = sample(Sampler(VOCAB, torch.device("cpu")), logits.clone(), [s])
     assert again.next_ids == expected.next_ids and again.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_penalties_count_tokens_that_the_host_has_not_seen(sampler: Sampler, seen: bool) -> None:
+    """While steps overlap, a token is sampled before the one before it is in `output_ids`.
+
+    A step may also leave the newest token of a row out (`left_out`), compute fewer rows, or take new ones.
+    """
+    a = spec(presence_penalty=0.9, frequency_penalty=0.5, temperature=0.0)
+    b = spec(prompt=(6, 7), output=(4, 4), repetition_penalty=1.6, temperature=0.0)
+    outputs = {id(s): list(s.output_ids) for s in (a, b)}
+    for step, (batch, dropped) in enumerate(
+        [([a], a), ([a], None), ([b, a], b), ([b, a], None), ([b], None), ([a], None)]
+    ):
+        logits = random_logits(len(batch), seed=step)
+        lens = [len(s.prompt_ids) + len(outputs[id(s)]) for s in batch]
+        got = sampler.launch(logits.clone(), batch, np.array(lens)).read()
+        for s in (a, b):  # the host receives the step before
+            s.output_ids[:] = outputs[id(s)]
+        for i, s in enumerate(batch):
+            assert got.next_ids[i] == int(penalized(logits[i], s).argmax()), (step, i)
+            if s is not dropped:
+                outputs[id(s)].append(got.next_ids[i])
+                if seen:
+                    s.output_ids.append(got.next_ids[i])
+
+
+def test_a_line_of_counts_that_changes_hands_has_no_token_of_its_former_row(sampler: Sampler) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 0.2
+    first, second = (spec(prompt=(1,), output=output, presence_penalty=1.0, temperature=0.0) for output in ((), (3,)))
+    assert sample(sampler, logits, [first]).next_ids == [9]
+    assert sample(sampler, logits, [second]).next_ids == [9]
 
 
 def no_memory(*_: object) -> Tensor:
@@ -323,17 +391,17 @@ def test_min_new_tokens_needs_no_output_values(sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_any_float_type_and_padded_rows(sampler: Sampler, dtype: torch.dtype) -> None:
-    padded = torch.randn(40, VOCAB + 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    specs = [spec(seed=s, **({"top_k": 9} if s % 3 == 0 else {"temperature": 0.7})) for s in range(40)]
+    padded = torch.randn(12, VOCAB + 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    specs = [spec(seed=s, **({"top_k": 9} if s % 3 == 0 else {"temperature": 0.7})) for s in range(12)]
     got = sample(sampler, padded[:, :VOCAB], specs)
     expected = sample(sampler, padded[:, :VOCAB].float().contiguous(), specs)
     assert got.next_ids == expected.next_ids and got.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
 
 
-def test_prompt_candidates_over_chunks() -> None:
+def test_prompt_candidates_over_chunks(ops: SamplingOps) -> None:
     """The results for each target are raw log-probabilities in the order of the prompt, for any chunks."""
     logits, targets = random_logits(7), [3, 1, 4, 1, 5, 9, 2]
-    prompt = PromptCandidates(targets, top_num=2, requested=[8, 0])
+    prompt = PromptCandidates(ops, targets, top_num=2, requested=[8, 0])
     for chunk in (slice(0, 3), slice(3, 4), slice(4, 7)):
         prompt.launch(logits[chunk].clone())
     part, expected = prompt.read(), logits.log_softmax(-1)
@@ -346,7 +414,7 @@ def test_prompt_candidates_over_chunks() -> None:
         assert part.top[i].token_ids == expected[i].topk(2).indices.tolist()
         assert part.requested[i].token_ids == [8, 0]
         assert part.requested[i].logprobs == pytest.approx(expected[i, [8, 0]].tolist(), abs=1e-5)
-    plain = PromptCandidates([1], 0, None)
+    plain = PromptCandidates(ops, [1], 0, None)
     plain.launch(logits[:1].clone())
     assert plain.read().top is None and plain.read().requested is None
 
@@ -372,7 +440,7 @@ def test_a_sampled_token_has_one_logprob_in_all_places(sampler: Sampler, mode: s
     The vocabulary has many blocks, so that the kernel of plain rows would add up in another order.
     """
     vocab = 1000
-    wide = Sampler(vocab, torch.device("cpu"), sampler._choose)
+    wide = Sampler(vocab, torch.device("cpu"), sampler.ops)
     for seed in range(2):
         specs = [spec(seed=seed, top=vocab, ids=list(range(vocab)), logprobs_mode=mode, **s) for s in SETTINGS]
         logits = 3.0 * torch.randn(len(specs) + 1, vocab, generator=torch.Generator().manual_seed(seed))
@@ -391,8 +459,8 @@ def test_modes_name_the_distribution_of_logprobs(sampler: Sampler, settings: dic
     logits, every = random_logits(1, seed=3), list(range(VOCAB))
     s = spec(seed=5, ids=every, **settings)
     drawn_from = masked(penalized(logits[0], s), s) / (s.params.temperature or 1.0)
-    filtered = Filters([s], VOCAB, torch.device("cpu"))(drawn_from[None], drawn_from.logsumexp(-1)[None, None])[0]
-    expected = {"default": drawn_from, "raw": logits[0], "sampling": filtered}
+    after = filtered(SamplingOps(), drawn_from[None], Filters([s], VOCAB, torch.device("cpu")))[0]
+    expected = {"default": drawn_from, "raw": logits[0], "sampling": after}
     token = sample(sampler, logits, [s]).next_ids[0]
     if s.params.is_greedy:
         expected["sampling"] = torch.full((VOCAB,), -math.inf).index_fill(0, torch.tensor([token]), 0.0)
@@ -526,19 +594,21 @@ def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, f
         {"temperature": 0.0, "mask": 2},
     ]
     batches = [settings[:3], settings, settings[3:], settings[:1], settings[-1:]]
-    choose = draw.choose
+    on_device = SamplingOps()
     if fused:
-        from verl_server.kernels.sampling import choose
-    on_cuda = Sampler(VOCAB, torch.device("cuda"), choose)
+        from verl_server.sampling.fused import FusedOps
+
+        on_device = FusedOps()
+    on_cuda = Sampler(VOCAB, torch.device("cuda"), on_device)
     for step, batch in enumerate(batches * 2):
         specs = [spec(seed=s, output=(step,) * step, **params) for s, params in enumerate(batch * 5)]
         positions = np.arange(len(specs)) + 3 + step
         logits = random_logits(len(specs), seed=step)
-        on_device = logits.cuda()
+        moved = logits.cuda()
         if step >= len(batches):  # the first round compiles
             torch.cuda.set_sync_debug_mode("error")
         try:
-            sampled = on_cuda.launch(on_device, specs, positions)
+            sampled = on_cuda.launch(moved, specs, positions)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

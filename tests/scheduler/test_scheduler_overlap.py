@@ -142,15 +142,23 @@ def test_nobody_is_retracted_in_flight() -> None:
     assert all(h.tokens[f"r{i}"] == generate(prompt(i, 12), 40, 0) for i in range(6))
 
 
-def test_penalties_know_every_token() -> None:
+def test_forbidden_words_of_several_tokens_know_every_token() -> None:
     h = overlapped()
     h.add("plain", prompt(1, 6), 10)
     # The fake refuses a step in which a token of this request is pending.
-    h.add("penalized", prompt(2, 6), 4, frequency_penalty=1.0)
+    h.add("worded", prompt(2, 6), 4, bad_words_ids=[[1, 2]])
     h.run()
-    assert h.tokens["penalized"] == generate(prompt(2, 6), 4, 0)
+    assert h.tokens["worded"] == generate(prompt(2, 6), 4, 0)
     pending = [batch.input_ids.count(-1) for batch in h.runner.batches]
     assert pending == [0] * 4 + [0] + [1] * 5, "after it ended, steps overlap again"
+
+
+def test_penalties_do_not_wait_for_tokens() -> None:
+    """The sampler counts tokens on the device, so the next step is launched while they are pending."""
+    h = overlapped()
+    h.add("penalized", prompt(2, 6), 4, frequency_penalty=1.0)
+    h.run()
+    assert [batch.input_ids.count(-1) for batch in h.runner.batches] == [0, 1, 1, 1]
 
 
 def test_a_prefill_ends_when_its_last_chunk_was_collected() -> None:

@@ -7,7 +7,6 @@ hook keeps them from being compiled. `fill` compiles three kernels for a GPU tha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -18,13 +17,14 @@ import torch
 
 from tests.parity.harness import Driver, random_prompt
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import compilation, multiprocessors
+from verl_server.kernels import compilation, multiprocessors, sampling
 from verl_server.models import triton_attention
 from verl_server.server_args import ServerArgs
-from verl_server.worker import compile_process, kernel_choice, model_runner, step_graphs
+from verl_server.worker import compile_process, model_runner, step_graphs
 from verl_server.worker.compile_ahead import compile_request
 from verl_server.worker.compile_jobs import Job, TargetOnly, record_jobs
 from verl_server.worker.cuda_context import GpuKind
+from verl_server.worker.kernel_choice import KernelChoice
 from verl_server.worker.model_runner import ModelRunner
 
 GPU = GpuKind(90, 132)
@@ -44,19 +44,15 @@ def capture(*_: object, **__: object) -> Iterator[None]:
     yield
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstToken(kernel_choice.KernelChoice):
-    """Launches the draw and takes token 0, because no kernel computes anything here."""
+def take_first_tokens() -> None:
+    """Let each draw be launched and return token 0, because no kernel computes anything here."""
+    draw_rows = sampling.draw_rows
 
-    @property
-    def choose(self) -> Any:
-        def chosen(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            from verl_server.kernels import sampling
+    def drawn(logits: torch.Tensor, *args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, logprobs = draw_rows(logits, *args, **more)
+        return torch.zeros_like(ids), torch.zeros_like(logprobs)
 
-            sampling.choose(logits, *args)
-            return torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
-
-        return chosen
+    sampling.draw_rows = drawn
 
 
 def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
@@ -70,7 +66,8 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
         found.add(compile["specialization_data"])
         return True
 
-    model_runner.choose_kernels = lambda *_: FirstToken("triton", fused=True)  # type: ignore[assignment]
+    model_runner.choose_kernels = lambda *_: KernelChoice("triton", fused=True)
+    take_first_tokens()
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture  # type: ignore[assignment, misc]
     triton_attention._MIN_RUN_KEYS, triton_attention._MIN_SAVED_BYTES = 4, 1
     step_graphs.MOST_GRAPH_TOKENS = 32
@@ -86,19 +83,23 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
     steps.finish([first], 3)  # a prompt above the largest graph, then decodes of one request
     others = [steps.add(first.spec.prompt_ids + random_prompt(n, seed=n), shared=first) for n in (1, 2, 200)]
     steps.finish([first, *others], 6, chunk=150)
-    many = [steps.add(random_prompt(n % 7 + 1, seed=n), temperature=n % 2, top_k=5 if n % 3 else -1) for n in range(40)]
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}]
+    many = [steps.add(random_prompt(n % 7 + 1, seed=n), temperature=n % 2, **kinds[n % 5]) for n in range(40)]
     steps.finish(many, 4, chunk=64)
     for tokens, count in enumerate((19, 5, 3), 5):
         steps.finish(many[:count], tokens)
+    for tokens, kind in enumerate(range(5), 8):
+        steps.finish(many[kind::5], tokens)
     knobs.runtime.jit_cache_hook = None
     return found
 
 
 def drift(folder: Path) -> dict[str, Any]:
     args = ServerArgs(model_path=str(folder), load_format="dummy", device="cuda", dtype="bfloat16", page_size=4)
-    ahead = {job.specialization for job in record_jobs(args, GPU)}
+    ahead = {job.specialization: job.name for job in record_jobs(args, GPU)}
     launched = launched_kernels(args, graphs=True) | launched_kernels(args, graphs=False)
-    return {"missing": sorted(launched - ahead), "launched": len(launched), "ahead": len(ahead)}
+    unused = {name for specialization, name in ahead.items() if specialization not in launched}
+    return {"missing": sorted(launched - ahead.keys()), "unused": sorted(unused)}
 
 
 def fill(folder: Path) -> dict[str, Any]:

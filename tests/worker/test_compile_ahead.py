@@ -52,6 +52,10 @@ def wide_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("wide"), "qwen3", weights=False, **shape, **heads)
 
 
+SELDOM = {"_mask_tile", "copy_tiles", "_weigh_blocks", "_norm_rows", "_draw_row", "_search_row", "_top_of_row"}
+"""Kernels with forms for masks, updates of weights, and settings of sampling that the steps below do not combine."""
+
+
 @pytest.mark.parametrize("model", ["wide_qwen3", "tiny_qwen2"])
 def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     model: str, request: pytest.FixtureRequest, cache: Path
@@ -59,7 +63,8 @@ def test_steps_launch_no_kernel_that_is_not_compiled_ahead(
     """Steps with and without graphs, shared keys, prompts of all lengths, plain and special sampling."""
     result = kernels("drift", request.getfixturevalue(model))
     assert result["missing"] == []
-    assert result["launched"] == result["ahead"] - 3, "all but the mask and the two copies of weights"
+    rest = set(result["unused"]) - SELDOM
+    assert not rest, "kernels that no step launches"
 
 
 def test_kernels_are_compiled_into_the_cache_once(tiny_qwen3: Path, cache: Path) -> None:

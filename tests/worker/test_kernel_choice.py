@@ -18,11 +18,11 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import draw
 from verl_server.kernels.cpu.kernels import CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.config import ModelConfig
 from verl_server.models.ops import TORCH_OPS, linear
+from verl_server.sampling.distribution import SamplingOps
 from verl_server.server_args import ServerArgs
 from verl_server.worker import kernel_choice
 from verl_server.worker.cpu_choice import CpuChoice, make_choice
@@ -78,12 +78,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch, cpu_kernels: CpuKernels, tmp_path:
 
 def test_the_cpu_takes_compiled_kernels(compiled: list[CpuChoice]) -> None:
     choice = choose()
-    assert choice.attention == "cpp" and choice.ops(CPU) is not TORCH_OPS and choice.choose is not draw.choose
+    assert choice.attention == "cpp" and choice.ops(CPU) is not TORCH_OPS and choice.sampling != SamplingOps()
 
 
 def test_each_switch_for_itself(compiled: list[CpuChoice]) -> None:
     attends = choose(fused_kernels=False)
-    assert attends.attention == "cpp" and attends.ops(CPU) is TORCH_OPS and attends.choose is draw.choose
+    assert attends.attention == "cpp" and attends.ops(CPU) is TORCH_OPS and attends.sampling == SamplingOps()
     fused = choose(attention_backend="torch")
     assert fused.attention == "torch" and fused.ops(CPU) is not TORCH_OPS
     assert choose(attention_backend="torch", fused_kernels=False) == KernelChoice()
@@ -127,7 +127,7 @@ def test_attention_that_is_asked_for_by_name_is_not_measured_away(compiled: list
 def test_the_choice_can_be_fixed(compiled: list[CpuChoice], rows: int) -> None:
     ours, theirs = choose(cpu_kernel_choice="cpp"), choose(cpu_kernel_choice="torch")
     assert ours.attention == "cpp" and ours.cpu_attends is None and runs_compiled(ours, rows)
-    assert theirs.attention == "torch" and theirs.cpu_linear is linear and theirs.choose is not draw.choose
+    assert theirs.attention == "torch" and theirs.cpu_linear is linear and theirs.sampling != SamplingOps()
     assert choose(cpu_kernel_choice="torch", attention_backend="cpp").attention == "cpp"
     assert not compiled
 

@@ -1,7 +1,12 @@
-"""The draw of `kernels.draw` on CUDA: one pass over the logits of the output head, then one program for each row.
+"""The draw of `kernels.draw` on CUDA, and the parts of a softmax that filters and log-probabilities share with it.
 
-The first kernel stores the largest logit and the sum of exponentials of each block. The second kernel computes the
-normalizer from them and draws, so the log-probability of a sampled token needs no further pass.
+`weigh` reads the logits once, and stores the largest logit and the sum of exponentials of each block of 64 tokens. All
+else follows from these: `norms` is the normalizer of each row, `draw_rows` chooses a block and then a token, and the
+tokens with the largest logits are in the blocks with the largest maxima (`sampling.fused`).
+
+The functions share these arguments. `logits` [rows, vocab] have any float dtype, and the tokens of a row are
+contiguous. `scales` [n] fp32 are multiplied with them. `index` [n] int64 names the row of `logits` of each of the n
+rows, None: row i is `logits[i]`. `lowest` [n] fp32: a token whose scaled logit is lower cannot be drawn, None: all can.
 """
 
 from __future__ import annotations
@@ -23,30 +28,83 @@ _TILE_BLOCKS = 64
 
 def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """The same as `draw.choose`. The elements of a row of `logits` must be contiguous; rows may have any stride."""
-    n, vocab = logits.shape
+    return draw_rows(logits, scales, greedy, keys, weigh(logits, scales))
+
+
+def weigh(
+    logits: Tensor,
+    scales: Tensor,
+    index: Tensor | None = None,
+    lowest: Tensor | None = None,
+    targets: Tensor | None = None,
+) -> Tensor:
+    """Return [2, n, blocks] fp32: the largest scaled logit of each block (-inf: no token can be drawn), and the sum of
+    exponentials relative to it.
+
+    With `targets` [n] int64, the result is [3, n, blocks], and its last part is the number of tokens in the block that
+    are more likely than the target of the row.
+    """
+    n, vocab = len(scales), logits.shape[1]
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, draw.BLOCK)
-    tops = torch.empty((2, n, blocks), dtype=torch.float32, device=logits.device)
+    weights = torch.empty((2 if targets is None else 3, n, blocks), dtype=torch.float32, device=logits.device)
+    grid = (n, triton.cdiv(blocks, _TILE_BLOCKS))
+    _weigh_blocks[grid](
+        logits, scales, index, lowest, targets, weights, n, logits.stride(0), vocab, blocks, _TILE_BLOCKS, num_warps=8
+    )
+    return weights
+
+
+def norms(weights: Tensor) -> Tensor:
+    """Return [2, n] fp32 from `weigh`: the largest logit of each row, and the logarithm of its sum of exponentials
+    relative to it. With targets, the result is [3, n], and its last part is the rank of the target, 1 for the largest.
+
+    The largest logit is at least `draw.LOWEST`. The logarithm is NaN for a row with NaN or +inf, and -inf for a row in
+    which no token can be drawn.
+    """
+    parts, n, blocks = weights.shape
+    result = torch.empty((parts, n), dtype=torch.float32, device=weights.device)
+    _norm_rows[(n,)](weights, result, n, parts == 3, blocks, triton.next_power_of_2(blocks), num_warps=8)
+    return result
+
+
+def draw_rows(
+    logits: Tensor,
+    scales: Tensor,
+    greedy: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    index: Tensor | None = None,
+    lowest: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row, given `weigh` of the same rows with the same `lowest`.
+
+    `greedy` [n] bool, `keys` [n] int64 and the results are those of `draw.choose`. With `norms` [2, n], the
+    log-probabilities are those of the rows whose `norms` they are, and +inf for a row without tokens.
+    """
+    n, vocab = len(scales), logits.shape[1]
     ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)
-    stride = logits.stride(0)
-    _weigh_blocks[(n, triton.cdiv(blocks, _TILE_BLOCKS))](
-        logits, scales, tops, n, stride, vocab, blocks, _TILE_BLOCKS, num_warps=8
-    )
+    blocks = weights.shape[2]
     _draw_row[(n,)](
         logits,
         scales,
+        index,
+        lowest,
+        norms,
         greedy,
         keys,
-        tops,
+        weights,
         ids,
         logprobs,
         n,
-        stride,
+        logits.stride(0),
         vocab,
         blocks,
         triton.next_power_of_2(blocks),
         num_warps=8,
+        enable_fp_fusion=False,  # a token has the same log-probability, bit for bit, as where PyTorch computes it
     )
     return ids, logprobs
 
@@ -55,34 +113,69 @@ def choose(logits: Tensor, scales: Tensor, greedy: Tensor, keys: Tensor) -> tupl
 def _weigh_blocks(
     logits: tl.tensor,
     scales: tl.tensor,
-    tops: tl.tensor,
+    index: tl.tensor,
+    lowest: tl.tensor,
+    targets: tl.tensor,
+    weights: tl.tensor,
     rows: tl.tensor,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Program (row, tile) stores the largest logit of each block in tops[0, row, block], and the sum of exponentials
-    relative to it in tops[1, row, block]. They are -inf and 0 for a block in which no token can be drawn."""
+    """Program (row, tile) computes `TILE` blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
+    source = logits + _source_row(index, row) * STRIDE
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    values = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=-float("inf"))
-    values = values.to(tl.float32) * tl.load(scales + row)
+    raw = tl.load(source + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    values = raw * tl.load(scales + row)
+    if lowest is not None:
+        values = tl.where(values < tl.load(lowest + row), -float("inf"), values)
     top = tl.max(values, 1)
     total = tl.sum(tl.exp(values - tl.where(top == -float("inf"), 0.0, top)[:, None]), 1)
-    target = tops + row * BLOCKS + block
-    tl.store(target, top, mask=block < BLOCKS)
-    tl.store(target + rows.to(tl.int64) * BLOCKS, total, mask=block < BLOCKS)
+    place = weights + row * BLOCKS + block
+    tl.store(place, top, mask=block < BLOCKS)
+    tl.store(place + rows.to(tl.int64) * BLOCKS, total, mask=block < BLOCKS)
+    if targets is not None:
+        target = tl.load(source + tl.load(targets + row)).to(tl.float32)
+        above = tl.sum((raw > target).to(tl.float32), 1)
+        tl.store(place + 2 * rows.to(tl.int64) * BLOCKS, above, mask=block < BLOCKS)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _norm_rows(
+    weights: tl.tensor,
+    result: tl.tensor,
+    rows: tl.tensor,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    rows = rows.to(tl.int64)
+    block = tl.arange(0, WIDTH)
+    place = weights + row * BLOCKS + block
+    tops = tl.load(place, mask=block < BLOCKS, other=-float("inf"))
+    totals = tl.load(place + rows * BLOCKS, mask=block < BLOCKS, other=0.0)
+    top = tl.maximum(tl.max(tops, 0), _LOWEST)
+    tl.store(result + row, top)
+    tl.store(result + rows + row, tl.log(tl.sum(totals * tl.exp(tops - top), 0)))
+    if RANKS:
+        above = tl.load(place + 2 * rows * BLOCKS, mask=block < BLOCKS, other=0.0)
+        tl.store(result + 2 * rows + row, 1 + tl.sum(above, 0))
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _draw_row(
     logits: tl.tensor,
     scales: tl.tensor,
+    index: tl.tensor,
+    lowest: tl.tensor,
+    norms: tl.tensor,
     greedy: tl.tensor,
     keys: tl.tensor,
-    tops: tl.tensor,
+    weights: tl.tensor,
     ids: tl.tensor,
     logprobs: tl.tensor,
     rows: tl.tensor,
@@ -92,11 +185,12 @@ def _draw_row(
     WIDTH: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    source = logits + _source_row(index, row) * STRIDE
     scale, key, takes_largest = tl.load(scales + row), tl.load(keys + row), tl.load(greedy + row)
     block = tl.arange(0, WIDTH)
-    source = tops + row * BLOCKS + block
-    largest = tl.load(source, mask=block < BLOCKS, other=-float("inf"))
-    total = tl.load(source + rows.to(tl.int64) * BLOCKS, mask=block < BLOCKS, other=0.0)
+    place = weights + row * BLOCKS + block
+    largest = tl.load(place, mask=block < BLOCKS, other=-float("inf"))
+    total = tl.load(place + rows.to(tl.int64) * BLOCKS, mask=block < BLOCKS, other=0.0)
     top = tl.max(largest, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
     norm = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
@@ -105,13 +199,29 @@ def _draw_row(
     score = tl.where(takes_largest, largest.to(tl.float64), noisy)
     chosen = tl.minimum(tl.argmax(score, 0), BLOCKS - 1)  # with NaN scores, argmax may return any number
     token = chosen * _BLOCK + tl.arange(0, _BLOCK)
-    value = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32) * scale
+    value = tl.load(source + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32) * scale
+    if lowest is not None:
+        value = tl.where(value < tl.load(lowest + row), -float("inf"), value)
     score = value.to(tl.float64) + tl.where(takes_largest, 0.0, _gumbel(key, token + 1))
     result = tl.minimum(chosen * _BLOCK + tl.argmax(score, 0), VOCAB - 1)
 
-    logprob = tl.load(logits + row * STRIDE + result).to(tl.float32) * scale - norm
     tl.store(ids + row, result.to(tl.int64))
-    tl.store(logprobs + row, tl.where(tl.abs(norm) < float("inf"), tl.maximum(logprob, _LOWEST), float("nan")))
+    value = tl.load(source + result).to(tl.float32) * scale
+    if norms is None:
+        logprob = tl.where(tl.abs(norm) < float("inf"), tl.maximum(value - norm, _LOWEST), float("nan"))
+    else:
+        rest = tl.load(norms + rows.to(tl.int64) + row)
+        logprob = tl.maximum((value - tl.load(norms + row)) - rest, _LOWEST)
+        logprob = tl.where(tl.abs(rest) < float("inf"), logprob, -rest)
+    tl.store(logprobs + row, logprob)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _source_row(index: tl.tensor, row: tl.tensor) -> tl.tensor:
+    if index is None:
+        return row
+    else:
+        return tl.load(index + row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

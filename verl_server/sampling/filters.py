@@ -9,6 +9,7 @@ logits become -inf, and the draw chooses among the other tokens with the same no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,35 +26,37 @@ _FIRST_CANDIDATES = 1024
 
 class Filters:
     def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
-        """`specs` are the rows of a batch. Greedy rows are not filtered, since the most likely token always stays."""
+        """`specs` are the n rows of a batch. Greedy rows are not filtered, since the most likely token always stays."""
 
-        def column(values: npt.NDArray[np.generic]) -> Tensor:
-            return to_device(values, device).unsqueeze(1)
+        def column(values: Sequence[float], dtype: npt.DTypeLike) -> Tensor:
+            return to_device(np.array(values, dtype=dtype), device)
 
-        params = [s.params for s in specs]
-        min_p = np.array([0.0 if p.is_greedy else p.min_p for p in params], dtype=np.float32)
-        with np.errstate(divide="ignore"):
-            self._log_min_p = column(np.log(min_p)) if min_p.any() else None
-        ranked = [i for i, p in enumerate(params) if not p.is_greedy and (p.top_p < 1.0 or p.top_k < vocab_size)]
-        self._ranked = to_device(np.array(ranked, dtype=np.int64), device) if ranked else None
-        """int64 indices of the rows with top-k or top-p, or None. `_top_k` and `_top_p` [rows, 1] are for these rows.
+        params = [None if s.params.is_greedy else s.params for s in specs]
+        top_k = [vocab_size if p is None else min(p.top_k, vocab_size) for p in params]
+        top_p = [1.0 if p is None else p.top_p for p in params]
+        min_p = [0.0 if p is None else p.min_p for p in params]
+        self.top_k, self.top_p = column(top_k, np.int32), column(top_p, np.float64)
+        """[n] int32 and [n] fp64; `vocab_size` and 1 keep all tokens."""
+        self.log_min_p = column([math.log(p) if p else -math.inf for p in min_p], np.float32)
+        """[n] fp32; -inf keeps all tokens."""
+        ranked = [i for i in range(len(specs)) if top_k[i] < vocab_size or top_p[i] < 1.0]
+        self._ranked = column(ranked, np.int64) if ranked else None
+        """int64 indices of the rows with top-k or top-p, or None."""
+        self._width = max((top_k[i] for i in ranked), default=0)
+        self.by_count, self.by_mass = min(top_k) < vocab_size, min(top_p) < 1.0
+        """True if any row has top-k, and top-p."""
+
+    def lowest(self, logits: Tensor, norms: Tensor) -> Tensor:
+        """Return the lowest logit [n, 1] that all filters keep, -inf if they keep all, by definition.
+
+        `logits` [n, vocab] are fp32, and `norms` [n, 1] are their logsumexp.
         """
-        if ranked:
-            top_k = np.array([min(params[i].top_k, vocab_size) for i in ranked], dtype=np.int64)
-            self._top_k, self._width = column(top_k), int(top_k.max())
-            self._top_p = column(np.array([params[i].top_p for i in ranked], dtype=np.float64))
-
-    def __call__(self, logits: Tensor, norms: Tensor) -> Tensor:
-        """A copy of `logits` [n, vocab] fp32 with -inf for removed tokens. `norms` [n, 1] are the rows' logsumexp."""
-        if self._log_min_p is not None:
-            lowest = logits.amax(-1, keepdim=True) + self._log_min_p
-        else:
-            lowest = torch.full_like(norms, -torch.inf)
+        lowest = logits.amax(-1, keepdim=True) + self.log_min_p.unsqueeze(1)
         if self._ranked is not None:
             rows = self._ranked
             by_rank = self._lowest_by_rank(logits.index_select(0, rows), norms.index_select(0, rows))
             lowest.index_copy_(0, rows, torch.maximum(by_rank, lowest.index_select(0, rows)))
-        return logits.masked_fill(logits < lowest, -torch.inf)
+        return lowest
 
     def _lowest_by_rank(self, logits: Tensor, norms: Tensor) -> Tensor:
         """The lowest logit [rows, 1] that top-k and top-p keep, for the rows that have one of these filters."""
@@ -71,8 +74,10 @@ class Filters:
 
         The bool is False if all of `values` are kept, so that further logits of the row may have to be kept as well.
         """
+        assert self._ranked is not None
         before = (values - norms).double().exp_().cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0.0
         ranks = torch.arange(values.shape[1], device=values.device)
-        kept = ((ranks < self._top_k) & (before < self._top_p)).sum(-1, keepdim=True)
+        top_k, top_p = (of.index_select(0, self._ranked).unsqueeze(1) for of in (self.top_k, self.top_p))
+        kept = ((ranks < top_k) & (before < top_p)).sum(-1, keepdim=True)
         return values.gather(1, (kept - 1).clamp_(min=0)), kept.squeeze(1) < values.shape[1]

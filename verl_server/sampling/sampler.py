@@ -1,10 +1,10 @@
 """`Sampler`: from logits to next tokens and log-probabilities, for a mixed batch, without waiting for the device.
 
 The sampler runs on rank 0. The order of operations is SGLang's. First, a token that a grammar forbids gets the logit
--inf, which no later operation changes. Then repetition penalty (prompt and output tokens), frequency and presence
-penalty (output tokens), `logit_bias`, `min_new_tokens`, the masks (`Masks`) and the temperature. Then top-k, top-p
-(cumulated over the unfiltered distribution) and min-p (relative to the largest probability) each filter the same
-distribution.
+-inf, and so does one that `min_new_tokens` or a mask forbids (`Masks`); no later operation changes that. Then follow
+repetition penalty (prompt and output tokens), frequency and presence penalty (output tokens), `logit_bias` and the
+temperature. Then top-k, top-p (cumulated over the unfiltered distribution) and min-p (relative to the largest
+probability) each filter the same distribution.
 
 Log-probabilities of output tokens are the fp32 log-softmax of logits that `SamplingParams.logprobs_mode` names:
 "default" those after the temperature, before the filters; "raw" the model's; "sampling" those after the filters, and
@@ -22,7 +22,8 @@ fp32 number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,10 @@ from torch import Tensor
 from verl_server.io_struct import TokenLogprobs
 from verl_server.kernels import draw, token_mask
 from verl_server.kernels.device_arrays import Ints, to_device
+from verl_server.sampling.distribution import Distribution, PointMass, SamplingOps
 from verl_server.sampling.filters import Filters
 from verl_server.sampling.logprobs import (
     Candidates,
-    LogSoftmax,
     RequestedCandidates,
     RequestedTokens,
     SamplingMasks,
@@ -45,6 +46,10 @@ from verl_server.sampling.logprobs import (
 from verl_server.sampling.masks import Masks
 from verl_server.sampling.penalties import Penalties
 from verl_server.sampling.spec import ForwardOutput, SampleSpec, TokenMasks
+
+Kind = Literal["default", "raw", "filtered", "sampled"]
+"""The distribution whose log-probabilities are reported. "filtered" and "sampled" are mode "sampling", of rows that are
+drawn and of greedy rows."""
 
 
 @dataclass
@@ -57,28 +62,41 @@ class Sampled:
     """Copy of `ids` on the host, valid once the step is done."""
     host_logprobs: Tensor
     """fp32 [n] log-probabilities of `ids` on the host, valid once the step is done."""
-    top: tuple[list[int], Candidates] | None = None
-    """(row indices, top-k log-probabilities) of the rows that requested them."""
-    requested: tuple[list[int], Candidates] | None = None
-    """(row indices, log-probabilities of requested token ids) of the rows that requested them."""
-    masks: tuple[list[int], Candidates] | None = None
-    """(row indices, tokens that could be drawn) of the rows that requested them."""
+    more: _More | None = None
 
     def read(self) -> ForwardOutput:
         """The result as Python lists. Call it after the device has done the work that `launch` submitted."""
-        top, requested = (self._by_row(part) for part in (self.top, self.requested))
-        output = ForwardOutput(self.host_ids.tolist(), self.host_logprobs.tolist(), top, requested)
-        if self.masks is not None:
-            output.sampling_masks = dict(zip(self.masks[0], self.masks[1].read(), strict=True))
+        ids, logprobs, more = self.host_ids.tolist(), self.host_logprobs.tolist(), self.more or _More()
+        n = len(ids)
+        output = ForwardOutput(ids, logprobs, _by_row(more.top, n), _by_row(more.requested, n))
+        for rows, candidates in more.masks:
+            output.sampling_masks.update(zip(rows, candidates.read(), strict=True))
         return output
 
-    def _by_row(self, part: tuple[list[int], Candidates] | None) -> list[TokenLogprobs | None]:
-        """One element for each of the n rows; None for rows that requested nothing."""
-        result: list[TokenLogprobs | None] = [None] * len(self.host_ids)
-        if part is not None:
-            for row, candidates in zip(part[0], part[1].read(), strict=True):
-                result[row] = candidates
-        return result
+
+_Rows = tuple[list[int], Candidates]
+"""(indices of rows in the batch, one result for each of them)."""
+
+
+@dataclass
+class _More:
+    """What rows requested besides the log-probability of their token."""
+
+    top: list[_Rows] = field(default_factory=list)
+    """The most likely tokens."""
+    requested: list[_Rows] = field(default_factory=list)
+    """The log-probabilities of requested token ids."""
+    masks: list[_Rows] = field(default_factory=list)
+    """The tokens that could be drawn."""
+
+
+def _by_row(parts: list[_Rows], n: int) -> list[TokenLogprobs | None]:
+    """Return one element for each of `n` rows; None for rows that requested nothing."""
+    result: list[TokenLogprobs | None] = [None] * n
+    for rows, candidates in parts:
+        for row, found in zip(rows, candidates.read(), strict=True):
+            result[row] = found
+    return result
 
 
 @dataclass
@@ -97,70 +115,60 @@ class _Batch:
 
 @dataclass
 class _Special:
-    """The rows that need more than a temperature and a draw. A copy of their logits is edited in fp32."""
+    """The m rows that need more than a temperature and a draw."""
 
     rows: list[int]
     """Indices in the batch."""
-    index: Tensor
-    """`rows` on the device."""
+    index: Tensor | None
+    """`rows` on the device, None for all rows of the batch."""
     scales: Tensor
-    """fp32 [len(rows)]: 1 / temperature."""
+    """fp32 [m]: 1 / temperature."""
     greedy: Tensor
-    """bool [len(rows)]"""
-    ones: Tensor
-    """fp32 [len(rows)]: the scales for a draw from logits that are divided by the temperature already."""
+    """bool [m]"""
+    penalized: bool
+    """True if `Penalties` changes logits."""
     filters: Filters | None
-    modes: _Modes | None
     raw_rows: Tensor | None
-    """int64 indices in the batch of the rows of mode "raw", or None."""
-    top: tuple[Tensor, list[int]] | None
-    """(indices in `rows`, number of tokens for each) of the rows that request the most likely tokens."""
-    top_rows: list[int]
-    """The same rows as indices in the batch."""
-    requested: RequestedTokens | None
-    """Token ids whose log-probabilities are requested, by index in `rows`."""
-    requested_rows: list[int]
-    """Indices in the batch of the rows that request token ids."""
-    masks: tuple[Tensor, list[int]] | None
-    """(indices in `rows`, most tokens for each) of the rows that request the tokens that could be drawn."""
-    mask_rows: list[int]
-    """The same rows as indices in the batch."""
+    """The rows of the batch whose log-probabilities are those of the model's logits."""
+    reports: list[_Report]
+    masks: list[_Masked]
 
 
 @dataclass
-class _Modes:
-    """Rows whose log-probabilities are not the default ones, as int64 indices in `_Special.rows`, or None."""
+class _Report:
+    """The special rows whose log-probabilities are of the same kind, and what they request besides the token's."""
 
-    raw: Tensor | None
-    filtered: Tensor | None
-    """Rows of mode "sampling" that are drawn."""
-    greedy: Tensor | None
-    """Rows of mode "sampling" that are greedy."""
+    kind: Kind
+    places: Tensor | None
+    """int64 indices of the rows among the special ones, None for all of them."""
+    top_rows: list[int]
+    """The rows of the batch that request their most likely tokens."""
+    top_places: Tensor | None
+    """Indices of these rows in the report, None for all of its rows."""
+    top_nums: list[int]
+    requested_rows: list[int]
+    """The rows of the batch that request token ids."""
+    requested: RequestedTokens | None
 
-    def reported(self, logits: Tensor, raw: Tensor | None, drawn: Tensor, ids: Tensor) -> Tensor:
-        """Return the logits whose log-softmax is reported, [n, vocab].
 
-        The arguments are the logits after the temperature [n, vocab], the model's logits of the rows `self.raw`, the
-        filtered logits [n, vocab] and the sampled ids [n].
-        """
-        reported = logits.clone()
-        if self.raw is not None and raw is not None:
-            reported.index_copy_(0, self.raw, raw)
-        if self.filtered is not None:
-            reported.index_copy_(0, self.filtered, drawn.index_select(0, self.filtered))
-        if self.greedy is not None:
-            point = torch.full((len(self.greedy), logits.shape[1]), -torch.inf, device=logits.device)
-            reported.index_copy_(0, self.greedy, point.scatter_(1, ids.index_select(0, self.greedy).unsqueeze(1), 0.0))
-        return reported
+@dataclass
+class _Masked:
+    """The special rows that request the tokens that could be drawn: those that are drawn, or those that are greedy."""
+
+    kind: Kind
+    places: Tensor
+    rows: list[int]
+    nums: list[int]
+    """Most tokens of each."""
 
 
 class Sampler:
     """Samples a batch. Keeps the parameter tensors of the last batch, and uses them again if the rows are the same."""
 
-    def __init__(self, vocab_size: int, device: torch.device, choose: draw.Choose = draw.choose) -> None:
-        """`choose`: `draw.choose`, or a kernel that computes the same."""
-        self._vocab_size, self._device, self._choose = vocab_size, device, choose
-        self._penalties = Penalties(vocab_size, device)
+    def __init__(self, vocab_size: int, device: torch.device, ops: SamplingOps | None = None) -> None:
+        """`ops`: PyTorch's by default, or kernels that compute the same."""
+        self._vocab_size, self._device, self.ops = vocab_size, device, ops or SamplingOps()
+        self._penalties = Penalties(vocab_size, device, self.ops.penalize)
         self._masks = Masks(vocab_size, device)
         self._batch: _Batch | None = None
 
@@ -182,57 +190,62 @@ class Sampler:
         if batch is None or specs != batch.specs:  # specs are compared by identity
             batch = self._batch = self._prepare(list(specs))
         special = batch.special
-        raw = None if special is None or special.raw_rows is None else logits.index_select(0, special.raw_rows).float()
+        raw = None if special is None or special.raw_rows is None else logits.index_select(0, special.raw_rows)
         if masks is not None:
             rows = self._tensor(np.array(masks.rows, dtype=np.int64))
             token_mask.apply(logits, rows, masks.words.to(self._device, non_blocking=True))
         keys = to_device(draw.row_keys(batch.mixed_seeds, positions), self._device)
         if special is None:
-            ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
+            ids, logprobs = self.ops.choose(logits, batch.scales, batch.greedy, keys)
             return Sampled(ids, to_host(ids), to_host(logprobs))
-        if len(special.rows) == len(specs):
-            ids, logprobs, reported, drawn_from = self._sample_special(logits, raw, special, positions, keys)
+        self._masks.apply(logits, positions)
+        if special.index is None:
+            ids, logprobs, more = self._sample_special(logits, raw, special, positions, keys)
         else:
-            # The special rows are drawn with all others first, then again from their edited logits.
-            ids, logprobs = self._choose(logits, batch.scales, batch.greedy, keys)
-            part, part_keys = logits.index_select(0, special.index), keys.index_select(0, special.index)
-            own_ids, own_logprobs, reported, drawn_from = self._sample_special(
-                part, raw, special, positions[special.rows], part_keys
-            )
+            # The special rows are drawn with all others first, then again with their parameters.
+            ids, logprobs = self.ops.choose(logits, batch.scales, batch.greedy, keys)
+            own_keys = keys.index_select(0, special.index)
+            own_ids, own_logprobs, more = self._sample_special(logits, raw, special, positions[special.rows], own_keys)
             ids.index_copy_(0, special.index, own_ids)
             logprobs.index_copy_(0, special.index, own_logprobs)
-        sampled = Sampled(ids, to_host(ids), to_host(logprobs))
-        if special.top is not None:
-            sampled.top = special.top_rows, TopCandidates(reported, *special.top)
-        if special.requested is not None:
-            sampled.requested = special.requested_rows, RequestedCandidates(reported, special.requested)
-        if drawn_from is not None:
-            sampled.masks = special.mask_rows, drawn_from
-        return sampled
+        return Sampled(ids, to_host(ids), to_host(logprobs), more)
 
     def _sample_special(
         self, logits: Tensor, raw: Tensor | None, special: _Special, positions: Ints, keys: Tensor
-    ) -> tuple[Tensor, Tensor, LogSoftmax, SamplingMasks | None]:
-        """Sample the special rows, whose `logits` may be overwritten. `raw` are the model's logits of the raw rows.
+    ) -> tuple[Tensor, Tensor, _More]:
+        """Sample the special rows of `logits` [n, vocab]. `raw` are the model's logits of the raw rows.
 
-        Returns (ids [n], their log-probabilities [n], the log-probabilities of all tokens, the requested masks).
+        Returns (ids [m], their log-probabilities [m], what else the rows requested).
         """
-        modes = special.modes
-        logits = self._edit(logits, special, positions)
-        reported = softmax = LogSoftmax(logits)
-        drawn = logits if special.filters is None else special.filters(logits, softmax.norms)
-        ids, _ = self._choose(drawn, special.ones, special.greedy, keys)
-        if modes is not None:
-            reported = LogSoftmax(modes.reported(logits, raw, drawn, ids))
-        logprobs = softmax.or_flags(reported.of(ids.unsqueeze(1)).squeeze(1))
-        return ids, logprobs, reported, None if special.masks is None else _sampling_masks(special, drawn, ids)
-
-    def _edit(self, logits: Tensor, special: _Special, positions: Ints) -> Tensor:
-        """Return the fp32 logits of the special rows after penalties, bias, masks and temperature."""
-        logits = logits.float().contiguous()
-        self._penalties.apply(logits, positions)
-        self._masks.apply(logits)
-        return logits.mul_(special.scales.unsqueeze(1))
+        index = special.index
+        if special.penalized:
+            logits, index = self._penalties.apply(logits, index, positions), None
+        default = self.ops.distribution(logits, index, special.scales)
+        drawn = default if special.filters is None else default.filtered(special.filters)
+        ids, logprobs = drawn.draw(special.greedy, keys)
+        more = _More()
+        rows_of: dict[Kind, Distribution] = {"default": default, "filtered": drawn, "sampled": PointMass(ids)}
+        for report in special.reports:
+            if report.kind == "raw":
+                assert raw is not None
+                rows: Distribution = self.ops.distribution(raw, None, torch.ones(len(raw), device=raw.device))
+            else:
+                rows = rows_of[report.kind] if report.places is None else rows_of[report.kind].select(report.places)
+            if report.kind != "default":
+                own = ids if report.places is None else ids.index_select(0, report.places)
+                values = rows.of(own.unsqueeze(1)).squeeze(1)
+                values = values if report.places is None else logprobs.index_copy(0, report.places, values)
+                logprobs = default.or_flags(values)
+            if report.top_nums:
+                top = rows if report.top_places is None else rows.select(report.top_places)
+                more.top.append((report.top_rows, TopCandidates(top, report.top_nums, self._vocab_size)))
+            if report.requested is not None:
+                more.requested.append((report.requested_rows, RequestedCandidates(rows, report.requested)))
+        for masked in special.masks:
+            possible = SamplingMasks(rows_of[masked.kind].select(masked.places), masked.nums, self._vocab_size)
+            more.masks.append((masked.rows, possible))
+        self._penalties.sampled(ids)
+        return ids, logprobs, more
 
     # -- preparation when the rows of the batch change -----------------------------------------------------------
 
@@ -242,55 +255,72 @@ class Sampler:
         scales = 1.0 / np.array([p.temperature or 1.0 for p in params], dtype=np.float32)
         greedy = np.array([p.is_greedy for p in params], dtype=bool)
         rows = [i for i, s in enumerate(specs) if s.special]
-        self._penalties.set_batch([specs[i] for i in rows])
-        self._masks.set_batch([specs[i] for i in rows])
+        self._masks.set_batch(specs)
+        penalized = self._penalties.set_batch([specs[i] for i in rows])
         return _Batch(
             specs,
             self._tensor(scales),
             self._tensor(greedy),
             draw.mix(np.array([s.seed for s in specs], dtype=np.int64)),
-            self._prepare_special(specs, rows, scales, greedy) if rows else None,
+            self._prepare_special(specs, rows, scales, greedy, penalized) if rows else None,
         )
 
     def _prepare_special(
-        self, specs: list[SampleSpec], rows: list[int], scales: npt.NDArray[np.float32], greedy: npt.NDArray[np.bool_]
+        self,
+        specs: list[SampleSpec],
+        rows: list[int],
+        scales: npt.NDArray[np.float32],
+        greedy: npt.NDArray[np.bool_],
+        penalized: bool,
     ) -> _Special:
         own = [specs[i] for i in rows]
-        top = {place: s.top_logprobs_num for place, s in enumerate(own) if s.top_logprobs_num}
-        requested = {place: s.token_ids_logprob for place, s in enumerate(own) if s.token_ids_logprob is not None}
-        places = {
-            "raw": [place for place, s in enumerate(own) if s.logprobs_mode == "raw"],
-            "filtered": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and s.filtered],
-            "greedy": [place for place, s in enumerate(own) if s.logprobs_mode == "sampling" and not s.filtered],
+        kinds = [_kind(s) for s in own]
+        raw = [row for row, kind in zip(rows, kinds, strict=True) if kind == "raw"]
+        masked: dict[Kind, list[int]] = {
+            "filtered": [i for i, s in enumerate(own) if s.sampling_mask_num and not s.params.is_greedy],
+            "sampled": [i for i, s in enumerate(own) if s.sampling_mask_num and s.params.is_greedy],
         }
-        masked = {place: s.sampling_mask_num for place, s in enumerate(own) if s.sampling_mask_num}
-        modes = {name: self._tensor(np.array(of, dtype=np.int64)) if of else None for name, of in places.items()}
         return _Special(
             rows=rows,
-            index=self._tensor(np.array(rows, dtype=np.int64)),
+            index=None if len(rows) == len(specs) else self._indices(rows),
             scales=self._tensor(scales[rows]),
             greedy=self._tensor(greedy[rows]),
-            ones=torch.ones(len(rows), device=self._device),
+            penalized=penalized,
             filters=Filters(own, self._vocab_size, self._device) if any(s.filtered for s in own) else None,
-            modes=_Modes(**modes) if any(places.values()) else None,
-            raw_rows=self._tensor(np.array([rows[p] for p in raw], dtype=np.int64)) if (raw := places["raw"]) else None,
-            top=(self._tensor(np.array(list(top), dtype=np.int64)), list(top.values())) if top else None,
-            top_rows=[rows[place] for place in top],
-            requested=RequestedTokens(list(requested.items()), self._device) if requested else None,
-            requested_rows=[rows[place] for place in requested],
-            masks=(self._tensor(np.array(list(masked), dtype=np.int64)), list(masked.values())) if masked else None,
-            mask_rows=[rows[place] for place in masked],
+            raw_rows=self._indices(raw) if raw else None,
+            reports=[self._prepare_report(kind, kinds, own, rows) for kind in sorted(set(kinds))],
+            masks=[self._prepare_masked(kind, places, own, rows) for kind, places in masked.items() if places],
         )
+
+    def _prepare_report(self, kind: Kind, kinds: list[Kind], specs: list[SampleSpec], rows: list[int]) -> _Report:
+        """`kinds`, `specs` and `rows` are those of the special rows."""
+        places = [i for i, k in enumerate(kinds) if k == kind]
+        own = [specs[i] for i in places]
+        top = [i for i, s in enumerate(own) if s.top_logprobs_num]
+        requested = [(i, s.token_ids_logprob) for i, s in enumerate(own) if s.token_ids_logprob is not None]
+        return _Report(
+            kind,
+            None if len(places) == len(specs) else self._indices(places),
+            top_rows=[rows[places[i]] for i in top],
+            top_places=None if len(top) == len(own) else self._indices(top),
+            top_nums=[own[i].top_logprobs_num for i in top],
+            requested_rows=[rows[places[i]] for i, _ in requested],
+            requested=RequestedTokens(requested, self._device) if requested else None,
+        )
+
+    def _prepare_masked(self, kind: Kind, places: list[int], specs: list[SampleSpec], rows: list[int]) -> _Masked:
+        """`places` are indices of the special rows, whose `specs` and `rows` these are."""
+        nums = [specs[i].sampling_mask_num for i in places]
+        return _Masked(kind, self._indices(places), [rows[i] for i in places], nums)
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return self._tensor(np.array(values, dtype=np.int64))
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         return to_device(values, self._device)
 
 
-def _sampling_masks(special: _Special, drawn: Tensor, ids: Tensor) -> SamplingMasks:
-    """Return the tokens that the rows `special.masks` could draw. A greedy row can draw the token that it took."""
-    assert special.masks is not None
-    rows, nums = special.masks
-    logits, taken = drawn.index_select(0, rows), ids.index_select(0, rows).unsqueeze(1)
-    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, taken, False)
-    others &= special.greedy.index_select(0, rows).unsqueeze(1)
-    return SamplingMasks(LogSoftmax(logits.masked_fill_(others, -torch.inf)), nums)
+def _kind(spec: SampleSpec) -> Kind:
+    if spec.logprobs_mode != "sampling":
+        return spec.logprobs_mode
+    return "filtered" if spec.filtered else "sampled"

@@ -31,7 +31,7 @@ class SampleSpec:
     distribution)."""
     prompt_ids: list[int]
     output_ids: list[int]
-    """Output tokens so far, which the scheduler appends. Penalties read them."""
+    """Output tokens so far, which the scheduler appends. The newest one may be missing while steps overlap."""
     stop_ids: list[int]
     """Token ids that end the request, which `min_new_tokens` masks."""
     return_logprob: bool
@@ -62,7 +62,7 @@ class SampleSpec:
         p = self.params
         self.penalized = p.repetition_penalty != 1.0 or bool(p.frequency_penalty or p.presence_penalty)
         self.masked = p.allowed_token_ids is not None or bool(self.bad_words_ids)
-        self.reads_outputs = self.penalized or any(len(word) > 1 for word in self.bad_words_ids)
+        self.reads_outputs = any(len(word) > 1 for word in self.bad_words_ids)
         self.filtered = not p.is_greedy and (p.top_p < 1.0 or p.top_k < TOP_K_ALL or p.min_p > 0.0)
         biased = bool(p.logit_bias) or (p.min_new_tokens > 0 and bool(self.stop_ids))
         edited = self.penalized or self.masked or biased

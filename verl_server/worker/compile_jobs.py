@@ -21,8 +21,9 @@ from torch import Tensor
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels import multiprocessors, token_mask
 from verl_server.models.config import ModelConfig
+from verl_server.sampling.fused import record_kernels
 from verl_server.server_args import ServerArgs
-from verl_server.weight_sync.copying.fused_copy import record_kernels
+from verl_server.weight_sync.copying import fused_copy
 from verl_server.worker.cuda_context import GpuKind
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.model_runner import ModelRunner
@@ -125,12 +126,9 @@ class _OneLayerRunner(ModelRunner):
         return self._hidden(self.kv.place(batch))
 
     def _draw(self, logits: Tensor) -> None:
-        """Draw from the model's logits, and from those that sampling parameters edit, which are fp32."""
-        n = len(logits)
-        scales, greedy = torch.empty(n, device=_META), torch.empty(n, dtype=torch.bool, device=_META)
-        keys = torch.empty(n, dtype=torch.int64, device=_META)
-        for drawn in (logits, logits.float().contiguous()):
-            self._choice.choose(drawn, scales, greedy, keys)
+        """Sample from the model's logits, with every kind of sampling parameters."""
+        if self._args.fused_kernels:
+            record_kernels(logits)
 
 
 def _run_steps(server_args: ServerArgs) -> None:
@@ -139,7 +137,7 @@ def _run_steps(server_args: ServerArgs) -> None:
     runner.run_steps()
     token_mask.compile_kernel(runner.vocab_size, runner.dtype, _META)
     if server_args.fused_weight_copy:
-        record_kernels(runner.dtype)
+        fused_copy.record_kernels(runner.dtype)
 
 
 class _Alone(TpGroup):

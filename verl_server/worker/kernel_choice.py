@@ -19,7 +19,6 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import draw
 from verl_server.kernels.cpu.kernels import HEAD_DIMS, CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.config import ModelConfig
@@ -34,6 +33,7 @@ from verl_server.models.ops import (
     linear,
     linear_by_shape,
 )
+from verl_server.sampling.distribution import SamplingOps
 from verl_server.server_args import ServerArgs
 from verl_server.worker.cpu_choice import CpuChoice, choose_on_cpu
 from verl_server.worker.cpu_measurement import measure_choice, product_shapes
@@ -62,15 +62,15 @@ class KernelChoice:
         return cuda_ops(device) if self.cpu is None else cpu_ops(self.cpu, self.cpu_linear)
 
     @property
-    def choose(self) -> draw.Choose:
-        """The function with which the sampler draws tokens."""
+    def sampling(self) -> SamplingOps:
+        """The functions with which the sampler computes."""
         if not self.fused:
-            return draw.choose
+            return SamplingOps()
         if self.cpu is not None:
-            return self.cpu.choose
-        from verl_server.kernels import sampling
+            return SamplingOps(self.cpu.choose)
+        from verl_server.sampling.fused import FusedOps
 
-        return sampling.choose
+        return FusedOps()
 
 
 def choose_kernels(

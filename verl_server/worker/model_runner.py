@@ -87,7 +87,7 @@ class ModelRunner:
         self.weight_map = self.model.weight_map()
         self._load_weights(folder)
         start.mark("weights")
-        self._step_memory = StepMemory.of(self.config, tp.size, self.dtype)
+        self._step_memory = StepMemory.of(self.config, tp.size, self.dtype, fused=choice.fused and device.type != "cpu")
         self._largest_step, graphs = self._most_memory(paged)
         budget = self._kv_budget(free_before, graphs)
         self.kv = KVCache(
@@ -95,7 +95,7 @@ class ModelRunner:
         )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
         start.mark("kv_cache")
-        self.sampler = Sampler(self.vocab_size, device, choice.choose)
+        self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
         self._last_tokens = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=device)
         """[rows + 1] token that the latest step sampled for each row. The next step reads it on the device."""
@@ -229,7 +229,7 @@ class ModelRunner:
             step = self._step_memory.prompt_positions(top_num, requested)
             begin, end = int(starts[entry]) + first, int(starts[entry]) + batch.extend_lens[entry]
             targets = batch.input_ids[begin + 1 : end] + ([next_id] if next_id >= 0 else [])
-            result[entry] = PromptCandidates(targets, top_num, requested)
+            result[entry] = PromptCandidates(self.sampler.ops, targets, top_num, requested)
             end = begin + len(targets)
             for start in range(begin, end, step):
                 result[entry].launch(self.model.logits(hidden[start : min(start + step, end)]))

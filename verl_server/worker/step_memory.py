@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,18 +33,33 @@ _WORKSPACES = 2**28
 """Bytes that libraries allocate once, and that graphs take in addition to their tensors."""
 _DRAW = 16
 """Bytes for each token of the vocabulary and each sampled row: scaled logits, exponentials and noise, in fp32."""
-_EDITED = 12
-"""The same for rows that are edited or reported: two copies of the logits in fp32, and the exponentials."""
-_PENALTIES = 34
-"""The same for penalties: the counts, old and new while a batch changes, and six temporaries in fp32."""
-_FILTERS = 60
-"""The same for top-k, top-p and min-p: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
-_MASK = 14
-"""The same for `allowed_token_ids`: the mask, old and new while a batch changes, and two copies of the logits."""
-_MODE = 12
-"""The same for log-probabilities that are not the default ones: other logits, their copies and their exponentials."""
+
+
+class _Bytes(NamedTuple):
+    """The same for rows that need more than a draw, whose logits stay valid."""
+
+    edited: int
+    """Rows that are edited or reported."""
+    penalties: int
+    filters: int
+    mask: int
+    """`allowed_token_ids`: the mask, old and new while a batch changes, and a copy of the logits."""
+    mode: int
+    """Log-probabilities that are not the default ones."""
+
+
+_TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12)
+"""Edited rows: two copies of the logits in fp32, and the exponentials. Penalties: the counts, old and new while their
+table grows, and six temporaries. Filters: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
+_KERNELS = _Bytes(edited=2, penalties=18, filters=1, mask=14, mode=4)
+"""Edited rows: the weights of blocks. Penalties: the counts, old and new while their table grows, and the logits in
+fp32. A mode: a copy of the logits."""
+_TILE = 128
+"""Prompt positions that the product with the vocabulary computes at once."""
 _TOP = 40
 """Bytes for each token of a top-k: value and id, before and after their sort, and the sort's workspace."""
+_TOP_OF_ALL, _TOP_BLOCKS = 24, 1024
+"""Bytes for each token of the vocabulary, if a top-k is so large that it is not searched in blocks of tokens."""
 _NAMED = 32
 """Bytes for each token id in `token_ids_logprob`: two indices, three values."""
 
@@ -69,19 +85,21 @@ class StepMemory:
     token_bytes: int
     """Bytes for the activations of one new token."""
     logit_bytes: int
-    """Bytes for the logits of one row: of this rank, gathered from all ranks, and concatenated."""
+    """Bytes for the logits of one row; for several ranks, of this rank, gathered from all ranks, and concatenated."""
     vocab_size: int
+    sampling: _Bytes
 
     @classmethod
-    def of(cls, config: ModelConfig, tp_size: int, dtype: torch.dtype) -> StepMemory:
-        """Return the `StepMemory` of one of `tp_size` ranks that compute in `dtype`."""
+    def of(cls, config: ModelConfig, tp_size: int, dtype: torch.dtype, *, fused: bool = False) -> StepMemory:
+        """Return the `StepMemory` of one of `tp_size` ranks that compute in `dtype`. `fused`: kernels sample."""
         hidden, size = config.hidden_size, dtype.itemsize
         queries = config.num_heads * config.head_dim // tp_size
         keys_and_values = 2 * max(1, config.num_kv_heads // tp_size) * config.head_dim
         # Residual, norm, output of a projection and sum over ranks; and the wider one of attention and MLP.
         widest = max(3 * queries + keys_and_values, 3 * config.intermediate_size // tp_size)
         activations = (4 * hidden + widest) * size + 8 * hidden  # a norm in plain PyTorch has two temporaries in fp32
-        return cls(activations, 3 * size * config.vocab_size, config.vocab_size)
+        copies = 1 if tp_size == 1 else 3
+        return cls(activations, copies * size * config.vocab_size, config.vocab_size, _KERNELS if fused else _TORCH)
 
     def largest(self, tokens: int, rows: int) -> int:
         """Return the bytes of a step with `tokens` new tokens, `rows` rows that are drawn plainly, and
@@ -101,15 +119,19 @@ class StepMemory:
         """Return the bytes that sampling takes for one request beyond a plain draw."""
         if not spec.special:
             return 0
-        each = _EDITED + _PENALTIES * spec.penalized + _FILTERS * spec.filtered + 4 * (spec.top_logprobs_num > 0)
-        each += _MASK * spec.masked + _MODE * ((spec.logprobs_mode != "default") + (spec.sampling_mask_num > 0))
+        of = self.sampling
+        each = of.edited + of.penalties * spec.penalized + of.filters * spec.filtered
+        each += of.mask * spec.masked + of.mode * ((spec.logprobs_mode != "default") + (spec.sampling_mask_num > 0))
+        each += 4 * bool(spec.params.logit_bias)
         tokens = spec.top_logprobs_num + spec.sampling_mask_num
         return each * self.vocab_size + self._reported(tokens, spec.token_ids_logprob)
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
         """Return the number of prompt positions whose log-probabilities may be computed at once, at least 1."""
-        each = self.logit_bytes + _EDITED * self.vocab_size + self._reported(top_num, requested)
-        return max(1, _PROMPT_BYTES // each)
+        each = self.logit_bytes + self.sampling.edited * self.vocab_size + self._reported(top_num, requested)
+        positions = _PROMPT_BYTES // each
+        return max(1, positions // _TILE * _TILE if positions > _TILE else positions)
 
     def _reported(self, top_num: int, requested: Sequence[int] | None) -> int:
-        return _TOP * top_num + _NAMED * len(requested or ())
+        of_all = _TOP_OF_ALL * self.vocab_size if top_num * _TOP_BLOCKS > self.vocab_size else 0
+        return of_all + _TOP * top_num + _NAMED * len(requested or ())

@@ -1,0 +1,109 @@
+"""The kernels of the sampler keep, rank and count what the definitions in PyTorch do, also for odd rows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.sampling.test_sampler import spec
+from verl_server.kernels.draw import LOWEST
+from verl_server.sampling.distribution import SamplingOps
+from verl_server.sampling.filters import Filters
+from verl_server.sampling.fused import FusedOps
+
+VOCAB = 900
+FILTERS: list[dict[str, Any]] = [
+    {"top_p": 0.95},
+    {"top_p": 0.05},
+    {"top_p": 0.999999},
+    {"top_k": 1, "top_p": 0.5},
+    {"top_k": 20},
+    {"top_k": VOCAB - 1},
+    {"top_k": 40, "top_p": 0.8},
+    {"min_p": 0.05},
+    {"min_p": 0.9, "top_k": 5, "top_p": 0.3},
+    {"temperature": 0.1, "top_p": 0.9},
+    {"temperature": 5.0, "top_p": 0.9, "top_k": 700},
+    {},
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+        ),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def masked() -> Tensor:
+    logits = random(VOCAB)
+    logits[7:] = -torch.inf
+    return logits
+
+
+ROWS = {
+    "normal": 2 * random(VOCAB),
+    "flat": torch.full((VOCAB,), -3.0),
+    "two values": torch.where(random(VOCAB) > 1, 2.0, 1.0),
+    "a peak": torch.cat([torch.tensor([40.0]), random(VOCAB - 1)]),
+    "a wide range": 300 * random(VOCAB),
+    "few allowed": masked(),
+    "one allowed": torch.full((VOCAB,), -torch.inf).index_fill(0, torch.tensor([VOCAB - 1]), 1.0),
+    "neighbors": 1.0 + torch.arange(VOCAB) * 2.0**-23,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", ROWS)
+def test_filters_keep_the_tokens_that_the_definition_keeps(row: str, dtype: torch.dtype, device: torch.device) -> None:
+    specs = [spec(**params) for params in FILTERS]
+    logits = ROWS[row].to(dtype).expand(len(specs), -1).contiguous().to(device)
+    scales = torch.tensor([1 / s.params.temperature for s in specs], device=device)
+    filters = Filters(specs, VOCAB, device)
+    every = torch.arange(VOCAB, device=device).expand(len(specs), -1)
+    kept = [
+        ops.distribution(logits, None, scales).filtered(filters).of(every) > LOWEST
+        for ops in (SamplingOps(), FusedOps())
+    ]
+    probs = (logits.double() * scales.unsqueeze(1)).softmax(-1)
+    for i, params in enumerate(FILTERS):
+        different = kept[0][i] != kept[1][i]
+        # A token may be kept by one and not by the other where rounding decides, or where it can never be drawn.
+        assert float(probs[i][different].sum()) < 1e-5, (params, kept[0][i].sum(), kept[1][i].sum())
+
+
+@pytest.mark.parametrize("num", [1, 5, 32])
+def test_the_most_likely_tokens(num: int, device: torch.device) -> None:
+    logits = torch.stack([ROWS[name] for name in ("normal", "a wide range", "few allowed", "a peak")]).to(device)
+    index, scales = torch.tensor([3, 0, 2, 1, 0], device=device), torch.linspace(0.5, 2, 5, device=device)
+    ours, definition = (ops.distribution(logits, index, scales) for ops in (FusedOps(), SamplingOps()))
+    (values, ids), (expected, expected_ids) = ours.top(num), definition.top(num)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(values, ours.of(ids)), "a token has one log-probability, bit for bit"
+    possible = expected > LOWEST
+    assert torch.equal(ids[possible], expected_ids[possible])
+    assert all(len(set(row)) == num and max(row) < VOCAB for row in ids.tolist())
+
+
+def test_ranks_and_logprobs_of_prompt_tokens(device: torch.device) -> None:
+    logits = torch.stack([ROWS["normal"], ROWS["two values"], ROWS["flat"]]).bfloat16().to(device)
+    targets = torch.tensor([5, 17, 899], device=device)
+    (ours, ranks), (definition, expected) = (ops.score(logits, targets) for ops in (FusedOps(), SamplingOps()))
+    assert ranks.tolist() == expected.tolist()
+    torch.testing.assert_close(ours.of(targets[:, None]), definition.of(targets[:, None]), rtol=1e-6, atol=1e-5)
