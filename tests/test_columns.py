@@ -29,8 +29,8 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
     """Return the result of a request for 2 tokens after a prompt of 3 tokens, with the options in `asked`."""
     req = TokenizedGenerateReq(rid="1:a", input_ids=[3, 4, 5], sampling=SamplingParams(max_new_tokens=2), **asked)
     state = ReqState("a", req, None, return_prompt_token_ids=True, columnar=columnar)
-    pair, other = TokenLogprobs([-0.5, -1.25], [151935, 0]), TokenLogprobs([-1.5, -2.0], [8, 9])
-    one = TokenLogprobs([-math.inf], [7])
+    pair, other = TokenLogprobs.of([-0.5, -1.25], [151935, 0]), TokenLogprobs.of([-1.5, -2.0], [8, 9])
+    one = TokenLogprobs.of([-math.inf], [7])
     out = BatchTokenIDOut(
         rids=["1:a"],
         output_ids=[[151935, 9]],
@@ -41,11 +41,11 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
         num_retractions=[0],
     )
     if asked:
-        out.top_logprobs[0], out.token_ids_logprobs[0] = [pair, TokenLogprobs([], [])], [one, one]
-        out.prompt_logprobs[0] = PromptLogprobs(
+        out.top_logprobs[0], out.token_ids_logprobs[0] = [pair, TokenLogprobs.of([], [])], [one, one]
+        out.prompt_logprobs[0] = PromptLogprobs.of(
             token_ids=[3, 4, 5],
-            logprobs=[None, -2.5, -3.0],
-            ranks=[None, 1, 2],
+            logprobs=[-2.5, -3.0],
+            ranks=[1, 2],
             top=[None, pair, other],
             requested=[None, one, one],
         )

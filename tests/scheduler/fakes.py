@@ -75,7 +75,7 @@ def next_token(kv: Sequence[int], salt: int) -> int:
 
 
 def logprob_of(token: int, position: int, salt: int) -> float:
-    return -((token * 7 + position * 3 + salt) % 1000) / 100.0
+    return -((token * 7 + position * 3 + salt) % 1000) / 128.0  # exact in float32, as log-probabilities are
 
 
 def generate(prompt: Sequence[int], count: int, salt: int) -> list[int]:
@@ -196,7 +196,7 @@ class FakeModelRunner:
             out.logprobs.append(float("nan") if bad else logprob_of(token, position, self.salt))
             out.top_logprobs.append(self._candidates(spec.top_logprobs_num, token))
             asked = spec.token_ids_logprob
-            out.token_ids_logprobs.append(None if asked is None else TokenLogprobs([-1.0] * len(asked), asked))
+            out.token_ids_logprobs.append(None if asked is None else TokenLogprobs.of([-1.0] * len(asked), asked))
         self._prompt_logprobs(batch, out)
         return out
 
@@ -245,7 +245,7 @@ class FakeModelRunner:
         return contexts
 
     def _candidates(self, count: int, token: int) -> TokenLogprobs | None:
-        return TokenLogprobs([-0.5] * count, [token] * count) if count else None
+        return TokenLogprobs.of([-0.5] * count, [token] * count) if count else None
 
     def _prompt_logprobs(self, batch: ForwardBatch, out: ForwardOutput) -> None:
         starts = [sum(batch.extend_lens[:entry]) for entry in range(len(batch.rows))]
@@ -254,12 +254,12 @@ class FakeModelRunner:
             start, extend = starts[entry], batch.extend_lens[entry]
             tokens = batch.input_ids[start + first + 1 : start + extend] + ([next_id] if next_id >= 0 else [])
             position = batch.cached_lens[entry] + first + 1
-            out.prompt_logprobs[entry] = PromptLogprobs(
+            out.prompt_logprobs[entry] = PromptLogprobs.of(
                 token_ids=tokens,
                 logprobs=[logprob_of(token, position + i, self.salt) for i, token in enumerate(tokens)],
                 ranks=[1] * len(tokens),
                 top=[self._candidates(top_num, token) for token in tokens] if top_num else None,
-                requested=[TokenLogprobs([-2.0], [requested[0]]) for _ in tokens] if requested else None,
+                requested=[TokenLogprobs.of([-2.0], [requested[0]]) for _ in tokens] if requested else None,
             )
 
 

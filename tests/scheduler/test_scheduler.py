@@ -113,7 +113,7 @@ def test_a_sampling_mask_is_sent_with_each_token_and_ends_a_request_if_it_is_too
         for i, s in enumerate(specs):
             if s.sampling_mask_num:
                 fits = s.sampling_mask_num == 8 or len(s.output_ids) < 2
-                output.sampling_masks[i] = TokenLogprobs([0.0], [output.next_ids[i]]) if fits else TokenLogprobs([], [])
+                output.sampling_masks[i] = TokenLogprobs.of([0.0] * fits, [output.next_ids[i]] * fits)
         return output
 
     h.runner.compute = with_masks  # type: ignore[method-assign]
@@ -122,7 +122,7 @@ def test_a_sampling_mask_is_sent_with_each_token_and_ends_a_request_if_it_is_too
     h.add("none", prompt(3, 6), 3)
     h.run()
     message, index = h.last["small"]
-    assert message.sampling_masks[index] == [TokenLogprobs([0.0], [h.tokens["small"][-1]])]
+    assert message.sampling_masks[index] == [TokenLogprobs.of([0.0], [h.tokens["small"][-1]])]
     assert h.finished["large"].status_code == 400 and "smaller top_k" in (h.finished["large"].message or "")
     assert h.finished["small"].type == h.finished["none"].type == "length"
     assert h.last["none"][1] not in h.last["none"][0].sampling_masks
@@ -137,8 +137,8 @@ def test_output_logprobs_and_candidates_only_where_asked() -> None:
     assert h.logprobs["asked"] == [logprob_of(token, 5 + i, 0) for i, token in enumerate(tokens)]
     assert h.logprobs["plain"] == []
     message, index = h.last["asked"]
-    assert message.top_logprobs == {index: [TokenLogprobs([-0.5, -0.5], [tokens[-1]] * 2)]}
-    assert message.token_ids_logprobs == {index: [TokenLogprobs([-1.0, -1.0], [7, 8])]}
+    assert message.top_logprobs == {index: [TokenLogprobs.of([-0.5, -0.5], [tokens[-1]] * 2)]}
+    assert message.token_ids_logprobs == {index: [TokenLogprobs.of([-1.0, -1.0], [7, 8])]}
 
 
 @pytest.mark.parametrize("start", [0, 1, 7, 8, 15, 16, 28, 29])

@@ -50,7 +50,7 @@ def make(with_text: bool = True, columnar: bool = False, regex: str | None = Non
 
 def feed(state: ReqState, position: int, token: int, last: bool) -> None:
     """Give the state one token of the output, and the prompt's log-probabilities with the first token."""
-    candidates = TokenLogprobs([-0.5, -1.0 * position], [token, position])
+    candidates = TokenLogprobs.of([-0.5, -1.0 * position], [token, position])
     prompt = [None, candidates, candidates]
     out = BatchTokenIDOut(
         rids=["0"],
@@ -61,13 +61,11 @@ def feed(state: ReqState, position: int, token: int, last: bool) -> None:
         cached_tokens=[0],
         num_retractions=[0],
         top_logprobs={0: [candidates]},
-        token_ids_logprobs={0: [TokenLogprobs([-2.0], [3])]},
+        token_ids_logprobs={0: [TokenLogprobs.of([-2.0], [3])]},
         sampling_masks={0: [candidates]} if state.req.sampling_mask_num else {},
     )
     if position == 0:
-        out.prompt_logprobs[0] = PromptLogprobs(
-            token_ids=[5, 6, 7], logprobs=[None, -1.0, -2.0], ranks=[None, 1, 1], top=prompt, requested=prompt
-        )
+        out.prompt_logprobs[0] = PromptLogprobs.of([5, 6, 7], [-1.0, -2.0], ranks=[1, 1], top=prompt, requested=prompt)
     state.extend(out, 0)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from verl_server.io_struct import PromptLogprobs, TokenLogprobs
 from verl_server.kernels.device_arrays import to_device
 from verl_server.kernels.draw import LOWEST
+from verl_server.packing import pack_array, pack_ids
 from verl_server.sampling.distribution import Distribution, SamplingOps
 
 
@@ -39,8 +40,7 @@ class TopCandidates:
         self._values, self._ids, self._nums = to_host(values), to_host(ids), nums
 
     def read(self) -> list[TokenLogprobs]:
-        rows = zip(self._values.tolist(), self._ids.tolist(), self._nums, strict=True)
-        return [TokenLogprobs(values[:num], ids[:num]) for values, ids, num in rows]
+        return TokenLogprobs.rows(self._values.numpy(), self._ids.numpy(), self._nums)
 
 
 class SamplingMasks:
@@ -50,16 +50,14 @@ class SamplingMasks:
     """
 
     def __init__(self, distribution: Distribution, nums: Sequence[int], vocab_size: int) -> None:
-        most = min(max(nums), vocab_size - 1)
-        self._candidates, self._nums = TopCandidates(distribution, [most + 1] * len(nums), vocab_size), nums
+        values, ids = distribution.top(min(max(nums), vocab_size - 1) + 1)
+        self._values, self._ids, self._nums = to_host(values), to_host(ids), nums
 
     def read(self) -> list[TokenLogprobs]:
-        result = []
-        for candidates, num in zip(self._candidates.read(), self._nums, strict=True):
-            count = sum(value > LOWEST for value in candidates.logprobs)
-            kept = count if count <= num else 0
-            result.append(TokenLogprobs(candidates.logprobs[:kept], candidates.token_ids[:kept]))
-        return result
+        values = self._values.numpy()
+        counts = (values > LOWEST).sum(axis=1).tolist()
+        kept = [count if count <= num else 0 for count, num in zip(counts, self._nums, strict=True)]
+        return TokenLogprobs.rows(values, self._ids.numpy(), kept)
 
 
 class RequestedTokens:
@@ -67,9 +65,9 @@ class RequestedTokens:
 
     def __init__(self, requests: Sequence[tuple[int, list[int]]], device: torch.device) -> None:
         """`requests`: (row, token ids) of each row that requests log-probabilities."""
-        self.ids = [ids for _, ids in requests]
+        self.packed_ids = [pack_ids(ids) for _, ids in requests]
         rows = [row for row, ids in requests for _ in ids]
-        columns = [token for ids in self.ids for token in ids]
+        columns = [token for _, ids in requests for token in ids]
         self.rows, self.columns = to_device(np.array([rows, columns], dtype=np.int64), device)
 
 
@@ -77,12 +75,13 @@ class RequestedCandidates:
     """Log-probabilities of the requested tokens of each row, in the order of the request; one gather for all rows."""
 
     def __init__(self, distribution: Distribution, requested: RequestedTokens) -> None:
-        self._values, self._ids = to_host(distribution.at(requested.rows, requested.columns)), requested.ids
+        self._values = to_host(distribution.at(requested.rows, requested.columns))
+        self._packed_ids = requested.packed_ids
 
     def read(self) -> list[TokenLogprobs]:
-        values, start, result = self._values.tolist(), 0, []
-        for ids in self._ids:
-            result.append(TokenLogprobs(values[start : start + len(ids)], list(ids)))
+        packed, start, result = pack_array(self._values.numpy()), 0, []
+        for ids in self._packed_ids:
+            result.append(TokenLogprobs(packed[start : start + len(ids)], ids))
             start += len(ids)
         return result
 
@@ -120,9 +119,9 @@ class PromptCandidates:
         if self._requested is not None:
             requested = [c for chunk in self._requested_candidates for c in chunk.read()]
         return PromptLogprobs(
-            token_ids=self._targets,
-            logprobs=[value for chunk in self._values for value in chunk.tolist()],
-            ranks=[int(rank) for chunk in self._ranks for rank in chunk.tolist()],
+            packed_ids=pack_ids(self._targets),
+            packed_logprobs=b"".join([pack_array(chunk.numpy()) for chunk in self._values]),
+            packed_ranks=b"".join([pack_array(chunk.to(torch.int32).numpy()) for chunk in self._ranks]),
             top=[c for chunk in self._top for c in chunk.read()] if self._top_num else None,
             requested=requested,
         )

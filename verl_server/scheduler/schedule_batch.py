@@ -27,6 +27,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
 )
+from verl_server.packing import pack_ids
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.scheduler.radix_cache import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar
@@ -38,13 +39,16 @@ Place = tuple[int, bool, bool, int, bool, int]
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobState:
-    """Log-probabilities of prompt[start:], collected chunk by chunk. A retraction drops them to be computed again."""
+    """Log-probabilities of prompt[start:], collected chunk by chunk. A retraction drops them to be computed again.
+
+    The lists of bytes have the packed values of each chunk.
+    """
 
     start: int
     top_num: int
     requested_ids: list[int] | None
-    logprobs: list[float | None] = field(default_factory=list)
-    ranks: list[int | None] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    ranks: list[bytes] = field(default_factory=list)
     top: list[TokenLogprobs | None] = field(default_factory=list)
     requested: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -61,17 +65,17 @@ class PromptLogprobState:
         self.logprobs, self.ranks, self.top, self.requested = [], [], [], []
 
     def add(self, part: PromptLogprobs) -> None:
-        self.logprobs.extend(part.logprobs)
-        self.ranks.extend(part.ranks)
+        self.logprobs.append(part.packed_logprobs)
+        self.ranks.append(part.packed_ranks)
         self.top.extend(part.top or ())
         self.requested.extend(part.requested or ())
 
     def result(self, prompt_ids: list[int]) -> PromptLogprobs:
         """Return the log-probabilities of prompt[start:]. The first entry is None: its token is not predicted."""
         return PromptLogprobs(
-            token_ids=prompt_ids[self.start :],
-            logprobs=[None, *self.logprobs],
-            ranks=[None, *self.ranks],
+            packed_ids=pack_ids(prompt_ids[self.start :]),
+            packed_logprobs=b"".join(self.logprobs),
+            packed_ranks=b"".join(self.ranks),
             top=[None, *self.top] if self.top_num else None,
             requested=[None, *self.requested] if self.requested_ids is not None else None,
         )

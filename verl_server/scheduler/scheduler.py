@@ -390,7 +390,7 @@ class Scheduler:
                 out.add(req, FinishReason(type="stop", matched="NaN happened"), [], [])
                 finished.append((req, False))
                 continue
-            if req.spec.sampling_mask_num and not output.sampling_masks[sampled].token_ids:
+            if req.spec.sampling_mask_num and not len(output.sampling_masks[sampled]):
                 out.add(req, _refused(400, _MASK_TOO_LARGE.format(most=req.spec.sampling_mask_num)), [], [])
                 finished.append((req, True))
                 continue

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_server import columns
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+from verl_server.packing import ITEM
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
@@ -23,6 +24,10 @@ Triple = list[Any]
 """[log-probability or None, token id, text or None]"""
 Write = Callable[[Any], Any]
 """Encodes a part of a reply. The encoder of the whole reply copies the returned object without a change."""
+Convert = Callable[[list[Any]], list[Any]]
+"""Converts the candidates of each position."""
+_AT_ONCE, _AT_ONCE_WITH_TEXT = 4096, 512
+"""Most candidates that are encoded with their result, in about 1 ms: without and with their texts."""
 
 
 class ReqState:
@@ -117,7 +122,11 @@ class ReqState:
                 self._versions.append((version, len(self.output_ids)))
             self.output_ids += tokens if kept == len(tokens) else tokens[:kept]
             if self.req.return_logprob:
-                self._extend_logprobs(out, i, kept)
+                self.output_logprobs += out.output_logprobs[i][:kept]
+                if i in out.top_logprobs:
+                    self.output_top += out.top_logprobs[i][:kept]
+                if i in out.token_ids_logprobs:
+                    self.output_requested += out.token_ids_logprobs[i][:kept]
             if i in out.sampling_masks:
                 self.output_masks += out.sampling_masks[i][:kept]
         if matched is not None:
@@ -151,13 +160,6 @@ class ReqState:
             if (matched := text.push(token)) is not None:
                 return count, matched
         return len(tokens), text.finish() if last else None
-
-    def _extend_logprobs(self, out: BatchTokenIDOut, i: int, kept: int) -> None:
-        self.output_logprobs += out.output_logprobs[i][:kept]
-        if i in out.top_logprobs:
-            self.output_top += out.top_logprobs[i][:kept]
-        if i in out.token_ids_logprobs:
-            self.output_requested += out.token_ids_logprobs[i][:kept]
 
     # -- what the caller gets -------------------------------------------------------------------------------
 
@@ -255,13 +257,13 @@ class ReqState:
             "output_token_logprobs_length": len(self.output_logprobs),
         }
         for name, positions in self._candidates().items():
-            lists[name] = self._converted(name, positions, self.triples, self._first_position(name, start))
+            lists[name] = self._converted(name, positions, self._triple_lists, self._first_position(name, start))
         return lists
 
-    def _converted(self, name: str, positions: list[Any], convert: Callable[[Any], Any], start: int) -> list[Any]:
+    def _converted(self, name: str, positions: list[Any], convert: Convert, start: int) -> list[Any]:
         """Return the converted candidates from `start` on: those that `write_candidates` encoded, and the others."""
         written = self._written.get(name, [])
-        return written[start:] + [convert(each) for each in positions[max(start, len(written)) :]]
+        return written[start:] + convert(positions[max(start, len(written)) :])
 
     def _has_prompt_part(self, start: int) -> bool:
         """Return True if a frame with the output tokens from `start` on has the log-probabilities of the prompt."""
@@ -275,12 +277,13 @@ class ReqState:
 
     def _sampling_masks(self, start: int) -> dict[str, Any]:
         """Return the tokens that the output tokens from `start` on were drawn from, and their log-probabilities."""
-        values: list[Any] = [
-            mask.logprobs[mask.token_ids.index(token)]
-            for mask, token in zip(self.output_masks[start:], self.output_ids[start:], strict=True)
-        ]
         if self._support_logprobs:
             values = self._converted(_MASK_LOGPROBS, self.output_masks, _logprobs, start)
+        else:
+            values = [
+                mask.logprobs[mask.token_ids.index(token)]
+                for mask, token in zip(self.output_masks[start:], self.output_ids[start:], strict=True)
+            ]
         return {
             _MASK: self._converted(_MASK, self.output_masks, _token_ids, start),
             _MASK_LOGPROBS: values,
@@ -298,35 +301,47 @@ class ReqState:
             found["output_token_ids_logprobs"] = self.output_requested
         return found
 
+    def _num_candidates(self) -> int:
+        """Return the number of candidates at all positions of the output and the prompt, or more."""
+        req, prompt = self.req, self.prompt_logprobs
+        positions = len(self.output_ids) + (0 if prompt is None else len(prompt.packed_ids) // ITEM)
+        return positions * (req.top_logprobs_num + len(req.token_ids_logprob or ()) + req.sampling_mask_num)
+
+    @property
+    def _at_once(self) -> int:
+        """Most candidates that are encoded with their result, without slices."""
+        return _AT_ONCE if self._logprob_decode is None else _AT_ONCE_WITH_TEXT
+
     async def write_candidates(self) -> None:
-        """Encode the new candidates, in slices, for the next call of `result`.
+        """Encode the new candidates, in slices, for the next call of `result`, unless they are few.
 
         There may be hundreds of candidates at each position. They are kept in encoded form, because hundreds of
         thousands of objects would make every garbage collection long.
         """
-        if self._write is None or self.columnar:
+        if self._write is None or self.columnar or (not self.stream and self._num_candidates() <= self._at_once):
             return
         slices = Slices()
         for name, positions in self._candidates().items():
-            await self._write_new(name, positions, self.triples, slices)
+            await self._write_new(name, positions, self._triple_lists, slices)
         if self.req.sampling_mask_num:
             await self._write_new(_MASK, self.output_masks, _token_ids, slices)
         if self._support_logprobs:
             await self._write_new(_MASK_LOGPROBS, self.output_masks, _logprobs, slices)
 
-    async def _write_new(self, name: str, positions: list[Any], convert: Callable[[Any], Any], slices: Slices) -> None:
+    async def _write_new(self, name: str, positions: list[Any], convert: Convert, slices: Slices) -> None:
         assert self._write is not None
         written = self._written.setdefault(name, [])
-        for candidates in positions[len(written) :]:
-            written.append(self._write(convert(candidates)))
+        most = max(self.req.top_logprobs_num, len(self.req.token_ids_logprob or ()), self.req.sampling_mask_num, 1)
+        block = max(1, self._at_once // 4 // (most + 4))  # a position takes as long as some candidates more
+        while len(written) < len(positions):
+            written += map(self._write, convert(positions[len(written) : len(written) + block]))
             await slices.end()
 
     def _logprob_columns(self, start: int) -> dict[str, Any]:
         """Return the same fields as `_logprob_lists`, as arrays in the layout of `columns`."""
         prompt = self.prompt_logprobs if self._has_prompt_part(start) else None
-        prompt_pairs = (prompt.logprobs, prompt.token_ids) if prompt is not None else ([], [])
         arrays: dict[str, Any] = {
-            "input_token_logprobs": columns.prompt(*prompt_pairs),
+            "input_token_logprobs": columns.prompt(prompt),
             "output_token_logprobs": columns.logprobs(self.output_logprobs[start:]),
             "output_token_logprobs_length": len(self.output_logprobs),
         }
@@ -337,20 +352,14 @@ class ReqState:
     def output_triples(self, start: int = 0) -> list[Triple]:
         """Return the triples of the output tokens from `start` on, or [] if log-probabilities were not requested."""
         known = len(self._triples)
-        # `output_logprobs` is empty if log-probabilities were not requested.
-        new = zip(self.output_logprobs[known:], self.output_ids[known:], strict=False)
-        if self._logprob_decode is None:
-            self._triples += [[logprob, token, None] for logprob, token in new]
-        else:
-            self._triples += [[logprob, token, self._logprob_decode([token])] for logprob, token in new]
+        if self.output_logprobs:  # they were requested
+            self._triples += self._with_texts(columns.triples(self.output_logprobs[known:], self.output_ids[known:]))
         return self._triples[start:]
 
     def prompt_triples(self) -> list[Triple]:
         """Return the triples of the prompt tokens from `logprob_start_len` on."""
-        if self.prompt_logprobs is None:
-            return []
-        pairs = zip(self.prompt_logprobs.logprobs, self.prompt_logprobs.token_ids, strict=True)
-        return [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
+        prompt = self.prompt_logprobs
+        return [] if prompt is None else self._with_texts(columns.triples(prompt.logprobs, prompt.token_ids))
 
     def _shown_ids(self) -> list[int]:
         """Return the output ids that belong to the text: all but a stop token, which `no_stop_trim` keeps."""
@@ -361,23 +370,28 @@ class ReqState:
             return self.output_ids[:-1]
         return self.output_ids
 
-    def triples(self, candidates: TokenLogprobs | None) -> list[Triple] | None:
-        """Return the triples of the candidates at one position, or None if the position has no candidates."""
-        if candidates is None:
-            return None
-        pairs = zip(candidates.logprobs, candidates.token_ids, strict=True)
-        return [[logprob, token, self._logprob_text(token)] for logprob, token in pairs]
+    def _triple_lists(self, positions: list[TokenLogprobs | None]) -> list[list[Triple] | None]:
+        """Return the triples of the candidates at each position, or None for a position without candidates."""
+        lists = columns.candidate_lists(columns.candidates(positions))
+        if self._logprob_decode is not None:
+            for each in lists:
+                self._with_texts(each or [])
+        return lists
 
-    def _logprob_text(self, token: int) -> str | None:
-        return self._logprob_decode([token]) if self._logprob_decode is not None else None
+    def _with_texts(self, triples: list[Triple]) -> list[Triple]:
+        """Set the texts of the tokens in place if they are requested."""
+        if self._logprob_decode is not None:
+            for triple in triples:
+                triple[2] = self._logprob_decode([triple[1]])
+        return triples
 
 
-def _token_ids(mask: TokenLogprobs) -> list[int]:
-    return mask.token_ids
+def _token_ids(masks: list[TokenLogprobs]) -> list[list[int]]:
+    return [mask.token_ids for mask in masks]
 
 
-def _logprobs(mask: TokenLogprobs) -> list[float]:
-    return mask.logprobs
+def _logprobs(masks: list[TokenLogprobs]) -> list[list[float]]:
+    return [mask.logprobs for mask in masks]
 
 
 def _ignore(state: ReqState) -> None:

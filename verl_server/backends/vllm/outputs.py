@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from verl_server.backends.process.driver import NewTokens
 from verl_server.io_struct import FinishReason, PromptLogprobs, TokenizedGenerateReq, TokenLogprobs
+from verl_server.packing import pack_array, pack_ids
 
 
 @dataclass(slots=True)
@@ -41,8 +44,7 @@ def _add_logprobs(new: NewTokens, lists: Any, top: int) -> None:
     """Read vLLM's `LogprobsLists`: one row for each token, which has the sampled token and then the most likely."""
     new.logprobs = lists.logprobs[:, 0].tolist()
     if top:
-        values, ids = lists.logprobs[:, 1 : top + 1].tolist(), lists.logprob_token_ids[:, 1 : top + 1].tolist()
-        new.top_logprobs = [TokenLogprobs(*row) for row in zip(values, ids, strict=True)]
+        new.top_logprobs = TokenLogprobs.rows(lists.logprobs[:, 1 : top + 1], lists.logprob_token_ids[:, 1 : top + 1])
 
 
 def _without_tokens(new: NewTokens) -> NewTokens:
@@ -54,13 +56,12 @@ def _without_tokens(new: NewTokens) -> NewTokens:
 def _prompt(req: TokenizedGenerateReq, tensors: Any) -> PromptLogprobs:
     """Read vLLM's `LogprobsTensors`. Row i belongs to the prompt's token i + 1, which is in the first column."""
     start, top = req.logprob_start_len, req.top_logprobs_num
-    values, ids = tensors.logprobs[start:].tolist(), tensors.logprob_token_ids[start:].tolist()
-    best = [TokenLogprobs(value[1 : top + 1], row[1 : top + 1]) for value, row in zip(values, ids, strict=True)]
+    values, ids = np.asarray(tensors.logprobs[start:]), np.asarray(tensors.logprob_token_ids[start:])
     return PromptLogprobs(
-        token_ids=req.input_ids[start:],
-        logprobs=[None, *(value[0] for value in values)],
-        ranks=[None, *tensors.selected_token_ranks[start:].tolist()],
-        top=[None, *best] if top else None,
+        packed_ids=pack_ids(req.input_ids[start:]),
+        packed_logprobs=pack_array(values[:, 0]),
+        packed_ranks=pack_array(np.asarray(tensors.selected_token_ranks[start:])),
+        top=[None, *TokenLogprobs.rows(values[:, 1 : top + 1], ids[:, 1 : top + 1])] if top else None,
     )
 
 

@@ -69,7 +69,7 @@ def test_different_tokens_of_one_text_stay_apart(byte_level: Tokenizer) -> None:
     first, second = byte_level.encode("✓").ids[:2]
     assert texts.text(first) == texts.text(second)
     writer = LogprobWriter(texts, CompletionRequest(prompt="a"), 2)
-    position = Position(second, -1.0, TokenLogprobs([-0.5, -1.0], [first, second]))
+    position = Position(second, -1.0, TokenLogprobs.of([-0.5, -1.0], [first, second]))
     encoded, _ = asyncio.run(writer.completion([position], 0))
     (top,) = json.loads(encoded)["top_logprobs"]
     assert top == {texts.text(second): -1.0, f"token_id:{first}": -0.5}
@@ -84,7 +84,7 @@ def test_the_sampled_token_is_among_the_candidates(call: Caller) -> None:
 
 def test_minus_infinity_is_a_number(byte_level: Tokenizer) -> None:
     writer = LogprobWriter(texts_of(byte_level), CompletionRequest(prompt="a"), 1)
-    position = Position(5, -0.25, TokenLogprobs([float("-inf")], [6]))
+    position = Position(5, -0.25, TokenLogprobs.of([float("-inf")], [6]))
     (entry,) = json.loads(asyncio.run(writer.chat([position])))["content"]
     assert entry["top_logprobs"][0]["logprob"] == -9999.0
 
@@ -102,7 +102,7 @@ def test_prompt_ranks() -> None:
     writer = LogprobWriter(texts, CompletionRequest(prompt="a", prompt_logprobs=1), None)
     prompt: Any = SimpleNamespace(
         token_ids=[3, 4], logprobs=[None, -2.0], ranks=[None, 7], requested=None,
-        top=[None, TokenLogprobs([-1.0, -1.5], [9, 8])],
+        top=[None, TokenLogprobs.of([-1.0, -1.5], [9, 8])],
     )  # fmt: skip
     state: Any = SimpleNamespace(prompt_logprobs=prompt)
     found = json.loads(asyncio.run(writer.prompt_logprobs(state)))

@@ -59,7 +59,7 @@ def test_prompt_logprobs(call: Caller) -> None:
     first, *others = choice["prompt_logprobs"]
     _, b, c = call.text.encode("abc")
     assert first is None and choice["logprobs"] is None
-    assert others[0] == {str(b): {"logprob": pytest.approx(-b / 10), "rank": 1, "decoded_token": "b"}}
+    assert others[0] == {str(b): {"logprob": pytest.approx(-b / 8), "rank": 1, "decoded_token": "b"}}
     assert list(others[1]) == [str(c)]
     assert (call.sent().logprob_start_len, call.sent().top_logprobs_num) == (0, 1)
     answer = call.chat(prompt_logprobs=0, logprobs=True, top_logprobs=2)

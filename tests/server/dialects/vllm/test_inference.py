@@ -70,7 +70,7 @@ def test_requested_token_ids(stack: Stack) -> None:
 def test_prompt_logprobs(stack: Stack) -> None:
     answer = generate(stack, token_ids=[5, 6, 7], sampling_params=PARAMS | {"prompt_logprobs": 0})
     assert answer["prompt_logprobs"][0] is None
-    assert answer["prompt_logprobs"][2] == {"7": {"logprob": -0.7, "rank": 2, "decoded_token": None}}
+    assert answer["prompt_logprobs"][2] == {"7": {"logprob": -0.875, "rank": 2, "decoded_token": None}}
     assert answer["choices"][0]["logprobs"] is None, "log-probabilities of output tokens were not requested"
 
 

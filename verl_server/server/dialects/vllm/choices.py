@@ -134,9 +134,7 @@ class InferenceChoices:
         if not wanted or not state.output_top:
             return None
         found = state.output_top[k]
-        if wanted == -1:
-            return found
-        return TokenLogprobs(found.logprobs[:wanted], found.token_ids[:wanted])
+        return found if wanted == -1 else found.first(wanted)
 
     @staticmethod
     def _text_entry(state: ReqState) -> Callable[[int, float, int | None], str]:
