@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from verl_server.errors import ServerDiedError, ServerUnavailableError
-from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq, TokenLogprobs
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.generation import Generation
 from verl_server.server.request_state import ReqState
@@ -20,16 +21,24 @@ def make(count: int, stream: bool = False, **sampling: Any) -> Generation:
     return Generation([ReqState(req.rid, req, None, stream=stream) for req in reqs], False, lambda state: None)
 
 
-def step(generation: Generation, i: int, tokens: list[int], reason: FinishReason | None = None) -> None:
+def step(
+    generation: Generation,
+    i: int,
+    tokens: list[int],
+    reason: FinishReason | None = None,
+    logprobs: Sequence[float] = (),
+    **more: Any,
+) -> None:
     """Append the scheduler's next tokens to sample i."""
     out = BatchTokenIDOut(
         rids=[""],
         output_ids=[tokens],
-        output_logprobs=[[]],
+        output_logprobs=[list(logprobs)],
         finish_reasons=[reason],
         weight_version="1",
         cached_tokens=[0],
         num_retractions=[0],
+        **more,
     )
     generation.states[i].extend(out, 0)
 
@@ -50,6 +59,25 @@ def test_a_caller_is_woken_once_when_all_are_done() -> None:
         assert [r["output_ids"] for r in results] == [[0, 0], [1, 1], [2, 2]], (
             "the results must be in order of the samples"
         )
+
+    asyncio.run(main())
+
+
+def test_results_with_candidates_are_built_while_other_samples_run() -> None:
+    async def main() -> None:
+        generation = make(3)
+        for state in generation.states:
+            state.req.return_logprob, state.req.top_logprobs_num, state.shows_logprobs = True, 2, True
+        call = asyncio.ensure_future(generation.result())
+        await asyncio.sleep(0)
+        candidates = TokenLogprobs.of([-0.5, -1.0], [7, 8])
+        for i in (2, 0, 1):
+            step(generation, i, [i], END, logprobs=[-0.5], top_logprobs={0: [candidates]})
+            await asyncio.sleep(0.01)
+            assert set(generation._results) == {2: {2}, 0: {2, 0}, 1: {2, 0}}[i]
+        results = await asyncio.wait_for(call, 5)
+        assert [r["output_ids"] for r in results] == [[0], [1], [2]]
+        assert all(r["meta_info"]["output_top_logprobs"] == [[[-0.5, 7, None], [-1.0, 8, None]]] for r in results)
 
     asyncio.run(main())
 

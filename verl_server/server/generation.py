@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -50,6 +51,8 @@ class Generation:
         self._updated: dict[int, ReqState] = {}  # streamed samples with new tokens, in the order of arrival
         self._results: dict[int, Any] = {}
         self._collects = False
+        self._unbuilt: deque[int] = deque()  # samples that are done, whose results `_builder` builds
+        self._builder: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.turns: Turns | None = None
         """In a session: stores each sample before its reply ends."""
@@ -60,9 +63,14 @@ class Generation:
         i = self._index[state.req.rid]
         if state.done:
             self._running -= 1
-            if self._collects and state.error is None and not state.has_candidates:
+            if self._collects and state.error is None:
                 # Build the result while the other samples still run, instead of all results at the end of the batch.
-                self._results[i] = state.written_result()
+                if not state.has_candidates:
+                    self._results[i] = state.written_result()
+                elif self._running:
+                    self._unbuilt.append(i)
+                    if self._builder is None or self._builder.done():
+                        self._builder = asyncio.create_task(self._build())
         if state.stream:
             self._updated[i] = state
         if state.done and (state.stream or not self._running or failure(state) is not None):
@@ -96,6 +104,8 @@ class Generation:
         """
         self._collects = True
         await self.wait()
+        if self._builder is not None:
+            await self._builder
         slices = Slices()
         results: list[Any] = []
         for i, state in enumerate(self.states):
@@ -104,6 +114,15 @@ class Generation:
             await state.write_candidates()
             results.append(self._results.get(i) or state.written_result())
         return results[0] if self._is_single else results
+
+    async def _build(self) -> None:
+        """Build the results of samples with candidates, in slices, because one takes as long as many other results."""
+        slices = Slices()
+        while self._unbuilt:
+            await slices.end()
+            i = self._unbuilt.popleft()
+            await self.states[i].write_candidates()
+            self._results[i] = self.states[i].written_result()
 
     async def updates(self) -> AsyncIterator[tuple[int, ReqState]]:
         """Yield (index, state) whenever a sample has new tokens, and at last with `state.done`. Needs `stream`.
@@ -149,6 +168,8 @@ class Generation:
     def close(self) -> None:
         """Abort the samples that still run. Idempotent."""
         self._end_timer()
+        if self._builder is not None:
+            self._builder.cancel()
         for state in self.states:
             self._abandon(state)
         if self.turns is not None:
