@@ -124,7 +124,7 @@ def test_a_step_that_runs_out_of_memory_is_computed_in_parts(tiny_llama: Path) -
 
 def test_an_engine_survives_a_step_out_of_memory(tmp_path: Path) -> None:
     """A prompt's log-probabilities find no GPU memory: this request ends, and others continue."""
-    folder = make_model_folder(tmp_path, "llama", vocab_size=150_000, weights=False)
+    folder = make_model_folder(tmp_path, "llama", vocab_size=150_000, max_position_embeddings=2048, weights=False)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "max_total_tokens": 4096}
     with Engine(model_path=str(folder), device="cuda", disable_cuda_graph=True, **settings) as engine:
         params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -133,7 +133,7 @@ def test_an_engine_survives_a_step_out_of_memory(tmp_path: Path) -> None:
         free, _ = torch.cuda.mem_get_info(CUDA)
         others = torch.empty(free - (48 << 20), dtype=torch.uint8, device=CUDA)
         with pytest.raises(VerlServerError, match=r"Out of memory .*mem_fraction_static"):
-            prompt = random_prompt(300, seed=1)
+            prompt = random_prompt(1500, seed=1)
             engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
         again = engine.generate(input_ids=[5, 6, 7], sampling_params=params)
         assert isinstance(again, dict) and isinstance(expected, dict)

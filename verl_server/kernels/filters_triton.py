@@ -21,10 +21,9 @@ _LOWEST = tl.constexpr(draw.LOWEST)
 _SPAN = tl.constexpr(100.0)
 """Logits this far below the largest one are kept or removed without a difference: no draw reaches them, because the
 noise of a draw spans less than 45."""
-_LANES, _VECTOR, _STAGES, _WARPS, _REGISTERS = 512, tl.constexpr(8), 4, 16, 64
-"""A program reads `_LANES` vectors at a time. Each thread adds up its own vectors, and the sums meet after a pass.
-Meanwhile the next `_STAGES` - 1 reads are under way. With so few registers, the programs of 256 rows fit on the GPU at
-the same time."""
+_LANES, _VECTOR, _WARPS, _REGISTERS = 1024, tl.constexpr(8), 16, 64
+"""A program reads `_LANES` vectors at a time. Each thread adds up its own vectors, and the sums meet after a pass. With
+so few registers, the programs of 256 rows fit on the GPU at the same time."""
 _NEAR, _FAR = tl.constexpr(0.03), tl.constexpr(0.15)
 """Distances of the thresholds from the expected place, as shares of the interval."""
 _MOST_PASSES = tl.constexpr(64)
@@ -72,8 +71,8 @@ def lowest_kept(
         by_count,
         by_mass,
         _LANES,
-        _STAGES,
         num_warps=_WARPS,
+        enable_fp_fusion=False,
         maxnreg=_REGISTERS,
     )
     return lowest, norms
@@ -98,7 +97,6 @@ def _search_row(
     BY_COUNT: tl.constexpr,
     BY_MASS: tl.constexpr,
     LANES: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     rows = rows.to(tl.int64)
@@ -142,7 +140,7 @@ def _search_row(
         none = tl.zeros([LANES], tl.int32)
         counts_1, counts_2, counts_3, counts_4 = none, none, none, none
         least, most = lanes + float("inf"), lanes - float("inf")
-        for start in tl.range(0, VOCAB, LANES * _VECTOR, num_stages=STAGES):
+        for start in range(0, VOCAB, LANES * _VECTOR):
             token = start + tl.arange(0, LANES)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
             values = tl.load(source + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32) * scale
             if BY_MASS:

@@ -50,7 +50,19 @@ def weigh(
     weights = torch.empty((2 if targets is None else 3, n, blocks), dtype=torch.float32, device=logits.device)
     grid = (n, triton.cdiv(blocks, _TILE_BLOCKS))
     _weigh_blocks[grid](
-        logits, scales, index, lowest, targets, weights, n, logits.stride(0), vocab, blocks, _TILE_BLOCKS, num_warps=8
+        logits,
+        scales,
+        index,
+        lowest,
+        targets,
+        weights,
+        n,
+        logits.stride(0),
+        vocab,
+        blocks,
+        _TILE_BLOCKS,
+        num_warps=8,
+        enable_fp_fusion=False,  # fused, the largest logit would differ from itself by the rounding of its product
     )
     return weights
 
