@@ -30,6 +30,8 @@ FILTERS: list[dict[str, Any]] = [
     {"min_p": 0.9, "top_k": 5, "top_p": 0.3},
     {"temperature": 0.1, "top_p": 0.9},
     {"temperature": 5.0, "top_p": 0.9, "top_k": 700},
+    {"temperature": 0.02, "top_k": 20},
+    {"temperature": 0.02, "top_k": 20, "top_p": 0.99999},
     {},
 ]
 
@@ -84,8 +86,9 @@ def test_filters_keep_the_tokens_that_the_definition_keeps(row: str, dtype: torc
     probs = (logits.double() * scales.unsqueeze(1)).softmax(-1)
     for i, params in enumerate(FILTERS):
         different = kept[0][i] != kept[1][i]
-        # A token may be kept by one and not by the other where rounding decides, or where it can never be drawn.
+        # A token may be kept by one and not by the other where rounding decides.
         assert float(probs[i][different].sum()) < 1e-5, (params, kept[0][i].sum(), kept[1][i].sum())
+        assert not (different & (probs[i] < 1e-30)).any(), params
 
 
 @pytest.mark.parametrize("num", [1, 5, 32])
@@ -94,6 +97,8 @@ def test_the_most_likely_tokens(num: int, device: torch.device) -> None:
     index, scales = torch.tensor([3, 0, 2, 1, 0], device=device), torch.linspace(0.5, 2, 5, device=device)
     ours, definition = (ops.distribution(logits, index, scales) for ops in (FusedOps(), SamplingOps()))
     (values, ids), (expected, expected_ids) = ours.top(num), definition.top(num)
+    rows = torch.arange(5, device=device)
+    assert torch.equal(ours.at(rows, ids[:, 0]), values[:, 0])
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-5)
     assert torch.equal(values, ours.of(ids)), "a token has one log-probability, bit for bit"
     possible = expected > LOWEST

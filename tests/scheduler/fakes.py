@@ -200,7 +200,7 @@ class FakeModelRunner:
         self._prompt_logprobs(batch, out)
         return out
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         raise AssertionError("there is nothing to warm up")
 
     def memory_figures(self) -> dict[str, Any]:

@@ -48,10 +48,11 @@ def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -
     h = Harness()
     done: list[int] = []
 
-    def warm_up() -> None:
+    def warm_up() -> bool:
         assert not h.scheduler.requests, "a request waits"
         done.append(len(h.finished))
         h.runner.can_warm_up = len(done) < 3
+        return True
 
     request = TokenizedGenerateReq(rid="a", input_ids=prompt(1, 3), sampling=SamplingParams(max_new_tokens=2))
     h.runner.can_warm_up = True
@@ -60,6 +61,14 @@ def test_idle_time_warms_up_until_nothing_is_left_and_never_delays_a_request() -
     assert h.finished["a"].type == "length"
     assert done == [0, 1, 1], "once before the request arrived, twice after it ended"
     assert sockets.waits[0] and sockets.waits[-1] is None, "the loop sleeps when nothing is left"
+
+
+def test_idle_time_waits_while_a_rank_cannot_warm_up() -> None:
+    h = Harness()
+    h.runner.can_warm_up = True
+    h.runner.warm_up = lambda: False  # type: ignore[method-assign]
+    sockets = run(h, [[] for _ in range(4)])
+    assert all(sockets.waits), "the loop does not spin"
 
 
 def test_garbage_is_collected_in_idle_time_only() -> None:

@@ -32,6 +32,10 @@ GOLDEN, MIX_1, MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D
 LOWEST = torch.finfo(torch.float32).min
 """Reported in place of a log-probability of minus infinity."""
 
+SPAN = 100.0
+"""A token whose logit is this far below the largest one is never drawn, because the noise spans less than 45. Its
+probability is 0 in fp32."""
+
 _CACHED_ELEMENTS = 2**18
 """Logits processed at once on the CPU: they and their exponentials stay in the second-level cache."""
 

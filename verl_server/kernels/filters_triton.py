@@ -18,9 +18,7 @@ from torch import Tensor
 from verl_server.kernels import draw
 
 _LOWEST = tl.constexpr(draw.LOWEST)
-_SPAN = tl.constexpr(100.0)
-"""Logits this far below the largest one are kept or removed without a difference: no draw reaches them, because the
-noise of a draw spans less than 45."""
+_SPAN = tl.constexpr(draw.SPAN)
 _LANES, _VECTOR, _WARPS, _REGISTERS = 1024, tl.constexpr(8), 16, 64
 """A program reads `_LANES` vectors at a time. Each thread adds up its own vectors, and the sums meet after a pass. With
 so few registers, the programs of 256 rows fit on the GPU at the same time."""
@@ -113,7 +111,7 @@ def _search_row(
     tl.store(norms + rows + row, tl.log(total))
 
     # Invariant: the result lies in (low, high]. The tokens up to the second bound of `low` have less than 1 - p
-    # together. Where there are fewer than k tokens above `low`, the interval becomes empty, and all tokens are kept.
+    # together. Where there are fewer than k tokens above `low`, all of these are kept.
     mass = tl.where(p < 1.0, p * total.to(tl.float64), float("inf")).to(tl.float32)
     missing = tl.maximum(1.0 - p, 0.0).to(tl.float32)
     low = tl.maximum(largest - _SPAN, largest + tl.log(total * missing / VOCAB) - 0.01)
@@ -176,6 +174,8 @@ def _search_row(
         else:
             found = tl.where(bottom == top, bottom, found)
             passes += _MOST_PASSES
+    if BY_COUNT or BY_MASS:
+        found = tl.where((k < VOCAB) | (p < 1.0), tl.maximum(found, largest - _SPAN), found)
     tl.store(lowest + row, tl.maximum(found, largest + tl.load(log_min_p + row)))
 
 

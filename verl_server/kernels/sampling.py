@@ -205,7 +205,7 @@ def _draw_row(
     total = tl.load(place + rows.to(tl.int64) * BLOCKS, mask=block < BLOCKS, other=0.0)
     top = tl.max(largest, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
-    norm = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    rest = tl.log(tl.sum(total * tl.exp(largest - top), 0))
 
     noisy = (largest + tl.log(total)).to(tl.float64) + _gumbel(key, -1 - block)
     score = tl.where(takes_largest, largest.to(tl.float64), noisy)
@@ -220,7 +220,8 @@ def _draw_row(
     tl.store(ids + row, result.to(tl.int64))
     value = tl.load(source + result).to(tl.float32) * scale
     if norms is None:
-        logprob = tl.where(tl.abs(norm) < float("inf"), tl.maximum(value - norm, _LOWEST), float("nan"))
+        logprob = tl.maximum((value - top) - rest, _LOWEST)
+        logprob = tl.where(tl.abs(rest) < float("inf"), logprob, float("nan"))
     else:
         rest = tl.load(norms + rows.to(tl.int64) + row)
         logprob = tl.maximum((value - tl.load(norms + row)) - rest, _LOWEST)

@@ -16,7 +16,9 @@ from verl_server.kernels import draw
 _BLOCK = tl.constexpr(draw.BLOCK)
 _LOWEST = tl.constexpr(draw.LOWEST)
 
-MOST = 32
+SIZES = (8, 16, 32)
+"""Numbers of tokens for which the kernel is compiled; a smaller number is found by the next one."""
+MOST = SIZES[-1]
 """The most tokens that `top` finds. Its work grows with their number."""
 
 
@@ -52,7 +54,7 @@ def top(
         vocab,
         blocks,
         triton.next_power_of_2(blocks),
-        max(8, triton.next_power_of_2(num)),
+        next(size for size in SIZES if size >= num),
         num_warps=4,
         enable_fp_fusion=False,
     )

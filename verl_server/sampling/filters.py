@@ -4,7 +4,8 @@ Each filter is applied to the unfiltered distribution, and a token stays if all 
 fewer than k tokens are more likely. Top-p keeps a token if the tokens that are more likely have a total probability
 below p. Min-p keeps a token if it is at least min_p times as likely as the most likely token. So tokens of equal
 probability (bf16 logits have many) are kept or removed together, and every filter amounts to a lowest logit. Lower
-logits become -inf, and the draw chooses among the other tokens with the same noise as without filters.
+logits become -inf, and the draw chooses among the other tokens with the same noise as without filters. Top-k and top-p
+also remove tokens that can never be drawn (`draw.SPAN`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_server.kernels.device_arrays import to_device
+from verl_server.kernels.draw import SPAN
 from verl_server.sampling.spec import SampleSpec
 
 _FIRST_CANDIDATES = 1024
@@ -33,10 +35,11 @@ class Filters:
 
         params = [None if s.params.is_greedy else s.params for s in specs]
         top_k = [vocab_size if p is None else min(p.top_k, vocab_size) for p in params]
-        top_p = [1.0 if p is None else p.top_p for p in params]
+        # Not 1: the sum of all probabilities may be rounded to more.
+        top_p = [math.inf if p is None or p.top_p >= 1.0 else p.top_p for p in params]
         min_p = [0.0 if p is None else p.min_p for p in params]
         self.top_k, self.top_p = column(top_k, np.int32), column(top_p, np.float64)
-        """[n] int32 and [n] fp64; `vocab_size` and 1 keep all tokens."""
+        """[n] int32 and [n] fp64; `vocab_size` and infinity keep all tokens."""
         self.log_min_p = column([math.log(p) if p else -math.inf for p in min_p], np.float32)
         """[n] fp32; -inf keeps all tokens."""
         ranked = [i for i in range(len(specs)) if top_k[i] < vocab_size or top_p[i] < 1.0]
@@ -55,6 +58,7 @@ class Filters:
         if self._ranked is not None:
             rows = self._ranked
             by_rank = self._lowest_by_rank(logits.index_select(0, rows), norms.index_select(0, rows))
+            by_rank = torch.maximum(by_rank, logits.index_select(0, rows).amax(-1, keepdim=True) - SPAN)
             lowest.index_copy_(0, rows, torch.maximum(by_rank, lowest.index_select(0, rows)))
         return lowest
 

@@ -60,7 +60,10 @@ class FusedDistribution:
         return self._relative(values), ids
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
-        return self.select(rows).of(columns.unsqueeze(1)).squeeze(1)
+        values = self._logits[self._index[rows], columns].float() * self._scales[rows]
+        if self._lowest is not None:
+            values = values.masked_fill_(values < self._lowest[rows], -torch.inf)
+        return (values - self._norms[0, rows]).sub_(self._norms[1, rows]).clamp_(min=LOWEST)
 
     def select(self, rows: Tensor) -> FusedDistribution:
         return FusedDistribution(
@@ -149,9 +152,10 @@ def record_kernels(logits: Tensor) -> None:
         weights = sampling.weigh(rows, scales, ids)
         norms = sampling.norms(weights)
         sampling.draw_rows(rows, scales, greedy, keys, weights, ids, None, norms)
-        top_triton.top(rows, scales, ids, None, weights, norms, min(5, vocab))
         for by_count, by_mass in itertools.product((False, True), repeat=2):
             columns = new(n, dtype=torch.int32), new(n, dtype=torch.float64), scales
             lowest, norms = lowest_kept(rows, scales, ids, weights, *columns, by_count=by_count, by_mass=by_mass)
         weights = sampling.weigh(rows, scales, ids, lowest)
         sampling.draw_rows(rows, scales, greedy, keys, weights, ids, lowest, norms)
+        for num, kept in itertools.product(top_triton.SIZES, (None, lowest)):
+            top_triton.top(rows, scales, ids, kept, weights, norms, min(num, vocab))

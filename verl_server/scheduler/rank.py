@@ -74,7 +74,7 @@ class SchedulerLoop:
                 if collects:
                     self._garbage.collect()
                 elif warms_up:
-                    scheduler.worker.warm_up()
+                    self._is_quiet = scheduler.worker.warm_up()  # a rank that cannot now may be able to later
             scheduler.advance()
         scheduler.settle()
 

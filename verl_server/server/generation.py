@@ -168,6 +168,7 @@ class Generation:
     def close(self) -> None:
         """Abort the samples that still run. Idempotent."""
         self._end_timer()
+        self._collects = False
         if self._builder is not None:
             self._builder.cancel()
         for state in self.states:

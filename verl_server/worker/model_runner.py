@@ -270,16 +270,16 @@ class ModelRunner:
         return present and (self._kernels_left or graphs_left)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Load the kernels of weight updates and masks, or capture one more CUDA graph.
 
         No later request waits for it then.
 
         Takes some ten milliseconds, or seconds for a kernel that this machine has not compiled before. All ranks vote,
-        because a release that failed on one rank may have released memory on others.
+        because a release that failed on one rank may have released memory on others. Return False if a rank cannot.
         """
         if not self.tp.all_agree(self.can_warm_up):
-            return
+            return False
         if self._kernels_left:
             self._kernels_left = False
             if self._args.fused_weight_copy:
@@ -287,6 +287,7 @@ class ModelRunner:
             token_mask.compile_kernel(self.vocab_size, self.dtype, self.device)
         elif self._graphs is not None:
             self._graphs.capture_next()
+        return True
 
     def release_cuda_graphs(self) -> None:
         """Free the memory of captured graphs. Until the resume, steps are launched operator by operator."""
@@ -336,8 +337,9 @@ class ModelRunner:
         return figures
 
     def _release_scratch(self) -> None:
-        """Free the memory of activations, which the allocators keep for the next step."""
+        """Free the memory of activations, which the allocators keep for the next step, and of the last batch."""
         self.synchronize()
+        self.sampler.forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

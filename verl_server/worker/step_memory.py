@@ -46,20 +46,21 @@ class _Bytes(NamedTuple):
     """`allowed_token_ids`: the mask, old and new while a batch changes, and a copy of the logits."""
     mode: int
     """Log-probabilities that are not the default ones."""
+    top: int
+    few: int
+    """More than `few` most likely tokens: `top`."""
 
 
-_TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12)
+_TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12, top=4, few=0)
 """Edited rows: two copies of the logits in fp32, and the exponentials. Penalties: the counts, old and new while their
 table grows, and six temporaries. Filters: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
-_KERNELS = _Bytes(edited=2, penalties=18, filters=1, mask=14, mode=4)
+_KERNELS = _Bytes(edited=2, penalties=18, filters=1, mask=14, mode=4, top=12, few=32)
 """Edited rows: the weights of blocks. Penalties: the counts, old and new while their table grows, and the logits in
 fp32. A mode: a copy of the logits."""
 _TILE = 128
 """Prompt positions that the product with the vocabulary computes at once."""
 _TOP = 40
 """Bytes for each token of a top-k: value and id, before and after their sort, and the sort's workspace."""
-_TOP_OF_ALL, _TOP_BLOCKS = 24, 1024
-"""Bytes for each token of the vocabulary, if a top-k is so large that it is not searched in blocks of tokens."""
 _NAMED = 32
 """Bytes for each token id in `token_ids_logprob`: two indices, three values."""
 
@@ -133,5 +134,5 @@ class StepMemory:
         return max(1, positions // _TILE * _TILE if positions > _TILE else positions)
 
     def _reported(self, top_num: int, requested: Sequence[int] | None) -> int:
-        of_all = _TOP_OF_ALL * self.vocab_size if top_num * _TOP_BLOCKS > self.vocab_size else 0
+        of_all = self.sampling.top * self.vocab_size if top_num > self.sampling.few else 0
         return of_all + _TOP * top_num + _NAMED * len(requested or ())

@@ -88,8 +88,10 @@ class Runner(Protocol):
     def step_bytes(self, spec: SampleSpec) -> int:
         """Return the bytes of device memory that sampling takes for a request beyond a plain draw."""
 
-    def warm_up(self) -> None:
-        """Do one part of the work for which later steps would wait. Takes some ten milliseconds."""
+    def warm_up(self) -> bool:
+        """Do one part of the work for which later steps would wait, in some ten milliseconds. Return False if a rank
+        cannot do it now."""
+        ...
 
     def memory_figures(self) -> dict[str, Any]: ...
 
@@ -155,10 +157,10 @@ class TpWorker:
                 "max_running_requests, and check whether other processes use memory of this device."
             ) from error
 
-    def warm_up(self) -> None:
-        """Run `warm_up` on all ranks while nothing else runs (rank 0)."""
+    def warm_up(self) -> bool:
+        """Run `warm_up` on all ranks while nothing else runs (rank 0). Return False if a rank could not."""
         self._broadcast(WarmUpCommand())
-        self.runner.warm_up()
+        return self.runner.warm_up()
 
     def control(self, req: WeightReq) -> ControlReply:
         """Carry out a weight or memory request on all ranks (rank 0)."""
