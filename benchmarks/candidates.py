@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
 import time
 from collections import defaultdict
@@ -71,7 +72,9 @@ class Computed:
         return self.logprobs[rows, 0]
 
     def select(self, rows: Tensor) -> Distribution:
-        raise NotImplementedError
+        selected = copy.copy(self)
+        selected.logprobs, selected.ids = self.logprobs[rows], self.ids[rows]
+        return selected
 
 
 class ComputedOps(SamplingOps):

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what steps launch, each kernel is compiled once, and a start never fails because of it."""
+"""`compile_ahead` compiles the kernels that steps launch, each of them once, and never makes a start fail."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class PointMass:
 
 @dataclass(frozen=True)
 class SamplingOps:
-    """What the sampler computes with: PyTorch, or kernels with the same results."""
+    """The functions with which the sampler computes: those of PyTorch, or kernels with the same results."""
 
     choose: draw.Choose = draw.choose
     penalize: Penalize = penalize

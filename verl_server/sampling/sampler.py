@@ -80,7 +80,7 @@ _Rows = tuple[list[int], Candidates]
 
 @dataclass
 class _More:
-    """What rows requested besides the log-probability of their token."""
+    """The results that rows requested besides the log-probability of their token."""
 
     top: list[_Rows] = field(default_factory=list)
     """The most likely tokens."""

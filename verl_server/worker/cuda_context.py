@@ -19,7 +19,7 @@ _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
 
 
 class GpuKind(NamedTuple):
-    """What kernels depend on."""
+    """The properties of a GPU on which the compiled kernels depend."""
 
     capability: int
     """Compute capability, 10 * major + minor."""

@@ -36,7 +36,7 @@ _DRAW = 16
 
 
 class _Bytes(NamedTuple):
-    """The same for rows that need more than a draw, whose logits stay valid."""
+    """Bytes for each token of the vocabulary and each row that needs more than a plain draw, by what the row needs."""
 
     edited: int
     """Rows that are edited or reported."""
@@ -47,8 +47,8 @@ class _Bytes(NamedTuple):
     mode: int
     """Log-probabilities that are not the default ones."""
     top: int
+    """Rows that request more than `few` most likely tokens."""
     few: int
-    """More than `few` most likely tokens: `top`."""
 
 
 _TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12, top=4, few=0)
