@@ -17,7 +17,7 @@ import torch
 
 from tests.parity.harness import Driver, random_prompt
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import compilation, multiprocessors, sampling
+from verl_server.kernels import compilation, dependent, gpu, sampling
 from verl_server.models import triton_attention
 from verl_server.server_args import ServerArgs
 from verl_server.worker import compile_process, model_runner, step_graphs
@@ -72,7 +72,7 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
     triton_attention._MIN_RUN_KEYS, triton_attention._MIN_SAVED_BYTES = 4, 1
     step_graphs.MOST_GRAPH_TOKENS = 32
     driver.set_active(TargetOnly(GPU))
-    multiprocessors.assume(GPU.multiprocessors)
+    gpu.assume(GPU.multiprocessors, GPU.capability)
     knobs.runtime.jit_cache_hook = record
     cpu = args.replace(device="cpu", max_total_tokens=8192, cpu_threads=1, disable_cuda_graph=not graphs)
     runner = ModelRunner(cpu, TpGroup(), torch.device("cpu"))
@@ -118,9 +118,10 @@ def fill(folder: Path) -> dict[str, Any]:
 
     compilation.share()
     gate_up = torch.empty(3, 2 * SIZE, dtype=torch.bfloat16)
-    _silu_mul_block.warmup(gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK, grid=(1,), num_warps=4)
+    given, launch = (gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK), dependent.options(gate_up.device)
+    _silu_mul_block.warmup(*given, grid=(1,), num_warps=4, **launch)
     found = compilation.num_compiled()
-    _silu_mul_block.warmup(gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK, grid=(1,), num_warps=2)
+    _silu_mul_block.warmup(*given, grid=(1,), num_warps=2, **launch)
     return {
         "runs": [[sorted(run.compiled), run.cached, run.failed] for run in runs],
         "stamp": [before, Path(request.stamp).exists()],

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_server.kernels import dependent
+
 _BLOCK = 1024
 
 
@@ -17,12 +19,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2
     out = gate_up.new_empty((gate_up.shape[0], size))
-    _silu_mul_block[(gate_up.shape[0], triton.cdiv(size, _BLOCK))](gate_up, out, size, _BLOCK, num_warps=4)
+    grid, launch = (gate_up.shape[0], triton.cdiv(size, _BLOCK)), dependent.options(gate_up.device)
+    _silu_mul_block[grid](gate_up, out, size, _BLOCK, num_warps=4, **launch)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul_block(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_mul_block(
+    gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+) -> None:
+    dependent.let_next_begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from verl_server.kernels import dependent
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _program_of(unit: tl.tensor, share: tl.tensor, larger: tl.tensor) -> tl.tensor:
@@ -117,7 +119,7 @@ def decode_kernel(
     stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Arguments as in `PagedAttention.decode`. `meta` is the result of `host_metadata`. `scale` includes log2(e), since
     the softmax is computed in powers of 2.
@@ -130,12 +132,14 @@ def decode_kernel(
     iteration. Hence everything that a unit needs is read or derived one unit ahead, and an entry's row and length one
     entry ahead.
     """
+    dependent.let_next_begin(DEPENDENT)
     program, programs = tl.program_id(0), tl.num_programs(0)
     share, larger, active, last_entry = tl.load(meta), tl.load(meta + 1), tl.load(meta + 2), tl.load(meta + 3)
     entry = tl.load(meta + 4 + 3 * program)
     head = tl.load(meta + 5 + 3 * program)
     block = tl.load(meta + 6 + 3 * program)
     if program >= active:
+        dependent.wait(DEPENDENT)
         return
     count = share + (program < larger).to(tl.int32)
     begin = program * share + tl.minimum(program, larger)
@@ -151,6 +155,7 @@ def decode_kernel(
     page = tl.load(page_table + table_row.to(tl.int64) * stride_row + token // PAGE, mask=token < kv_len, other=0)
     first_start, first_blocks = begin - block, tl.cdiv(kv_len - own, BLOCK)
     first_entry, first_head = entry, head
+    dependent.wait(DEPENDENT)  # what follows reads queries, new keys and shared results
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK], tl.float32)

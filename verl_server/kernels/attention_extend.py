@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from verl_server.kernels import dependent
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_block(
@@ -54,10 +56,11 @@ def extend_kernel(
     stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Arguments as in `PagedAttention.extend`. Tiles of entry e are numbered from q_starts[e] // BLOCK_Q + e; some tile
     numbers have no tokens."""
+    dependent.let_next_begin(DEPENDENT)
     head, tile = tl.program_id(0), tl.program_id(1)
     entry, above = 0, entries
     while above - entry > 1:
@@ -69,6 +72,7 @@ def extend_kernel(
     start, stop = tl.load(q_starts + entry), tl.load(q_starts + entry + 1)
     # The last tokens of an entry attend to most keys, so their tiles run first and short tiles run at the end.
     first = (tl.cdiv(stop - start, BLOCK_Q) - 1 - (tile - start // BLOCK_Q - entry)) * BLOCK_Q
+    dependent.wait(DEPENDENT)
     if (first < 0) | (first >= stop - start):
         return
     before = tl.load(cached + entry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from verl_server.kernels import dependent
 from verl_server.kernels.attention_extend import attend_block
 
 
@@ -22,15 +23,17 @@ def shared_kernel(
     stride_page: tl.tensor, stride_token: tl.tensor, stride_kv: tl.tensor, stride_head: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """`items` is [number of items, number of entries in the step, then `shared_keys.ITEM` integers for each item].
 
     Row r of a tile is query head r % GROUP of one KV head, of the item's entry number r // GROUP. If a tile has several
     chunks, each stores its part in a slot, and the program that finishes last merges the parts in order.
     """
+    dependent.let_next_begin(DEPENDENT)
     num_items, entries = tl.load(items), tl.load(items + 1)
     row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    dependent.wait(DEPENDENT)
     for job in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
         item, head = items + 2 + (job // KV_HEADS) * ITEM, job % KV_HEADS
         first, count, begin, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)

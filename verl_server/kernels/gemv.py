@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_server.kernels import dependent
+
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Returns [1, out]."""
@@ -30,6 +32,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         block_rows,
         block,
         num_warps=warps,
+        **dependent.options(x.device),
     )
     return out
 
@@ -53,21 +56,47 @@ def _gemv(
     BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    dependent.let_next_begin(DEPENDENT)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     start = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
-    for k in tl.static_range(0, SIZE, BLOCK):
-        if SIZE % BLOCK == 0 and ROWS % BLOCK_ROWS == 0:
-            tile = tl.load(start + k)
-            vector = tl.load(x + k + column)
-        else:
-            inside = column + k < SIZE
-            tile = tl.load(start + k, mask=inside[None, :] & (row < ROWS)[:, None], other=0.0)
-            vector = tl.load(x + k + column, mask=inside, other=0.0)
-        total += tile.to(tl.float32) * vector.to(tl.float32)[None, :]
+    inside: tl.constexpr = SIZE % BLOCK == 0 and ROWS % BLOCK_ROWS == 0
+    first = _block_of(start, row, column, 0, inside, ROWS, SIZE)
+    second = _block_of(start, row, column, BLOCK, inside, ROWS, SIZE) if SIZE > BLOCK else first
+    dependent.wait(DEPENDENT)  # the blocks of the weight are on their way
+    total = first.to(tl.float32) * _part_of(x, column, 0, inside, SIZE)[None, :]
+    for k in tl.static_range(BLOCK, SIZE, BLOCK):
+        block = second if k == BLOCK else _block_of(start, row, column, k, inside, ROWS, SIZE)
+        total += block.to(tl.float32) * _part_of(x, column, k, inside, SIZE)[None, :]
     result = tl.sum(total, 1)
     if BIAS:
         result += tl.load(bias + row, mask=row < ROWS, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < ROWS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block_of(
+    start: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    k: tl.constexpr,
+    INSIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """The weight's columns from k on. INSIDE: no row or column of any program lies beyond the weight."""
+    if INSIDE:
+        return tl.load(start + k)
+    else:
+        return tl.load(start + k, mask=(column + k < SIZE)[None, :] & (row < ROWS)[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _part_of(x: tl.tensor, column: tl.tensor, k: tl.constexpr, INSIDE: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """The elements of x from k on, in fp32."""
+    if INSIDE:
+        return tl.load(x + k + column).to(tl.float32)
+    else:
+        return tl.load(x + k + column, mask=column + k < SIZE, other=0.0).to(tl.float32)

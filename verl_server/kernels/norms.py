@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_server.kernels import dependent
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
@@ -20,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    _norm_row[(x.shape[0],)](x, weight, out, eps, size, block, num_warps=_warps(block))
+    launch = dependent.options(x.device)
+    _norm_row[(x.shape[0],)](x, weight, out, eps, size, block, num_warps=_warps(block), **launch)
     return out
 
 
@@ -33,7 +36,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    _add_norm_row[(x.shape[0],)](x, residual, weight, out, eps, size, block, num_warps=_warps(block))
+    launch = dependent.options(x.device)
+    _add_norm_row[(x.shape[0],)](x, residual, weight, out, eps, size, block, num_warps=_warps(block), **launch)
     return out
 
 
@@ -50,11 +54,14 @@ def _norm_row(
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    dependent.let_next_begin(DEPENDENT)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     scale = tl.load(weight + column, mask=inside, other=0.0)
+    dependent.wait(DEPENDENT)
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, normalized(values, scale, EPS, SIZE), mask=inside)
 
@@ -68,11 +75,14 @@ def _add_norm_row(
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    dependent.let_next_begin(DEPENDENT)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     scale = tl.load(weight + column, mask=inside, other=0.0)
+    dependent.wait(DEPENDENT)
     values = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     values += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     total = values.to(residual.dtype.element_ty)

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from verl_server.kernels import multiprocessors
+from verl_server.kernels import dependent, gpu
 from verl_server.kernels.attention_decode import decode_kernel
 from verl_server.kernels.attention_extend import extend_kernel
 from verl_server.kernels.attention_shared import shared_kernel
@@ -132,7 +132,8 @@ class PagedAttention:
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
-        self._multiprocessors = multiprocessors.count(device, interpreted=4)
+        self._launch = dependent.options(device)
+        self._multiprocessors = gpu.multiprocessors(device, interpreted=4)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Each program stores at most two parts of unfinished heads; see decode_kernel.
         self._parts = _softmax_parts(2 * self._programs * self._group, head_dim, device)
@@ -229,7 +230,7 @@ class PagedAttention:
             BLOCK=config.block, BLOCK_M=max(16, block_rows),
             BLOCK_ROWS=block_rows, BLOCK_D=self._block_d, AT_ONCE=max(1, min(16, 64 // block_rows)),
             STAGES=config.stages, LEVELS=0 if shared is None else LEVELS, PRECISION=self._precision,
-            num_warps=config.warps,
+            num_warps=config.warps, **self._launch,
         )  # fmt: skip
         return out
 
@@ -241,7 +242,7 @@ class PagedAttention:
             self._scale, q.stride(0), q.stride(1), page_table.stride(0), *kv_layer.stride()[:4],
             KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size, ITEM=ITEM,
             BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=self._block_d,
-            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps,
+            STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps, **self._launch,
         )  # fmt: skip
 
     def extend(
@@ -272,6 +273,7 @@ class PagedAttention:
             KV_HEADS=self._kv_heads, GROUP=self._group, D=self._head_dim, PAGE=self._page_size,
             BLOCK_Q=block_q, BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=self._block_d,
             STAGES=config.stages, PRECISION=self._precision, num_warps=config.warps, maxnreg=config.registers,
+            **self._launch,
         )  # fmt: skip
         return out
 

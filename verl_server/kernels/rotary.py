@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_server.kernels import dependent
+
 _MAX_HEADS = 8
 
 
@@ -59,6 +61,7 @@ def norm_rotate_store(
         at_once,
         half_block,
         num_warps=max(1, min(4, at_once * half_block // 256)),
+        **dependent.options(qkv.device),
     )
     return q
 
@@ -85,8 +88,10 @@ def _norm_rotate_store(
     HEAD_STRIDE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (token, group). The groups of q come first, then those of k and those of v. EPS is None without norms."""
+    dependent.let_next_begin(DEPENDENT)
     q_groups: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
     kv_groups: tl.constexpr = (KV_HEADS + AT_ONCE - 1) // AT_ONCE
     half: tl.constexpr = HEAD_DIM // 2
@@ -101,6 +106,12 @@ def _norm_rotate_store(
     # threads need not exchange values.
     every = column[None, :] + tl.zeros_like(head)[:, None]
     source = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + (first_head + head)[:, None] * HEAD_DIM
+    rotated = inside & (kind < 2)
+    angle = tl.load(positions + token).to(tl.int64) * HEAD_DIM + half + every
+    c = tl.load(cos + angle, mask=rotated, other=0.0)
+    s = tl.load(sin + angle, mask=rotated, other=0.0)
+    slot = tl.load(slots + token).to(tl.int64)
+    dependent.wait(DEPENDENT)
     low = tl.load(source + column[None, :], mask=inside, other=0.0)
     high = tl.load(source + half + column[None, :], mask=inside, other=0.0)
     if kind < 2:
@@ -110,9 +121,6 @@ def _norm_rotate_store(
             scale = tl.rsqrt((tl.sum(low32 * low32, 1) + tl.sum(high32 * high32, 1)) / HEAD_DIM + EPS)[:, None]
             low32 = _weighted(low32 * scale, weight + every, inside)
             high32 = _weighted(high32 * scale, weight + half + every, inside)
-        angle = tl.load(positions + token).to(tl.int64) * HEAD_DIM + half + every
-        c = tl.load(cos + angle, mask=inside, other=0.0)
-        s = tl.load(sin + angle, mask=inside, other=0.0)
         low = (low32 * c - high32 * s).to(low.dtype)
         high = (high32 * c + low32 * s).to(high.dtype)
     if kind == 0:
@@ -120,7 +128,6 @@ def _norm_rotate_store(
         tl.store(target, low, mask=inside)
         tl.store(target + half, high, mask=inside)
     else:
-        slot = tl.load(slots + token).to(tl.int64)
         start = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * OFFSET_STRIDE + (kind - 1) * KV_STRIDE
         target = kv_layer + start + head[:, None] * HEAD_STRIDE + column[None, :]
         tl.store(target, low, mask=inside)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_server.kernels import multiprocessors
+from verl_server.kernels import gpu
 
 _BLOCK_N, _BLOCK_K = 64, 128
 _MAX_ROWS = 32
@@ -27,7 +27,7 @@ class SkinnyProduct:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._programs = multiprocessors.count(device, interpreted=8)
+        self._programs = gpu.multiprocessors(device, interpreted=8)
         self._parts = torch.empty(self._programs * _BLOCK_N * _MAX_ROWS, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(self._programs, dtype=torch.int32, device=device)
 

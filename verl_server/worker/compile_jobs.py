@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.kernels import multiprocessors, token_mask
+from verl_server.kernels import gpu as assumed_gpu
+from verl_server.kernels import token_mask
 from verl_server.models.config import ModelConfig
 from verl_server.sampling.fused import record_kernels
 from verl_server.server_args import ServerArgs
@@ -61,7 +62,7 @@ def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
         return True  # do not compile
 
     driver.set_active(TargetOnly(gpu))
-    multiprocessors.assume(gpu.multiprocessors)
+    assumed_gpu.assume(gpu.multiprocessors, gpu.capability)
     knobs.runtime.jit_cache_hook = record
     try:
         _run_steps(server_args)

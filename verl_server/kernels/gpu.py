@@ -1,0 +1,42 @@
+"""The properties of the GPU on which kernels are launched: its multiprocessors and its compute capability.
+
+A process that compiles kernels for a GPU which it does not use names the properties with `assume`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_assumed: tuple[int, int] | None = None
+
+
+def multiprocessors(device: torch.device, *, interpreted: int) -> int:
+    """Return the multiprocessors of a GPU, by which kernels divide their work. On other devices: those that were
+    assumed, else `interpreted`, which is for Triton's interpreter."""
+    if device.type == "cuda":
+        count: int = _properties(device).multi_processor_count
+        return count
+    return _assumed[0] if _assumed else interpreted
+
+
+def capability(device: torch.device) -> int:
+    """Return the compute capability of a GPU, 10 * major + minor. On other devices: the assumed one, else 0."""
+    if device.type == "cuda":
+        properties = _properties(device)
+        return 10 * properties.major + properties.minor  # type: ignore[no-any-return]
+    return _assumed[1] if _assumed else 0
+
+
+def assume(number: int, compute_capability: int) -> None:
+    """Let other devices have so many multiprocessors and this capability, to compile for a GPU that this process does
+    not use."""
+    global _assumed
+    _assumed = number, compute_capability
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
