@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, first_minute, multi_turn, offline, rl_shapes, serving, startup
+from benchmarks import ablation, decode_steps, first_minute, multi_turn, offline, rl_shapes, serving, startup
 from tests.benchmark.lines import figures
 from verl_server import Engine
 
@@ -41,6 +41,12 @@ def test_rl_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"run", *rl_shapes.SETTINGS, "prompts", "prompt_logprobs"}
     around = (found["plain"]["value"] + found["top_p"]["plain"]) / 2
     assert found["top_p"]["of_plain"] == pytest.approx(found["top_p"]["value"] / around, rel=1e-2)
+
+
+def test_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_steps.main([*SMALL, "--rows", "3", "--context", "20"])
+    step = figures(capsys)["decode_step"]
+    assert step["value"] > 0 and step["unit"] == "us" and step["rows"] == 3
 
 
 @pytest.mark.exhaustive
