@@ -35,9 +35,9 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("capability", "early"), [(80, False), (89, False), (90, True), (120, True)])
-def test_gpus_before_hopper_launch_as_usual(capability: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_assumed", (132, capability))
-    launch = dependent.options(torch.device("meta"))
+def test_gpus_before_hopper_launch_as_usual(capability: int, early: bool) -> None:
+    with gpu.assumed(132, capability):
+        launch = dependent.options(torch.device("meta"))
     assert launch == ({"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False})
 
 

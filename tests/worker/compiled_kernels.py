@@ -72,7 +72,6 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
     triton_attention._MIN_RUN_KEYS, triton_attention._MIN_SAVED_BYTES = 4, 1
     step_graphs.MOST_GRAPH_TOKENS = 32
     driver.set_active(TargetOnly(GPU))
-    gpu.assume(GPU.multiprocessors, GPU.capability)
     knobs.runtime.jit_cache_hook = record
     cpu = args.replace(device="cpu", max_total_tokens=8192, cpu_threads=1, disable_cuda_graph=not graphs)
     runner = ModelRunner(cpu, TpGroup(), torch.device("cpu"))
@@ -97,7 +96,8 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
 def drift(folder: Path) -> dict[str, Any]:
     args = ServerArgs(model_path=str(folder), load_format="dummy", device="cuda", dtype="bfloat16", page_size=4)
     ahead = {job.specialization: job.name for job in record_jobs(args, GPU)}
-    launched = launched_kernels(args, graphs=True) | launched_kernels(args, graphs=False)
+    with gpu.assumed(GPU.multiprocessors, GPU.capability):
+        launched = launched_kernels(args, graphs=True) | launched_kernels(args, graphs=False)
     unused = {name for specialization, name in ahead.items() if specialization not in launched}
     return {"missing": sorted(launched - ahead.keys()), "unused": sorted(unused)}
 
@@ -118,7 +118,9 @@ def fill(folder: Path) -> dict[str, Any]:
 
     compilation.share()
     gate_up = torch.empty(3, 2 * SIZE, dtype=torch.bfloat16)
-    given, launch = (gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK), dependent.options(gate_up.device)
+    given = (gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK)
+    with gpu.assumed(GPU.multiprocessors, GPU.capability):
+        launch = dependent.options(gate_up.device)
     _silu_mul_block.warmup(*given, grid=(1,), num_warps=4, **launch)
     found = compilation.num_compiled()
     _silu_mul_block.warmup(*given, grid=(1,), num_warps=2, **launch)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from tests.worker.compiled_kernels import GPU
 from verl_server.errors import BadRequestError
-from verl_server.kernels import compilation
+from verl_server.kernels import compilation, gpu
 from verl_server.models.tiny import make_model_folder
 from verl_server.scheduler import process
 from verl_server.server_args import ServerArgs
@@ -140,6 +141,7 @@ def test_the_process_logs_its_failure_and_ends(
     argument = {"server_args": args.to_json(), "gpu": list(GPU), "stamp": str(cache / "stamp")}
     compile_process.run_compile_process(argument, lambda info: None)
     assert "not compiled ahead" in caplog.text and "/no/such" in caplog.text
+    assert gpu.capability(torch.device("cpu")) == 0, "this process launches kernels for its own device again"
 
 
 class Function:

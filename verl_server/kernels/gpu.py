@@ -1,11 +1,13 @@
 """The properties of the GPU on which kernels are launched: its multiprocessors and its compute capability.
 
-A process that compiles kernels for a GPU which it does not use names the properties with `assume`.
+Code that compiles kernels for a GPU which its process does not use states the properties with `assumed`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ _assumed: tuple[int, int] | None = None
 
 
 def multiprocessors(device: torch.device, *, interpreted: int) -> int:
-    """Return the multiprocessors of a GPU, by which kernels divide their work. On other devices: those that were
+    """Return the multiprocessors of a GPU, by which kernels divide their work. On other devices: those that are
     assumed, else `interpreted`, which is for Triton's interpreter."""
     if device.type == "cuda":
         count: int = _properties(device).multi_processor_count
@@ -30,11 +32,18 @@ def capability(device: torch.device) -> int:
     return _assumed[1] if _assumed else 0
 
 
-def assume(number: int, compute_capability: int) -> None:
-    """Let other devices have so many multiprocessors and this capability, to compile for a GPU that this process does
-    not use."""
+@contextlib.contextmanager
+def assumed(number: int, compute_capability: int) -> Iterator[None]:
+    """Within the block, let devices that are no GPU have `number` multiprocessors and this compute capability.
+
+    Kernels that are launched within the block are specialized for that GPU, and can be compiled only.
+    """
     global _assumed
-    _assumed = number, compute_capability
+    before, _assumed = _assumed, (number, compute_capability)
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 @functools.cache

@@ -62,10 +62,10 @@ def record_jobs(server_args: ServerArgs, gpu: GpuKind) -> list[Job]:
         return True  # do not compile
 
     driver.set_active(TargetOnly(gpu))
-    assumed_gpu.assume(gpu.multiprocessors, gpu.capability)
     knobs.runtime.jit_cache_hook = record
     try:
-        _run_steps(server_args)
+        with assumed_gpu.assumed(gpu.multiprocessors, gpu.capability):
+            _run_steps(server_args)
     finally:
         knobs.runtime.jit_cache_hook = None
     # Attention takes seconds to compile, everything else tenths of a second.
