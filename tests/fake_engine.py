@@ -9,6 +9,8 @@ from verl_server.engine.base import EngineBase
 from verl_server.io_struct import (
     ControlReply,
     ControlReq,
+)
+from verl_server.weight_requests import (
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     UnregisterWeightsReq,

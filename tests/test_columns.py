@@ -14,8 +14,10 @@ from verl_server.columns import unpack
 from verl_server.io_struct import (
     BatchTokenIDOut,
     FinishReason,
-    PromptLogprobs,
     TokenizedGenerateReq,
+)
+from verl_server.packed_logprobs import (
+    PromptLogprobs,
     TokenLogprobs,
 )
 from verl_server.sampling_params import SamplingParams

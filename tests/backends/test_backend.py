@@ -26,12 +26,12 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     SchedulerOutput,
     TokenizedGenerateReq,
-    UpdateWeightsFromTensorReq,
 )
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.loader import WeightMap, WeightSlot
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.weight_sync.trainer.sender import describe_tensors
 
 

@@ -11,6 +11,7 @@ from tests.server.fake_scheduler import INFO
 from verl_server import io_struct as io
 from verl_server.ipc.sockets import bind_socket
 from verl_server.server.http_process import HttpServer
+from verl_server.weight_requests import RegisterWeightsReq, UpdateWeightsFromDiskReq, UpdateWeightsFromTensorReq
 
 PARAMETERS = INFO["num_parameters"]
 
@@ -24,16 +25,16 @@ class Weights:
     def __call__(self, req: Any) -> io.ControlReply:
         size, source = 0, ""
         match req:
-            case io.RegisterWeightsReq():
+            case RegisterWeightsReq():
                 self.sizes[req.description.id] = len(req.description.tensors)
-            case io.UpdateWeightsFromTensorReq(registration=None):
+            case UpdateWeightsFromTensorReq(registration=None):
                 source, size = "description", len(req.description.tensors)
                 self.sizes |= {req.description.id: size} if req.keep else {}
-            case io.UpdateWeightsFromTensorReq():
+            case UpdateWeightsFromTensorReq():
                 if req.registration not in self.sizes:
                     return io.ControlReply(id=req.id, success=False, message="no such registration", status_code=404)
                 source, size = "registration", self.sizes[req.registration]
-            case io.UpdateWeightsFromDiskReq():
+            case UpdateWeightsFromDiskReq():
                 source, size = req.model_path, PARAMETERS
         if not source:
             return io.ControlReply(id=req.id, success=True)

@@ -24,6 +24,7 @@ from verl_server import (
 )
 from verl_server import io_struct as io
 from verl_server.models.tiny import make_model_folder
+from verl_server.weight_requests import UpdateWeightsFromTensorReq
 
 FOUR = {"max_new_tokens": 4}
 
@@ -224,7 +225,7 @@ def test_an_open_transaction_ends_with_its_run(server: Server, engine: HttpServe
     server.restart()
     engine.accept_restart()
     engine.update_weights_from_tensor(TENSORS)
-    (update,) = [m for m in server.stack.scheduler.received if isinstance(m, io.UpdateWeightsFromTensorReq)]
+    (update,) = [m for m in server.stack.scheduler.received if isinstance(m, UpdateWeightsFromTensorReq)]
     assert update.transaction_id is None
 
 

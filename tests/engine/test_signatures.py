@@ -16,14 +16,16 @@ from verl_server.io_struct import (
     AbortReq,
     AcceptRestartReq,
     ControlReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromDistributedReq,
-    UpdateWeightsFromTensorReq,
 )
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.weight_requests import (
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+)
 
 METHODS = [
     "generate",

@@ -24,9 +24,9 @@ from verl_server import (
     WeightUpdateError,
 )
 from verl_server.errors import UpdateConflictError
-from verl_server.io_struct import (
+from verl_server.io_struct import ControlReply
+from verl_server.weight_requests import (
     BeginWeightUpdateReq,
-    ControlReply,
     EndWeightUpdateReq,
     RegisterWeightsReq,
     UnregisterWeightsReq,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from verl_server.io_struct import TokenLogprobs
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.packed_logprobs import TokenLogprobs
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
 from verl_server.sampling_params import SamplingParams
 from verl_server.server_args import ServerArgs

@@ -19,6 +19,7 @@ from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import StepResult
 from verl_server.rollout.episode import Limits
 from verl_server.rollout.trajectory import StopReason, Task
+from verl_server.weight_requests import UpdateWeightsFromDiskReq
 
 TASKS = [Task(seed=i) for i in range(4)]
 WAIT = 30.0
@@ -97,7 +98,7 @@ def test_episodes_wait_until_the_server_was_healed(
     assert sampled_before == [0], "no token may be sampled from the weights that the server loaded"
     assert [t.stop_reason for t in rollout.trajectories] == [StopReason.DONE] * len(TASKS), rollout
     assert server.generated > 0
-    updates = [m for m in server.stack.scheduler.received if isinstance(m, io.UpdateWeightsFromDiskReq)]
+    updates = [m for m in server.stack.scheduler.received if isinstance(m, UpdateWeightsFromDiskReq)]
     assert [update.weight_version for update in updates] == (["7"] if settle == "heal" else [])
 
 
@@ -132,4 +133,4 @@ def test_a_server_that_went_away_is_waited_for(server: Server, trainer: HttpServ
     back.join(WAIT)
     assert all(t.stop_reason is StopReason.DONE for t in rollout.trajectories), rollout
     first = next(m for m in server.stack.scheduler.received if not isinstance(m, io.GetInternalStateReq))
-    assert isinstance(first, io.UpdateWeightsFromDiskReq)
+    assert isinstance(first, UpdateWeightsFromDiskReq)

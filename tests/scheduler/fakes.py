@@ -23,26 +23,30 @@ from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
-    BeginWeightUpdateReq,
     ControlReply,
-    EndWeightUpdateReq,
     FinishReason,
-    InitWeightsUpdateGroupReq,
-    PromptLogprobs,
     SchedulerOutput,
-    StagedReq,
     TokenizedGenerateReq,
+)
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.packed_logprobs import (
+    PromptLogprobs,
     TokenLogprobs,
+)
+from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
+from verl_server.sampling_params import SamplingParams
+from verl_server.scheduler.scheduler import Scheduler
+from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
+    StagedReq,
     UpdateReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.ipc.tp_group import TpGroup
-from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
-from verl_server.sampling_params import SamplingParams
-from verl_server.scheduler.scheduler import Scheduler
-from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.handles import WeightsDescription
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared

@@ -19,19 +19,12 @@ from tests.weight_sync import described
 from verl_server.io_struct import (
     AbortReq,
     BatchTokenIDOut,
-    BeginWeightUpdateReq,
     ControlReply,
-    EndWeightUpdateReq,
     FinishReason,
     FlushCacheReq,
     GetInternalStateReq,
-    GetWeightsByNameReq,
-    InitWeightsUpdateGroupReq,
     SchedulerOutput,
     TokenizedGenerateReq,
-    UnregisterWeightsReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
 )
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.ipc.message_socket import MessageSocket
@@ -42,6 +35,15 @@ from verl_server.models.tiny import make_model_folder
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.rank import SchedulerSockets
 from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    UnregisterWeightsReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+)
 from verl_server.weight_sync.handles import WeightsDescription
 
 WAIT = 60.0

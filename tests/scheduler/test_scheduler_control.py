@@ -16,14 +16,16 @@ from verl_server.io_struct import (
     FinishReq,
     FlushCacheReq,
     GetInternalStateReq,
-    GetWeightsByNameReq,
     PauseGenerationReq,
+    WithdrawReq,
+)
+from verl_server.weight_requests import (
+    GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromDiskReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
-    WithdrawReq,
 )
 
 # -- weight updates while serving ------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ from verl_server.io_struct import (
     FinishSessionReq,
     FlushCacheReq,
     GetInternalStateReq,
-    GetWeightsByNameReq,
     PauseGenerationReq,
+)
+from verl_server.scheduler.schedule_batch import Req
+from verl_server.weight_requests import (
+    GetWeightsByNameReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateWeightsFromTensorReq,
 )
-from verl_server.scheduler.schedule_batch import Req
 from verl_server.worker.forward_batch import ForwardBatch
 
 

@@ -16,13 +16,13 @@ from verl_server.io_struct import (
     FinishReq,
     FlushCacheReq,
     PauseGenerationReq,
-    ReleaseMemoryOccupationReq,
     TokenizedGenerateReq,
 )
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop
 from verl_server.scheduler.schedule_batch import Req
+from verl_server.weight_requests import ReleaseMemoryOccupationReq
 
 
 def overlapped(**settings: Any) -> Harness:

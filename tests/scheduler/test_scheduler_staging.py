@@ -11,6 +11,8 @@ from verl_server.errors import UnknownRegistrationError, WeightUpdateError
 from verl_server.io_struct import (
     ControlReply,
     PauseGenerationReq,
+)
+from verl_server.weight_requests import (
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

@@ -8,14 +8,16 @@ import pytest
 
 from tests.scheduler.fakes import NOWHERE, Harness, generate, join, prompt, serving, update
 from verl_server.io_struct import (
-    BeginWeightUpdateReq,
     ContinueGenerationReq,
-    DestroyWeightsUpdateGroupReq,
-    EndWeightUpdateReq,
     FlushCacheReq,
     GetInternalStateReq,
-    GetWeightsByNameReq,
     PauseGenerationReq,
+)
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,

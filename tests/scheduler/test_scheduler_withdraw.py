@@ -8,19 +8,21 @@ import pytest
 
 from tests.scheduler.fakes import NOWHERE, Harness, join, prompt, serving, update
 from verl_server.io_struct import (
+    FlushCacheReq,
+    PauseGenerationReq,
+    WithdrawReq,
+)
+from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
-    FlushCacheReq,
     GetWeightsByNameReq,
-    PauseGenerationReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UnregisterWeightsReq,
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
-    WithdrawReq,
 )
 
 

@@ -18,6 +18,7 @@ from verl_server import io_struct as io
 from verl_server.columns import id_list
 from verl_server.ipc.message_socket import MessageSocket
 from verl_server.ipc.readiness import wait_readable
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 
 VOCAB = 320
 INFO: dict[str, Any] = {
@@ -166,15 +167,15 @@ class FakeScheduler:
         )
         if req.top_logprobs_num:
             ids = list(range(req.top_logprobs_num))
-            out.top_logprobs[0] = [io.TokenLogprobs.of([-1.0 - i for i in ids], ids) for _ in tokens]
+            out.top_logprobs[0] = [TokenLogprobs.of([-1.0 - i for i in ids], ids) for _ in tokens]
         if req.token_ids_logprob is not None:
             wanted = req.token_ids_logprob
-            out.token_ids_logprobs[0] = [io.TokenLogprobs.of([-2.0] * len(wanted), wanted) for _ in tokens]
+            out.token_ids_logprobs[0] = [TokenLogprobs.of([-2.0] * len(wanted), wanted) for _ in tokens]
         if req.sampling_mask_num:
-            out.sampling_masks[0] = [io.TokenLogprobs.of([-0.5, -1.0], [t, t + 1]) for t in tokens]
+            out.sampling_masks[0] = [TokenLogprobs.of([-0.5, -1.0], [t, t + 1]) for t in tokens]
         if running.sent == 0 and req.logprob_start_len >= 0:
             ids = req.input_ids[req.logprob_start_len :]
             values = [-i / 8 for i in ids[1:]]
-            out.prompt_logprobs[0] = io.PromptLogprobs.of(ids, values, ranks=range(1, len(ids)))
+            out.prompt_logprobs[0] = PromptLogprobs.of(ids, values, ranks=range(1, len(ids)))
         running.sent += len(tokens)
         self.send(out)

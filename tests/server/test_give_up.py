@@ -15,8 +15,9 @@ import pytest
 from tests.server.conftest import Stack
 from verl_server import io_struct as io
 from verl_server.errors import UnansweredError
+from verl_server.weight_requests import BeginWeightUpdateReq, EndWeightUpdateReq, UpdateWeightsFromDiskReq
 
-UPDATE = io.UpdateWeightsFromDiskReq(model_path="/new")
+UPDATE = UpdateWeightsFromDiskReq(model_path="/new")
 SILENT: Callable[[Any], None] = lambda message: None  # noqa: E731
 
 
@@ -37,7 +38,7 @@ def answer(stack: Stack, req: Any, **fields: Any) -> None:
 def test_a_cancelled_call_is_withdrawn(stack: Stack) -> None:
     stack.scheduler.control = SILENT
     future = start(stack, msgspec.structs.replace(UPDATE))
-    (req,) = stack.scheduler.wait_for(io.UpdateWeightsFromDiskReq)
+    (req,) = stack.scheduler.wait_for(UpdateWeightsFromDiskReq)
     future.cancel()
     (withdrawal,) = stack.scheduler.wait_for(io.WithdrawReq)
     assert withdrawal.id == req.id
@@ -50,7 +51,7 @@ def test_a_call_without_an_answer_is_withdrawn(stack: Stack) -> None:
     stack.scheduler.control = SILENT
     with pytest.raises(UnansweredError, match="UpdateWeightsFromDisk"):
         start(stack, msgspec.structs.replace(UPDATE), timeout=0.05).result(10)
-    (req,) = stack.scheduler.wait_for(io.UpdateWeightsFromDiskReq)
+    (req,) = stack.scheduler.wait_for(UpdateWeightsFromDiskReq)
     assert stack.scheduler.wait_for(io.WithdrawReq)[0].id == req.id
 
 
@@ -70,7 +71,7 @@ def test_an_answered_call_is_not_withdrawn(stack: Stack) -> None:
 
 def test_what_was_carried_out_all_the_same_is_noted(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     stack.scheduler.control = SILENT
-    for req in (io.PauseGenerationReq(), msgspec.structs.replace(UPDATE), io.EndWeightUpdateReq()):
+    for req in (io.PauseGenerationReq(), msgspec.structs.replace(UPDATE), EndWeightUpdateReq()):
         start(stack, req).cancel()
         (sent,) = stack.scheduler.wait_for(type(req))
         answer(stack, sent, payload={"weight_version": f"after {type(req).__name__}"})
@@ -84,12 +85,12 @@ def test_what_was_carried_out_all_the_same_is_noted(stack: Stack, caplog: pytest
 @pytest.mark.parametrize("name", ["mine", None])
 def test_a_transaction_that_began_for_nobody_is_given_up(stack: Stack, name: str | None) -> None:
     stack.scheduler.control = SILENT
-    start(stack, io.BeginWeightUpdateReq(transaction_id=name)).cancel()
-    (begin,) = stack.scheduler.wait_for(io.BeginWeightUpdateReq)
+    start(stack, BeginWeightUpdateReq(transaction_id=name)).cancel()
+    (begin,) = stack.scheduler.wait_for(BeginWeightUpdateReq)
     stack.scheduler.wait_for(io.WithdrawReq)
     stack.scheduler.control = None
     answer(stack, begin, payload={"lease_seconds": 100.0})
-    (end,) = stack.scheduler.wait_for(io.EndWeightUpdateReq)
+    (end,) = stack.scheduler.wait_for(EndWeightUpdateReq)
     assert end.discard and end.transaction_id == name
     assert start(stack, io.ContinueGenerationReq()).result(10).success  # the reply to the end was read before this one
     assert not stack.manager.controls.updating_weights and not stack.manager.controls.in_flight
@@ -99,7 +100,7 @@ def test_the_reply_may_come_in_the_moment_of_giving_up(stack: Stack) -> None:
     stack.scheduler.control = SILENT
 
     async def both_at_once() -> None:
-        task = asyncio.ensure_future(stack.manager.control(io.BeginWeightUpdateReq(transaction_id="s")))
+        task = asyncio.ensure_future(stack.manager.control(BeginWeightUpdateReq(transaction_id="s")))
         await asyncio.sleep(0)
         (id,) = stack.manager.controls._calls
         stack.manager.controls.on_reply(io.ControlReply(id=id, success=True))
@@ -108,7 +109,7 @@ def test_the_reply_may_come_in_the_moment_of_giving_up(stack: Stack) -> None:
             await task
 
     stack.manager.run_sync(both_at_once(), timeout=10)
-    (end,) = stack.scheduler.wait_for(io.EndWeightUpdateReq)
+    (end,) = stack.scheduler.wait_for(EndWeightUpdateReq)
     assert end.discard and end.transaction_id == "s"
     assert not [message for message in stack.scheduler.received if isinstance(message, io.WithdrawReq)]
 
@@ -118,7 +119,7 @@ def test_an_interrupted_thread_withdraws_its_call(stack: Stack, monkeypatch: pyt
     stack.scheduler.control = SILENT
 
     def result(future: Any, timeout: float | None = None) -> Any:
-        stack.scheduler.wait_for(io.UpdateWeightsFromDiskReq)
+        stack.scheduler.wait_for(UpdateWeightsFromDiskReq)
         raise KeyboardInterrupt
 
     call = stack.manager.control(msgspec.structs.replace(UPDATE))
@@ -131,7 +132,7 @@ def test_an_interrupted_thread_withdraws_its_call(stack: Stack, monkeypatch: pyt
 def test_death_of_the_scheduler_ends_calls_that_nobody_waits_for(stack: Stack) -> None:
     stack.scheduler.control = SILENT
     future = start(stack, msgspec.structs.replace(UPDATE))
-    stack.scheduler.wait_for(io.UpdateWeightsFromDiskReq)
+    stack.scheduler.wait_for(UpdateWeightsFromDiskReq)
     future.cancel()
     stack.scheduler.wait_for(io.WithdrawReq)
     stack.child.code = -9

@@ -12,6 +12,20 @@ import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from verl_server import io_struct as io
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    WeightsCheckerReq,
+)
 
 
 def events(text: str) -> list[Any]:
@@ -296,9 +310,9 @@ def test_metrics_have_sglangs_names(stack: Stack) -> None:
 _CONTROL = [
     ("/pause_generation", io.PauseGenerationReq),
     ("/continue_generation", io.ContinueGenerationReq),
-    ("/release_memory_occupation", io.ReleaseMemoryOccupationReq),
-    ("/resume_memory_occupation", io.ResumeMemoryOccupationReq),
-    ("/weights_checker", io.WeightsCheckerReq),
+    ("/release_memory_occupation", ReleaseMemoryOccupationReq),
+    ("/resume_memory_occupation", ResumeMemoryOccupationReq),
+    ("/weights_checker", WeightsCheckerReq),
 ]
 
 
@@ -315,7 +329,7 @@ def test_release_and_resume_reply_null(stack: Stack) -> None:
         response = stack.post(path, {"tags": ["kv_cache"]})
         assert (response.status_code, response.content) == (200, b"null")
         assert stack.get(path).content == b"null"
-    sent = stack.scheduler.wait_for(io.ReleaseMemoryOccupationReq, 2)
+    sent = stack.scheduler.wait_for(ReleaseMemoryOccupationReq, 2)
     assert [m.tags for m in sent] == [["kv_cache"], None]
 
 
@@ -358,11 +372,11 @@ def test_update_weights_from_tensor(stack: Stack) -> None:
     }  # fmt: skip
     body = {"named_tensors": [["w", {"values": [handle]}]], "weight_version": "v7", "flush_cache": "false"}
     assert stack.post("/update_weights_from_tensor", body).json() == {"success": True, "message": ""}
-    (req,) = stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq)
+    (req,) = stack.scheduler.wait_for(UpdateWeightsFromTensorReq)
     assert req.named_tensors[0][0] == "w" and req.named_tensors[0][1].get(0).allocation.handle == b"hi"
     assert (req.weight_version, req.flush_cache) == ("v7", False)
     assert stack.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}).status_code == 200
-    assert stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq, 2)[1].serialized_named_tensors == ["gASV"]
+    assert stack.scheduler.wait_for(UpdateWeightsFromTensorReq, 2)[1].serialized_named_tensors == ["gASV"]
 
 
 _DESCRIPTION = {
@@ -374,24 +388,24 @@ _DESCRIPTION = {
     ],
 }  # fmt: skip
 _WEIGHT_CALLS: list[tuple[str, dict[str, Any], type[Any]]] = [
-    ("/update_weights_from_tensor", {"description": _DESCRIPTION, "keep": True}, io.UpdateWeightsFromTensorReq),
-    ("/update_weights_from_tensor", {"registration": "d1", "forget": ["d0"]}, io.UpdateWeightsFromTensorReq),
-    ("/register_weights", {"description": _DESCRIPTION}, io.RegisterWeightsReq),
-    ("/unregister_weights", {"registrations": ["d1"]}, io.UnregisterWeightsReq),
-    ("/unregister_weights", {}, io.UnregisterWeightsReq),
-    ("/begin_weight_update", {"selector": "all"}, io.BeginWeightUpdateReq),
-    ("/begin_weight_update", {"transaction_id": "t", "lease_seconds": "5", "full": True}, io.BeginWeightUpdateReq),
-    ("/end_weight_update", {}, io.EndWeightUpdateReq),
+    ("/update_weights_from_tensor", {"description": _DESCRIPTION, "keep": True}, UpdateWeightsFromTensorReq),
+    ("/update_weights_from_tensor", {"registration": "d1", "forget": ["d0"]}, UpdateWeightsFromTensorReq),
+    ("/register_weights", {"description": _DESCRIPTION}, RegisterWeightsReq),
+    ("/unregister_weights", {"registrations": ["d1"]}, UnregisterWeightsReq),
+    ("/unregister_weights", {}, UnregisterWeightsReq),
+    ("/begin_weight_update", {"selector": "all"}, BeginWeightUpdateReq),
+    ("/begin_weight_update", {"transaction_id": "t", "lease_seconds": "5", "full": True}, BeginWeightUpdateReq),
+    ("/end_weight_update", {}, EndWeightUpdateReq),
     (
         "/init_weights_update_group",
         {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 3, "backend": "gloo"},
-        io.InitWeightsUpdateGroupReq,
+        InitWeightsUpdateGroupReq,
     ),
-    ("/destroy_weights_update_group", {"group_name": "g"}, io.DestroyWeightsUpdateGroupReq),
+    ("/destroy_weights_update_group", {"group_name": "g"}, DestroyWeightsUpdateGroupReq),
     (
         "/update_weights_from_distributed",
         {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2]], "load_format": "flattened_bucket"},
-        io.UpdateWeightsFromDistributedReq,
+        UpdateWeightsFromDistributedReq,
     ),
 ]
 
@@ -459,7 +473,7 @@ def test_update_weight_version_and_get_weights(stack: Stack) -> None:
     for method in ("GET", "POST"):
         response = stack.request(method, "/get_weights_by_name", json={"name": "w", "truncate_size": "1"})
         assert response.json() == [[1.0, 2.0]]
-    assert stack.scheduler.wait_for(io.GetWeightsByNameReq, 2)[0].truncate_size == 1
+    assert stack.scheduler.wait_for(GetWeightsByNameReq, 2)[0].truncate_size == 1
 
 
 @pytest.mark.parametrize(

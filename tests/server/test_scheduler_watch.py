@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-import verl_server.io_struct as io
 from tests.server.conftest import MakeStack, Stack
 from verl_server.errors import ServerDiedError
+from verl_server.io_struct import GetInternalStateReq
 from verl_server.server import scheduler_watch
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.weight_requests import UpdateWeightsFromTensorReq
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def generation(stack: Stack) -> asyncio.Future[object]:
 
 
 async def both(stack: Stack) -> list[object]:
-    update = stack.manager.control(io.UpdateWeightsFromTensorReq(named_tensors=[]))
+    update = stack.manager.control(UpdateWeightsFromTensorReq(named_tensors=[]))
     waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(update, stack.manager.loop))
     return await asyncio.gather(generation(stack), waiting, return_exceptions=True)
 
@@ -54,7 +55,7 @@ def test_a_scheduler_that_answers_is_given_time(make_stack: MakeStack) -> None:
 
     async def run() -> object:
         waiting = generation(stack)
-        await asyncio.to_thread(stack.scheduler.wait_for, io.GetInternalStateReq, 4)
+        await asyncio.to_thread(stack.scheduler.wait_for, GetInternalStateReq, 4)
         stack.scheduler.release()
         return await waiting
 

@@ -22,6 +22,7 @@ from verl_server.errors import (
 )
 from verl_server.server.bad_words import bad_words_ids
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.weight_requests import UpdateWeightsFromTensorReq, UpdateWeightVersionReq
 
 
 async def _result(stack: Stack, **body: Any) -> Any:
@@ -94,7 +95,7 @@ def test_version_spans_follow_an_update_in_flight(stack: Stack) -> None:
     running = stack.scheduler.running[req.rid]
     stack.scheduler.control = lambda message: _emit(stack, running, message)
     for name in ("v1", "v1", "v2"):
-        stack.manager.run_sync(stack.manager.control(io.UpdateWeightVersionReq(new_version=name)), timeout=5)
+        stack.manager.run_sync(stack.manager.control(UpdateWeightVersionReq(new_version=name)), timeout=5)
     stack.scheduler.release()
     meta = future.result(timeout=10)["meta_info"]
     assert meta["weight_versions"] == [
@@ -104,7 +105,7 @@ def test_version_spans_follow_an_update_in_flight(stack: Stack) -> None:
     assert meta["weight_version"] == "v2"
 
 
-def _emit(stack: Stack, running: Any, message: io.UpdateWeightVersionReq) -> io.ControlReply:
+def _emit(stack: Stack, running: Any, message: UpdateWeightVersionReq) -> io.ControlReply:
     stack.scheduler.version = message.new_version
     stack.scheduler.emit(running, [9], None)
     return io.ControlReply(id=message.id, success=True)
@@ -389,9 +390,9 @@ def test_closing_a_stream_aborts_its_request(stack: Stack) -> None:
 
 def test_a_message_that_no_socket_holds_reaches_the_scheduler(stack: Stack) -> None:
     payload = "A" * (8 << 20)
-    req = io.UpdateWeightsFromTensorReq(serialized_named_tensors=[payload])
+    req = UpdateWeightsFromTensorReq(serialized_named_tensors=[payload])
     assert stack.manager.run_sync(stack.manager.control(req), timeout=10).success
-    (received,) = stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq)
+    (received,) = stack.scheduler.wait_for(UpdateWeightsFromTensorReq)
     assert received.serialized_named_tensors == [payload]
     assert run(stack, input_ids=[10], sampling_params={"max_new_tokens": 2})["output_ids"] == [11, 12]
 
@@ -427,9 +428,9 @@ def test_unanswered_control_call_ends_with_its_name(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("req", "says"),
     [
-        (io.UpdateWeightsFromTensorReq(named_tensors=[], mode="nonsense"), "nonsense"),  # type: ignore[arg-type]
-        (io.UpdateWeightsFromTensorReq(named_tensors=[], weight_version=7), "weight_version"),  # type: ignore[arg-type]
-        (io.UpdateWeightVersionReq(new_version="9" * 5000), "length <= 256"),
+        (UpdateWeightsFromTensorReq(named_tensors=[], mode="nonsense"), "nonsense"),  # type: ignore[arg-type]
+        (UpdateWeightsFromTensorReq(named_tensors=[], weight_version=7), "weight_version"),  # type: ignore[arg-type]
+        (UpdateWeightVersionReq(new_version="9" * 5000), "length <= 256"),
         (io.FlushCacheReq(timeout="soon"), "timeout"),  # type: ignore[arg-type]
     ],
 )

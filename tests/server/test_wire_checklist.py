@@ -17,6 +17,13 @@ from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import Ranks
 from verl_server import io_struct as io
 from verl_server.errors import BadRequestError
+from verl_server.weight_requests import (
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateWeightsFromTensorReq,
+)
 from verl_server.weight_sync.group.group_connection import _prefixed
 from verl_server.weight_sync.sglang.payloads import parse_payload
 
@@ -134,7 +141,7 @@ def test_7_both_methods_of_older_routes(stack: Stack, method: str) -> None:
         assert stack.request(method, path).status_code == 200, path
     weights = stack.request(method, "/get_weights_by_name", json={"name": "w"})
     assert weights.status_code == 200
-    assert stack.scheduler.wait_for(io.GetWeightsByNameReq)[0].name == "w"
+    assert stack.scheduler.wait_for(GetWeightsByNameReq)[0].name == "w"
 
 
 def test_8_flush_cache_is_text_and_400_when_busy(stack: Stack) -> None:
@@ -148,12 +155,12 @@ def test_8_flush_cache_is_text_and_400_when_busy(stack: Stack) -> None:
 def test_9_updates_with_and_without_a_transaction_and_lenient_fields(stack: Stack) -> None:
     group = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "extra": 1}
     assert stack.post("/init_weights_update_group", group).json()["success"]
-    assert stack.scheduler.wait_for(io.InitWeightsUpdateGroupReq)[0].master_port == 29500
+    assert stack.scheduler.wait_for(InitWeightsUpdateGroupReq)[0].master_port == 29500
     update = {"serialized_named_tensors": ["gASV"], "abort_all_request": True}
     assert stack.post("/update_weights_from_tensor", update).json()["success"], "no transaction is needed"
     for path in ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"):
         assert stack.post(path, update if "tensor" in path else {}).status_code == 200
-    assert stack.scheduler.wait_for(io.UpdateWeightsFromTensorReq, 2)
+    assert stack.scheduler.wait_for(UpdateWeightsFromTensorReq, 2)
 
 
 def test_9_base64_pickles_of_all_formats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,13 +190,13 @@ def test_10_groups_meet_by_the_prefix_store_recipe() -> None:
 
 def test_11_wrong_orders_are_400_and_nothing_dies(stack: Stack) -> None:
     ranks = Ranks(1)
-    assert ranks.handle(io.ReleaseMemoryOccupationReq(tags=["weights"])).success
-    assert ranks.handle(io.ReleaseMemoryOccupationReq(tags=["weights"])).status_code == 400, "released twice"
-    assert ranks.handle(io.ResumeMemoryOccupationReq(tags=["kv_cache"])).status_code == 400, "not released"
+    assert ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"])).success
+    assert ranks.handle(ReleaseMemoryOccupationReq(tags=["weights"])).status_code == 400, "released twice"
+    assert ranks.handle(ResumeMemoryOccupationReq(tags=["kv_cache"])).status_code == 400, "not released"
     h = Harness()
     h.add("busy", [1, 2, 3], 20)
     h.steps(3)
-    assert h.control(io.ReleaseMemoryOccupationReq(id=1)).status_code == 400
+    assert h.control(ReleaseMemoryOccupationReq(id=1)).status_code == 400
     h.run()
     assert len(h.tokens["busy"]) == 20, "the request goes on"
     bad = files.BytesIO()

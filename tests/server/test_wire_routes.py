@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.conftest import Stack
 from verl_server import io_struct as io
+from verl_server.weight_requests import GetWeightsByNameReq
 
 TEXT = "text/plain"
 SUCCESS = {"success": bool, "message": str}
@@ -81,7 +82,7 @@ def matches(value: Any, shape: Any) -> bool:
 
 
 def reply(req: Any) -> io.ControlReply:
-    payload: Any = [[1.0]] if isinstance(req, io.GetWeightsByNameReq) else {"num_running_reqs": 1}
+    payload: Any = [[1.0]] if isinstance(req, GetWeightsByNameReq) else {"num_running_reqs": 1}
     return io.ControlReply(id=req.id, success=True, message="Success", payload=payload)
 
 

@@ -19,14 +19,16 @@ from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import NORM, random_weights
 from tests.worker.test_weight_fuzz import WeighedHarness
 from verl_server.io_struct import (
-    BeginWeightUpdateReq,
     PauseGenerationReq,
-    ReleaseMemoryOccupationReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromTensorReq,
     WithdrawReq,
 )
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    ReleaseMemoryOccupationReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromTensorReq,
+)
 from verl_server.weight_sync.sglang.payloads import parse_payload
 from verl_server.worker.stager import Stager
 from verl_server.worker.tp_worker import TpWorker

@@ -11,7 +11,7 @@ import torch
 
 from tests.weight_sync.described import Trainer, described
 from tests.weight_sync.fakes import EMBED, NORM, SHAPES, Q, Ranks, random_weights
-from verl_server.io_struct import (
+from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
     RegisterWeightsReq,

@@ -26,24 +26,26 @@ from tests.weight_sync.fakes import SHAPES, FakeRunner, random_weights
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
     BatchTokenIDOut,
-    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
-    EndWeightUpdateReq,
     FlushCacheReq,
     PauseGenerationReq,
+    SchedulerOutput,
+    WithdrawReq,
+)
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
-    SchedulerOutput,
     StagedReq,
     UnregisterWeightsReq,
     UpdateReq,
     UpdateWeightsFromTensorReq,
     WeightsCheckerReq,
-    WithdrawReq,
 )
-from verl_server.ipc.tp_group import TpGroup
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.worker.stager import Staged, discard
 from verl_server.worker.tp_worker import TpWorker

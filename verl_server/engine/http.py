@@ -43,6 +43,12 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     StartProfileReq,
     StopProfileReq,
+)
+from verl_server.ipc.child_process import ChildProcess
+from verl_server.ipc.descriptors import raise_descriptor_limit
+from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
+from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
     UnregisterWeightsReq,
     UpdateMode,
     UpdateReq,
@@ -50,10 +56,6 @@ from verl_server.io_struct import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
-from verl_server.ipc.child_process import ChildProcess
-from verl_server.ipc.descriptors import raise_descriptor_limit
-from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
-from verl_server.server_args import ServerArgs
 
 if TYPE_CHECKING:
     import torch

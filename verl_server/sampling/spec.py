@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verl_server.io_struct import PromptLogprobs, TokenLogprobs
+from verl_server.packed_logprobs import (
+    PromptLogprobs,
+    TokenLogprobs,
+)
 from verl_server.sampling_params import TOP_K_ALL, LogprobsMode, SamplingParams
 
 NOTHING_ALLOWED = math.inf

@@ -15,17 +15,22 @@ from dataclasses import dataclass
 
 from verl_server.errors import VerlServerError
 from verl_server.io_struct import (
-    ENDING_REQS,
-    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
-    EndWeightUpdateReq,
     FlushCacheReq,
     GetInternalStateReq,
-    InitWeightsUpdateGroupReq,
     PauseGenerationReq,
     QueuedReq,
+)
+from verl_server.scheduler.engine_loop import EngineLoop
+from verl_server.scheduler.pauses import Pauses
+from verl_server.scheduler.transaction_fence import TransactionFence
+from verl_server.weight_requests import (
+    ENDING_REQS,
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,
     StagedReq,
@@ -37,9 +42,6 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightReq,
 )
-from verl_server.scheduler.engine_loop import EngineLoop
-from verl_server.scheduler.pauses import Pauses
-from verl_server.scheduler.transaction_fence import TransactionFence
 from verl_server.worker.weight_sources import needs_staging
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from verl_server.io_struct import (
     BatchTokenIDOut,
     FinishReason,
-    PromptLogprobs,
     TokenizedGenerateReq,
+)
+from verl_server.packed_logprobs import (
+    PromptLogprobs,
     TokenLogprobs,
 )
 from verl_server.packing import pack_ids

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_server.errors import BadRequestError, UpdateConflictError
-from verl_server.io_struct import (
+from verl_server.io_struct import ControlReq
+from verl_server.weight_requests import (
     BeginWeightUpdateReq,
-    ControlReq,
     EndWeightUpdateReq,
     ReleaseMemoryOccupationReq,
     UpdateReq,

@@ -15,22 +15,24 @@ import msgspec
 
 from verl_server.errors import BadRequestError, UnansweredError, VerlServerError
 from verl_server.io_struct import (
-    ENDING_REQS,
-    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
-    EndWeightUpdateReq,
     FlushCacheReq,
     GetInternalStateReq,
     PauseGenerationReq,
     SchedulerInput,
-    UpdateReq,
-    UpdateWeightsFromDiskReq,
     WithdrawReq,
 )
 from verl_server.server.pause_watch import Pause
 from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
+    ENDING_REQS,
+    BeginWeightUpdateReq,
+    EndWeightUpdateReq,
+    UpdateReq,
+    UpdateWeightsFromDiskReq,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from verl_server.errors import VerlServerError, WeightUpdateError
-from verl_server.io_struct import InitWeightsUpdateGroupReq, StagedReq
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.weight_requests import (
+    InitWeightsUpdateGroupReq,
+    StagedReq,
+)
 from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared
 

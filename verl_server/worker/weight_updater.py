@@ -30,9 +30,11 @@ from typing import Any, TypeVar
 import torch
 
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
-from verl_server.io_struct import (
+from verl_server.io_struct import ControlReply
+from verl_server.ipc.tp_group import TpGroup
+from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
     BeginWeightUpdateReq,
-    ControlReply,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
     GetWeightsByNameReq,
@@ -47,8 +49,6 @@ from verl_server.io_struct import (
     WeightReq,
     WeightsCheckerReq,
 )
-from verl_server.ipc.tp_group import TpGroup
-from verl_server.server_args import ServerArgs
 from verl_server.worker.agreement import agree
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import discard

@@ -19,8 +19,8 @@ from tests import fork_server
 from tests.depth import at_depth
 from tests.weight_sync.group_trainer import SHAPES, tensors
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
-from verl_server.io_struct import InitWeightsUpdateGroupReq
 from verl_server.ipc.readiness import wait_readable
+from verl_server.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 from verl_server.weight_sync.group.group_connection import Lifeline, in_thread
 from verl_server.weight_sync.group.process_group import WeightGroup

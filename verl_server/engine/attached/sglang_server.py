@@ -20,11 +20,14 @@ from verl_server.io_struct import (
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
-    DestroyWeightsUpdateGroupReq,
     FlushCacheReq,
+    PauseGenerationReq,
+)
+from verl_server.results import ModelInfo, ServerInfo
+from verl_server.weight_requests import (
+    DestroyWeightsUpdateGroupReq,
     GetWeightsByNameReq,
     InitWeightsUpdateGroupReq,
-    PauseGenerationReq,
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateReq,
@@ -34,7 +37,6 @@ from verl_server.io_struct import (
     UpdateWeightVersionReq,
     WeightsCheckerReq,
 )
-from verl_server.results import ModelInfo, ServerInfo
 
 if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors

@@ -25,6 +25,9 @@ from verl_server.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
     PauseMode,
+)
+from verl_server.results import ModelInfo, ServerInfo
+from verl_server.weight_requests import (
     ReleaseMemoryOccupationReq,
     ResumeMemoryOccupationReq,
     UpdateReq,
@@ -32,7 +35,6 @@ from verl_server.io_struct import (
     UpdateWeightsFromTensorReq,
     UpdateWeightVersionReq,
 )
-from verl_server.results import ModelInfo, ServerInfo
 
 if TYPE_CHECKING:
     from verl_server.engine.attached.server import NamedTensors

@@ -13,6 +13,15 @@ from verl_server import io_struct as io
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.worker_methods import METHODS
 from verl_server.server.responses import ClientDisconnectedError
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    InitWeightsUpdateGroupReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UpdateWeightsFromDistributedReq,
+)
 
 
 class Memory:
@@ -27,9 +36,9 @@ class Memory:
     def __call__(self, req: Any) -> io.ControlReply:
         if isinstance(req, self.refuses):
             return io.ControlReply(id=req.id, success=False, message="refused", status_code=400)
-        if isinstance(req, io.ReleaseMemoryOccupationReq):
+        if isinstance(req, ReleaseMemoryOccupationReq):
             self.released += req.tags or []
-        elif isinstance(req, io.ResumeMemoryOccupationReq):
+        elif isinstance(req, ResumeMemoryOccupationReq):
             self.released = [tag for tag in self.released if tag not in (req.tags or [])]
         if isinstance(req, io.GetInternalStateReq):
             return io.ControlReply(id=req.id, success=True, payload={"released": self.released})
@@ -113,15 +122,15 @@ def test_the_four_calls_of_an_nccl_transfer(
     assert post("/update_weights", {"update_info": TENSORS | update}) == {"message": "Weights updated"}
     assert post("/finish_weight_update", {"weight_version": "v7"})["message"]
     leave, join, begin, received, end = memory.calls
-    assert isinstance(leave, io.DestroyWeightsUpdateGroupReq), "an earlier trainer's group makes room"
-    assert isinstance(join, io.InitWeightsUpdateGroupReq)
+    assert isinstance(leave, DestroyWeightsUpdateGroupReq), "an earlier trainer's group makes room"
+    assert isinstance(join, InitWeightsUpdateGroupReq)
     assert (join.master_address, join.master_port, join.rank_offset, join.world_size) == ("10.0.0.7", 51216, 1, 2)
     assert join.rendezvous == "unique_id" and join.backend == "nccl" and join.group_name == leave.group_name
-    assert isinstance(begin, io.BeginWeightUpdateReq) and begin.mode == "wait" and begin.transaction_id is None
-    assert isinstance(received, io.UpdateWeightsFromDistributedReq) and received.group_name == join.group_name
+    assert isinstance(begin, BeginWeightUpdateReq) and begin.mode == "wait" and begin.transaction_id is None
+    assert isinstance(received, UpdateWeightsFromDistributedReq) and received.group_name == join.group_name
     assert (received.names, received.dtypes, received.shapes) == (["w"], ["bfloat16"], [[2, 3]])
     assert (received.load_format, received.packed_buffer_size_bytes) == (load_format, buffer)
-    assert isinstance(end, io.EndWeightUpdateReq) and end.weight_version == "v7"
+    assert isinstance(end, EndWeightUpdateReq) and end.weight_version == "v7"
 
 
 def test_an_ipc_transfer(stack: Stack, memory: Memory) -> None:
@@ -133,7 +142,7 @@ def test_an_ipc_transfer(stack: Stack, memory: Memory) -> None:
 
 
 def test_a_first_trainer_finds_no_group_to_leave(stack: Stack, memory: Memory) -> None:
-    memory.refuses = (io.DestroyWeightsUpdateGroupReq,)
+    memory.refuses = (DestroyWeightsUpdateGroupReq,)
     assert stack.post("/init_weight_transfer_engine", {"init_info": INIT}).status_code == 200
     assert memory.names == ["InitWeightsUpdateGroup"]
 
@@ -191,11 +200,11 @@ def test_prime_rls_updates_from_broadcasts(stack: Stack, memory: Memory, update:
     assert stack.post("/init_broadcaster", body).json() == {"status": "ok"}
     assert stack.post("/update_weights", update).json() == {"status": "ok"}
     leave, join, received = memory.calls
-    assert isinstance(leave, io.DestroyWeightsUpdateGroupReq), "an earlier trainer's group makes room"
-    assert isinstance(join, io.InitWeightsUpdateGroupReq) and join.group_name == leave.group_name
+    assert isinstance(leave, DestroyWeightsUpdateGroupReq), "an earlier trainer's group makes room"
+    assert isinstance(join, InitWeightsUpdateGroupReq) and join.group_name == leave.group_name
     assert (join.master_address, join.master_port, join.rank_offset, join.world_size) == ("10.0.0.7", 29501, 3, 5)
     assert join.rendezvous == "unique_id" and join.backend == "nccl"
-    assert isinstance(received, io.UpdateWeightsFromDistributedReq) and received.group_name == join.group_name
+    assert isinstance(received, UpdateWeightsFromDistributedReq) and received.group_name == join.group_name
     assert received.load_format == "state_dicts" and not received.names and not received.partial
     assert received.mode == "in_place", "running requests keep their KV cache"
     response = stack.post("/update_weights", {"update_info": TENSORS})
@@ -216,7 +225,7 @@ def test_without_a_broadcaster_folders_are_loaded_again(stack: Stack, memory: Me
 
 def test_a_broadcaster_that_could_not_be_joined_is_forgotten(stack: Stack, memory: Memory) -> None:
     stack.post("/init_broadcaster", BROADCASTER)
-    memory.refuses = (io.InitWeightsUpdateGroupReq,)
+    memory.refuses = (InitWeightsUpdateGroupReq,)
     assert stack.post("/init_broadcaster", BROADCASTER).status_code == 400
     assert stack.post("/update_weights", {"weight_dir": "/weights"}).status_code == 200
     assert memory.names[-1] == "UpdateWeightsFromDisk"
@@ -232,7 +241,7 @@ def test_ipc_handles_are_read_after_a_broadcaster_was_left(stack: Stack, memory:
 
 def test_a_group_that_could_not_be_joined_leaves_none(stack: Stack, memory: Memory) -> None:
     stack.post("/init_broadcaster", BROADCASTER)
-    memory.refuses = (io.InitWeightsUpdateGroupReq,)
+    memory.refuses = (InitWeightsUpdateGroupReq,)
     assert stack.post("/init_weight_transfer_engine", {"init_info": INIT}).status_code == 400
     assert stack.post("/update_weights", {"weight_dir": "/weights"}).status_code == 200
     assert memory.names[-1] == "UpdateWeightsFromDisk", "no broadcast of the group that was left is awaited"
@@ -296,14 +305,14 @@ def test_level_0_only_pauses(stack: Stack, memory: Memory) -> None:
 
 
 def test_a_failed_sleep_leaves_generation_running(stack: Stack, memory: Memory) -> None:
-    memory.refuses = (io.ReleaseMemoryOccupationReq,)
+    memory.refuses = (ReleaseMemoryOccupationReq,)
     assert stack.post("/sleep").status_code == 400
     assert stack.get("/is_paused").json() == {"is_paused": False}
 
 
 def test_a_client_that_is_gone_before_the_release_leaves_generation_running(stack: Stack, memory: Memory) -> None:
     async def carry_out(req: Any) -> io.ControlReply:
-        if isinstance(req, io.ReleaseMemoryOccupationReq):
+        if isinstance(req, ReleaseMemoryOccupationReq):
             raise ClientDisconnectedError
         return await stack.manager.control(req)
 

@@ -16,25 +16,11 @@ from verl_server.errors import BadRequestError, WeightUpdateError, error_for_sta
 from verl_server.io_struct import (
     AbortReq,
     AcceptRestartReq,
-    BeginWeightUpdateReq,
     ContinueGenerationReq,
     ControlReply,
     ControlReq,
-    DestroyWeightsUpdateGroupReq,
-    EndWeightUpdateReq,
     FlushCacheReq,
-    GetWeightsByNameReq,
-    InitWeightsUpdateGroupReq,
     PauseGenerationReq,
-    RegisterWeightsReq,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
-    UnregisterWeightsReq,
-    UpdateWeightsFromDiskReq,
-    UpdateWeightsFromDistributedReq,
-    UpdateWeightsFromTensorReq,
-    UpdateWeightVersionReq,
-    WeightsCheckerReq,
 )
 from verl_server.server.auth import AccessRules
 from verl_server.server.dialects.operation import BOTH, JSON, POST, TEXT, Handler, Operation
@@ -48,6 +34,22 @@ from verl_server.server.responses import (
 )
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
+    DestroyWeightsUpdateGroupReq,
+    EndWeightUpdateReq,
+    GetWeightsByNameReq,
+    InitWeightsUpdateGroupReq,
+    RegisterWeightsReq,
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+    UnregisterWeightsReq,
+    UpdateWeightsFromDiskReq,
+    UpdateWeightsFromDistributedReq,
+    UpdateWeightsFromTensorReq,
+    UpdateWeightVersionReq,
+    WeightsCheckerReq,
+)
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -13,11 +13,13 @@ from verl_server.io_struct import (
     GetInternalStateReq,
     PauseGenerationReq,
     PauseMode,
-    ReleaseMemoryOccupationReq,
-    ResumeMemoryOccupationReq,
 )
 from verl_server.server.dialects.vllm.weight_transfer import CarryOut
 from verl_server.server.tokenizer_manager import TokenizerManager
+from verl_server.weight_requests import (
+    ReleaseMemoryOccupationReq,
+    ResumeMemoryOccupationReq,
+)
 
 _MEMORY = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
 """vLLM's tag -> ours. vLLM's CUDA graphs stay valid; ours are released with the KV cache and captured again."""

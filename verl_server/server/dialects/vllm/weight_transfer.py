@@ -15,9 +15,11 @@ import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.io_struct import (
-    BeginWeightUpdateReq,
     ControlReply,
     ControlReq,
+)
+from verl_server.weight_requests import (
+    BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
     EndWeightUpdateReq,
     InitWeightsUpdateGroupReq,
