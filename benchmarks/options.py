@@ -103,6 +103,7 @@ def switches() -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "fused_kernels": False,
+        "disable_pdl": True,
         "attention_backend": "torch",
         "disable_cascade_attention": True,
         "disable_custom_all_reduce": True,

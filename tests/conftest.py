@@ -44,6 +44,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+        ),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device on which Triton's kernels run: a GPU, and without one the CPU, in Triton's interpreter."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.cuda)], ids=["", "pdl"])
+def pdl(request: pytest.FixtureRequest) -> bool:
+    """Without and with programmatic dependent launch, for tests of kernels that can begin early.
+
+    A test must wait for the device before such a launch: what the kernel reads first may not be written meanwhile.
+    """
+    if request.param and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper or later")
+    return bool(request.param)
+
+
 @pytest.fixture(scope="session")
 def cpu_kernels() -> CpuKernels:
     try:

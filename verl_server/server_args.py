@@ -55,6 +55,7 @@ _EMBEDDED_ONLY = {
     "attention_backend": ", or pass engine_args={'attention_backend': ...}",
     "disable_cascade_attention": "",
     "fused_kernels": "",
+    "disable_pdl": "",
     "cpu_kernel_choice": "",
     "disable_cuda_graph": ", or pass engine_args={'enforce_eager': True}",
     "cuda_graph_max_bs": ", or pass engine_args={'max_cudagraph_capture_size': ...}",
@@ -170,6 +171,9 @@ class ServerArgs:
     """Launch each operator of a step, instead of replaying CUDA graphs."""
     cuda_graph_max_bs: int | None = None
     """Largest decode batch that is captured as a CUDA graph. Default: `max_running_requests`, at most 1024."""
+    disable_pdl: bool = False
+    """On Hopper, begin each kernel of a step after the one before it has ended, without programmatic dependent
+    launch."""
     disable_overlap_schedule: bool = False
     """On CUDA, wait for the end of each step before the next step is planned."""
     grammar_backend: Literal["llguidance", "none"] = "llguidance"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -14,20 +12,7 @@ pytest.importorskip("triton")
 from verl_server.kernels import draw, sampling
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            "cpu",
-            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
-        ),
-        pytest.param("cuda", marks=pytest.mark.cuda),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def rows(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def rows(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return inverse temperatures, greedy flags and keys of n requests, all different."""
     seeds = draw.mix(np.arange(n, dtype=np.int64) - n // 2)
     keys = torch.from_numpy(draw.row_keys(seeds, 1000 + np.arange(n)))
@@ -37,7 +22,7 @@ def rows(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "vocab"), [(17, 320), (9, 50), (40, 1000), (6, 64), (3, 5000)])
-def test_kernels_agree_with_the_definition(device: str, dtype: torch.dtype, n: int, vocab: int) -> None:
+def test_kernels_agree_with_the_definition(device: torch.device, dtype: torch.dtype, n: int, vocab: int) -> None:
     """The rows have gaps between them, as with a padded vocabulary."""
     padded = (3 * torch.randn(n, vocab + 8, generator=torch.Generator().manual_seed(n))).to(dtype).to(device)
     logits, parameters = padded[:, :vocab], rows(n, device)
@@ -64,7 +49,7 @@ def test_a_large_vocabulary() -> None:
         torch.testing.assert_close(logprobs.cpu()[same], expected.cpu()[same], rtol=1e-5, atol=2e-5)
 
 
-def test_rows_without_a_distribution_are_flagged_and_harm_nobody_else(device: str) -> None:
+def test_rows_without_a_distribution_are_flagged_and_harm_nobody_else(device: torch.device) -> None:
     n, vocab = 10, 300
     logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(0)).to(device)
     parameters = rows(n, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -34,19 +33,6 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.02, "top_k": 20, "top_p": 0.99999},
     {},
 ]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            "cpu",
-            marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
-        ),
-        pytest.param("cuda", marks=pytest.mark.cuda),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 def random(*shape: int) -> Tensor:

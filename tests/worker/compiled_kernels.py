@@ -66,7 +66,7 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
         found.add(compile["specialization_data"])
         return True
 
-    model_runner.choose_kernels = lambda *_: KernelChoice("triton", fused=True)
+    model_runner.choose_kernels = lambda *_: KernelChoice("triton", fused=True, pdl=True)
     take_first_tokens()
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture  # type: ignore[assignment, misc]
     triton_attention._MIN_RUN_KEYS, triton_attention._MIN_SAVED_BYTES = 4, 1
@@ -119,8 +119,7 @@ def fill(folder: Path) -> dict[str, Any]:
     compilation.share()
     gate_up = torch.empty(3, 2 * SIZE, dtype=torch.bfloat16)
     given = (gate_up, gate_up[:, :SIZE].contiguous(), SIZE, _BLOCK)
-    with gpu.assumed(GPU.multiprocessors, GPU.capability):
-        launch = dependent.options(gate_up.device)
+    launch = dependent.options(True)
     _silu_mul_block.warmup(*given, grid=(1,), num_warps=4, **launch)
     found = compilation.num_compiled()
     _silu_mul_block.warmup(*given, grid=(1,), num_warps=2, **launch)

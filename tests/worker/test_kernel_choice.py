@@ -18,6 +18,7 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.kernels import gpu
 from verl_server.kernels.cpu.kernels import CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.config import ModelConfig
@@ -29,8 +30,7 @@ from verl_server.worker.cpu_choice import CpuChoice, make_choice
 from verl_server.worker.cpu_measurement import product_shapes
 from verl_server.worker.kernel_choice import KernelChoice, choose_kernels
 
-CPU = torch.device("cpu")
-
+CPU, GPU = torch.device("cpu"), torch.device("meta")
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -188,3 +188,13 @@ def test_backends_of_the_other_device() -> None:
             CONFIG,
             TpGroup(),
         )
+
+
+@pytest.mark.parametrize(("capability", "pdl"), [(80, False), (90, True), (120, False)])
+def test_kernels_begin_early_on_hopper_only(capability: int, pdl: bool) -> None:
+    """Where it was measured: `dependent` says what a kernel must keep, and what else was seen to fail."""
+    pytest.importorskip("triton")
+    with gpu.assumed(132, capability):
+        args = ServerArgs(model_path="model")
+        assert choose_kernels(args, GPU, torch.bfloat16, CONFIG, TpGroup()).pdl is pdl
+        assert not choose_kernels(args.replace(disable_pdl=True), GPU, torch.bfloat16, CONFIG, TpGroup()).pdl

@@ -11,15 +11,16 @@ from verl_server.kernels import dependent
 _BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """silu(gate) * up [T, I] of `gate_up` [T, 2 * I], contiguous, whose first half of each row is the gate.
 
     silu is computed in fp32 and rounded to the dtype of `gate_up` before the product, as in `F.silu(gate) * up`.
+    `pdl`: see `dependent`.
     """
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2
     out = gate_up.new_empty((gate_up.shape[0], size))
-    grid, launch = (gate_up.shape[0], triton.cdiv(size, _BLOCK)), dependent.options(gate_up.device)
+    grid, launch = (gate_up.shape[0], triton.cdiv(size, _BLOCK)), dependent.options(pdl)
     _silu_mul_block[grid](gate_up, out, size, _BLOCK, num_warps=4, **launch)
     return out
 

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the kernel before it still runs (NVIDIA GPUs since Hopper).
+"""Programmatic dependent launch (PDL): a kernel starts while the kernel before it still runs (Hopper).
 
 A decode step is hundreds of kernels of a few microseconds, each of which would begin only after the last program of the
 one before it has stored its results. With this kind of launch a kernel begins as soon as all programs of the one before
@@ -6,28 +6,27 @@ have begun. It reads what no kernel of the step writes (weights, indices of the 
 
 Each kernel that is launched with `options` must keep two rules. Every program calls `wait` before it returns, before it
 reads results of another kernel of the step, and before it stores anything: then "the kernel before has ended" implies
-the same for all kernels before that one. What it reads before `wait` was written before the latest ordinary launch,
-such as the embedding of the step's tokens.
+the same for all kernels before that one. What it reads before `wait` was written before the latest launch without PDL,
+such as the embedding of the step's tokens. Libraries may launch with PDL themselves, so cuBLAS does not count.
+
+The functions that launch such a kernel have the parameter `pdl`. `worker.kernel_choice` decides for a rank.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from verl_server.kernels import gpu
 
 _OFF: dict[str, Any] = {"DEPENDENT": False}
 _ON: dict[str, Any] = {"DEPENDENT": True, "launch_pdl": True}
 
 
-def options(device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments for the launch of a kernel with the parameter DEPENDENT."""
-    return _ON if gpu.capability(device) >= 90 else _OFF
+def options(pdl: bool) -> dict[str, Any]:
+    """Return the keyword arguments for a launch of a kernel with the parameter DEPENDENT. `pdl`: begin early."""
+    return _ON if pdl else _OFF
 
 
 @triton.jit  # type: ignore[untyped-decorator]

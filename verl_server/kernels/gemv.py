@@ -15,8 +15,11 @@ from torch import Tensor
 from verl_server.kernels import dependent
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Returns [1, out]."""
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """x [1, in] @ weight.T + bias [out], summed in fp32. `weight` [out, in] is contiguous. Returns [1, out].
+
+    `pdl`: see `dependent`; no kernel that may still run writes `weight`.
+    """
     rows, size = weight.shape
     assert x.shape == (1, size) and x.is_contiguous() and weight.is_contiguous()
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
@@ -32,7 +35,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         block_rows,
         block,
         num_warps=warps,
-        **dependent.options(x.device),
+        **dependent.options(pdl),
     )
     return out
 

@@ -13,30 +13,30 @@ from torch import Tensor
 from verl_server.kernels import dependent
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """The norm of each row of x [T, hidden], contiguous, times `weight` [hidden] of the same dtype.
 
-    Returns a new tensor of x's shape and dtype.
+    Returns a new tensor of x's shape and dtype. `pdl`: see `dependent`; no kernel that may still run writes `weight`.
     """
     assert x.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    launch = dependent.options(x.device)
+    launch = dependent.options(pdl)
     _norm_row[(x.shape[0],)](x, weight, out, eps, size, block, num_warps=_warps(block), **launch)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """Add x to `residual` in place, rounded to the dtype of both. Returns the norm of the sum.
 
-    Shapes are those of `rms_norm`.
+    Shapes and `pdl` are those of `rms_norm`.
     """
     assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    launch = dependent.options(x.device)
+    launch = dependent.options(pdl)
     _add_norm_row[(x.shape[0],)](x, residual, weight, out, eps, size, block, num_warps=_warps(block), **launch)
     return out
 

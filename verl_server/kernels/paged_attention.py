@@ -107,8 +107,9 @@ class PagedAttention:
     """Paged attention for the head layout of one model, for all of its layers.
 
     `decode_config` and `shared_config` override the measured choices. `max_shared_entries` is the largest number of
-    decodes of a step with shared keys; 0 disables cascade attention. On a machine without a GPU the kernels run in
-    Triton's interpreter, which is for tests.
+    decodes of a step with shared keys; 0 disables cascade attention. `pdl`: see `dependent`; no kernel that may still
+    run writes the indices of a step. On a machine without a GPU the kernels run in Triton's interpreter, which is for
+    tests.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class PagedAttention:
         decode_config: DecodeConfig | None = None,
         shared_config: SharedConfig | None = None,
         max_shared_entries: int = 0,
+        pdl: bool = False,
     ) -> None:
         self._kv_heads, self._group, self._head_dim = kv_heads, num_heads // kv_heads, head_dim
         self._page_size, self._dtype, self.max_shared_entries = page_size, dtype, max_shared_entries
@@ -132,7 +134,7 @@ class PagedAttention:
         self._block_d = max(16, triton.next_power_of_2(head_dim))
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         self.decode_config = decode_config or DecodeConfig.of(head_dim, dtype.itemsize)
-        self._launch = dependent.options(device)
+        self._launch = dependent.options(pdl)
         self._multiprocessors = gpu.multiprocessors(device, interpreted=4)
         self._programs = self._multiprocessors * self.decode_config.programs_per_sm
         # Each program stores at most two parts of unfinished heads; see decode_kernel.

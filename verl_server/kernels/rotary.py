@@ -24,6 +24,8 @@ def norm_rotate_store(
     positions: Tensor,
     slots: Tensor,
     kv_layer: Tensor,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Normalize and rotate q and k of T tokens, store k and v in the pool, and return q [T, heads, head_dim].
 
@@ -33,6 +35,8 @@ def norm_rotate_store(
     index the rows of `cos` and `sin` [max_positions, 1, head_dim] fp32, which are the tables of `RotaryEmbedding`: the
     halves of cos are equal, and the first half of sin is negated. Values are rounded as in `models.layers`: to the
     dtype after the norm, after its weight, and after the rotation, which is computed in fp32.
+
+    `pdl`: see `dependent`; no kernel that may still run writes `cos`, `sin`, `positions` or `slots`.
     """
     page_size, _, kv_heads, head_dim = kv_layer.shape[1:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
@@ -61,7 +65,7 @@ def norm_rotate_store(
         at_once,
         half_block,
         num_warps=max(1, min(4, at_once * half_block // 256)),
-        **dependent.options(qkv.device),
+        **dependent.options(pdl),
     )
     return q
 

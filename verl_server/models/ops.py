@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +109,11 @@ def cpu_ops(kernels: CpuKernels, linear: Linear) -> Ops:
     return Ops(kernels.rms_norm, kernels.add_rms_norm, kernels.silu_mul, linear)
 
 
-def cuda_ops(device: torch.device) -> Ops:
-    """The Triton kernels for one GPU. Raises ImportError if Triton is not installed."""
+def cuda_ops(device: torch.device, *, pdl: bool = False) -> Ops:
+    """The Triton kernels for one GPU. `pdl`: a kernel begins while the one before it ends (`kernels.dependent`).
+
+    Raises ImportError if Triton is not installed.
+    """
     from verl_server.kernels.activation import silu_mul
     from verl_server.kernels.gemv import gemv
     from verl_server.kernels.norms import add_rms_norm, rms_norm
@@ -119,7 +123,8 @@ def cuda_ops(device: torch.device) -> Ops:
 
     def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] == 1:
-            return gemv(x, weight, bias)
+            return gemv(x, weight, bias, pdl=pdl)
         return skinny(x, weight, bias) if skinny.is_faster(x, weight) else F.linear(x, weight, bias)
 
-    return Ops(rms_norm, add_rms_norm, silu_mul, fastest_linear)
+    norm, add_norm, activation = (partial(kernel, pdl=pdl) for kernel in (rms_norm, add_rms_norm, silu_mul))
+    return Ops(norm, add_norm, activation, fastest_linear)

@@ -119,7 +119,8 @@ class PagedBackend:
     """Plans and runs attention with `kernels`.
 
     `page_table` [rows, columns] int32 is on the device and is read by the kernels. `host_table` holds the same ids on
-    the host and is read when a step is planned. `fused` selects the fused kernel for norm, rotation and storing.
+    the host and is read when a step is planned. `fused` selects the fused kernel for norm, rotation and storing, and
+    `pdl` lets that kernel begin while the one before it ends (`kernels.dependent`).
     """
 
     def __init__(
@@ -131,10 +132,11 @@ class PagedBackend:
         page_size: int,
         *,
         fused: bool,
+        pdl: bool = False,
     ) -> None:
         self.kernels, self.page_table = kernels, page_table
         self._rotary, self._host_table, self._page_size = rotary, host_table, page_size
-        self._fused = fused
+        self._fused, self._pdl = fused, pdl
         self.cascade = kernels.max_shared_entries > 0
         """True if cascade attention is enabled: keys that entries share may be read once for all of them."""
         self._last_search: _SharedSearch | None = None
@@ -185,7 +187,7 @@ class PagedBackend:
             k_weight = None if heads.k_norm is None else heads.k_norm.weight
             eps = 0.0 if heads.q_norm is None else heads.q_norm.eps
             cos, sin = self._rotary.tables
-            return norm_rotate_store(qkv, q_weight, k_weight, eps, cos, sin, positions, slots, kv_layer)
+            return norm_rotate_store(qkv, q_weight, k_weight, eps, cos, sin, positions, slots, kv_layer, pdl=self._pdl)
         states = norm_and_rotate(qkv, heads, *self._rotary.at(positions))
         kv = states[:, heads.num_heads :].view(qkv.shape[0], 2, heads.num_kv_heads, heads.head_dim)
         kv_layer[slots // self._page_size, slots % self._page_size] = kv

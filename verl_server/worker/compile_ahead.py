@@ -41,6 +41,7 @@ _SETTINGS = (
     "attention_backend",
     "disable_cascade_attention",
     "fused_kernels",
+    "disable_pdl",
     "disable_cuda_graph",
     "cuda_graph_max_bs",
     "fused_weight_copy",

@@ -19,6 +19,7 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.kernels import gpu
 from verl_server.kernels.cpu.kernels import HEAD_DIMS, CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.config import ModelConfig
@@ -40,6 +41,10 @@ from verl_server.worker.cpu_measurement import measure_choice, product_shapes
 
 logger = logging.getLogger(__name__)
 
+_PDL_CAPABILITY = 90
+"""Compute capability with programmatic dependent launch: Hopper, where it was measured. Blackwell has it too, but other
+projects saw captures of CUDA graphs with such launches fail on consumer GPUs (capability 120)."""
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -54,12 +59,14 @@ class KernelChoice:
     """Function for products on the CPU, if `fused`."""
     cpu_attends: Callable[[int], bool] | None = None
     """Return True if "cpp" computes attention in a step with so many decoded tokens. None: in every step."""
+    pdl: bool = False
+    """True if kernels begin while the kernel before them ends (`kernels.dependent`)."""
 
     def ops(self, device: torch.device) -> Ops:
         """Return the operators of the model's layers."""
         if not self.fused:
             return TORCH_OPS
-        return cuda_ops(device) if self.cpu is None else cpu_ops(self.cpu, self.cpu_linear)
+        return cuda_ops(device, pdl=self.pdl) if self.cpu is None else cpu_ops(self.cpu, self.cpu_linear)
 
     @property
     def sampling(self) -> SamplingOps:
@@ -94,7 +101,8 @@ def choose_kernels(
             "Triton is not installed, so steps run on plain PyTorch, several times slower. Run pip install triton."
         )
         return KernelChoice()
-    return KernelChoice("torch" if wanted == "torch" else "triton", fused)
+    pdl = gpu.capability(device) == _PDL_CAPABILITY and not server_args.disable_pdl
+    return KernelChoice("torch" if wanted == "torch" else "triton", fused, pdl=pdl)
 
 
 def _for_cpu(server_args: ServerArgs, dtype: torch.dtype, config: ModelConfig, tp: TpGroup) -> KernelChoice:

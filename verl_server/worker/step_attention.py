@@ -96,6 +96,7 @@ class StepAttention:
             dtype=self._kv.pool.dtype,
             device=self._kv.device,
             max_shared_entries=self._kv.max_rows if cascade else 0,
+            pdl=choice.pdl,
         )
         return PagedBackend(
             kernels,
@@ -104,4 +105,5 @@ class StepAttention:
             self._kv.page_table,
             self._kv.page_size,
             fused=choice.fused and self._kv.device.type != "cpu",
+            pdl=choice.pdl,
         )
