@@ -30,10 +30,7 @@ from benchmarks.footprint import device_used_bytes, footprint, process_tree
 from benchmarks.served_slices import expected_checksums, served_tensors, whole_tensors
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.io_struct import (
-    ControlReply,
-    ControlReq,
-)
+from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.models.expert_stacks import expanded_tensors
 from verl_server.weight_sync.group.broadcast import BroadcastGroup, broadcast_weights, init_weights_update_group
 

@@ -23,10 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_server.packed_logprobs import (
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.packing import pack_ids, pack_logprobs
 
 MSGPACK = "application/msgpack"

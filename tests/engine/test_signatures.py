@@ -12,11 +12,7 @@ from tests.fake_engine import FakeEngine
 from verl_server import BadRequestError, EngineBase, HttpServerEngineAdapter, VerlEngine
 from verl_server.engine import verl_engine
 from verl_server.engine.options import GenerateOptions, PushOptions, TensorUpdateOptions, UpdateOptions
-from verl_server.io_struct import (
-    AbortReq,
-    AcceptRestartReq,
-    ControlReq,
-)
+from verl_server.io_struct import AbortReq, AcceptRestartReq, ControlReq
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.ops_routes import OpsApi
 from verl_server.server.generate_fields import UNSUPPORTED_FIELDS

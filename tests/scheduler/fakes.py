@@ -29,10 +29,7 @@ from verl_server.io_struct import (
     TokenizedGenerateReq,
 )
 from verl_server.ipc.tp_group import TpGroup
-from verl_server.packed_logprobs import (
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.scheduler import Scheduler

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from tests.scheduler.fakes import VOCAB, FakeModelRunner, Harness, generate, prompt, update
-from verl_server.io_struct import (
-    BatchTokenIDOut,
-    FinishReq,
-    FlushCacheReq,
-    PauseGenerationReq,
-    TokenizedGenerateReq,
-)
+from verl_server.io_struct import BatchTokenIDOut, FinishReq, FlushCacheReq, PauseGenerationReq, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.scheduler.garbage import Garbage
 from verl_server.scheduler.rank import SchedulerLoop

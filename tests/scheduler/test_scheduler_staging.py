@@ -8,10 +8,7 @@ import pytest
 
 from tests.scheduler.fakes import ELSEWHERE, NOWHERE, Harness, join, prompt, serving, update
 from verl_server.errors import UnknownRegistrationError, WeightUpdateError
-from verl_server.io_struct import (
-    ControlReply,
-    PauseGenerationReq,
-)
+from verl_server.io_struct import ControlReply, PauseGenerationReq
 from verl_server.weight_requests import (
     RegisterWeightsReq,
     ReleaseMemoryOccupationReq,

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.fakes import NOWHERE, Harness, generate, join, prompt, serving, update
-from verl_server.io_struct import (
-    ContinueGenerationReq,
-    FlushCacheReq,
-    GetInternalStateReq,
-    PauseGenerationReq,
-)
+from verl_server.io_struct import ContinueGenerationReq, FlushCacheReq, GetInternalStateReq, PauseGenerationReq
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

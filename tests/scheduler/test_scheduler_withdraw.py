@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.fakes import NOWHERE, Harness, join, prompt, serving, update
-from verl_server.io_struct import (
-    FlushCacheReq,
-    PauseGenerationReq,
-    WithdrawReq,
-)
+from verl_server.io_struct import FlushCacheReq, PauseGenerationReq, WithdrawReq
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

@@ -31,10 +31,7 @@ from verl_server.errors import (
     UnansweredError,
     VerlServerError,
 )
-from verl_server.io_struct import (
-    INSTANCE_HEADER,
-    PROMPT_HEADER,
-)
+from verl_server.io_struct import INSTANCE_HEADER, PROMPT_HEADER
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verl_server.engine.base import EngineBase, Result
 from verl_server.errors import BadRequestError, ControlTimeoutError, ServerUnavailableError
-from verl_server.io_struct import (
-    ControlReply,
-    ControlReq,
-)
+from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.results import GenerateResult, ModelInfo, SchedulerInfo, ServerInfo
 from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.launch import EngineProcesses, wait_for_followers

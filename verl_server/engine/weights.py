@@ -16,10 +16,7 @@ import msgspec
 
 from verl_server.engine.options import PushOptions, TensorUpdateOptions, UpdateOptions, check_names
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError, error_for_status
-from verl_server.io_struct import (
-    ControlReply,
-    ControlReq,
-)
+from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,

@@ -13,10 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import ServerRestartedError
-from verl_server.io_struct import (
-    EXPECTED_INSTANCE_HEADER,
-    INSTANCE_HEADER,
-)
+from verl_server.io_struct import EXPECTED_INSTANCE_HEADER, INSTANCE_HEADER
 from verl_server.server.responses import status_error
 
 

@@ -12,15 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_server import columns
-from verl_server.io_struct import (
-    BatchTokenIDOut,
-    FinishReason,
-    TokenizedGenerateReq,
-)
-from verl_server.packed_logprobs import (
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.packing import ITEM
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices

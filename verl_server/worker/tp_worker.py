@@ -17,10 +17,7 @@ from verl_server.errors import VerlServerError
 from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec
-from verl_server.weight_requests import (
-    StagedReq,
-    WeightReq,
-)
+from verl_server.weight_requests import StagedReq, WeightReq
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
-from verl_server.io_struct import (
-    FinishSessionReq,
-    TokenizedGenerateReq,
-)
+from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 

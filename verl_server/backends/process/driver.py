@@ -13,14 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from verl_server.io_struct import (
-    FinishReason,
-    TokenizedGenerateReq,
-)
-from verl_server.packed_logprobs import (
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from verl_server.io_struct import FinishReason, TokenizedGenerateReq
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

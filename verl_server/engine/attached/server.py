@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.engine.base import Result
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import (
-    ControlReply,
-    ControlReq,
-)
+from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.results import GenerateResult, ModelInfo, ServerInfo
-from verl_server.weight_requests import (
-    UpdateReq,
-    UpdateWeightsFromTensorReq,
-)
+from verl_server.weight_requests import UpdateReq, UpdateWeightsFromTensorReq
 
 if TYPE_CHECKING:
     import torch

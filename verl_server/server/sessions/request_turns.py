@@ -21,11 +21,7 @@ from starlette.responses import Response
 from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.io_struct import (
-    BatchTokenIDOut,
-    FinishReason,
-    TokenizedGenerateReq,
-)
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.sampling_params import SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure

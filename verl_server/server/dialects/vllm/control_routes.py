@@ -30,10 +30,7 @@ from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveR
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
-from verl_server.weight_requests import (
-    UpdateWeightsFromDiskReq,
-    VersionLabel,
-)
+from verl_server.weight_requests import UpdateWeightsFromDiskReq, VersionLabel
 
 S = TypeVar("S", bound=msgspec.Struct)
 

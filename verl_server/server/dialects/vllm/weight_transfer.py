@@ -14,10 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.io_struct import (
-    ControlReply,
-    ControlReq,
-)
+from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     DestroyWeightsUpdateGroupReq,
