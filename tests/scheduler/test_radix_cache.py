@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
+from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.radix_cache import PagePool, RadixCache
 
 PAGE = 4
 
@@ -135,18 +136,60 @@ def test_pages_that_a_waiting_request_wants_are_evicted_last_and_the_shortest_pr
     cache.check_invariants([])
 
 
-def test_pages_are_kept_until_their_time_and_evicted_before_it_only_without_a_bound() -> None:
+def keep(cache: RadixCache, node: PageNode, until: float) -> None:
+    cache.lock(node)
+    cache.unlock(node, until)
+
+
+def test_pages_are_kept_until_their_time_and_evicted_in_its_order() -> None:
     pool, cache = make()
-    nodes = []
-    for n, until in ((1, 30.0), (2, 10.0), (3, 20.0)):
-        nodes.append(insert(pool, cache, [n] * 4))
-        cache.lock(nodes[-1])
-        cache.unlock(nodes[-1], until)
-    assert cache.evict(3, until=9.0) == 0 and cache.evict(3, until=20.0) == 2
-    assert [node.page == -1 for node in nodes] == [False, True, True]
+    nodes = [insert(pool, cache, [n] * 4) for n in (1, 2, 3)]
+    for node, until in zip(nodes, (30.0, 10.0, 20.0), strict=True):
+        keep(cache, node, until)
+    assert cache.kept.count == 3
+    cache.kept.expire(10.0)
+    assert cache.kept.count == 2
+    assert cache.evict(2) == 2 and [node.page == -1 for node in nodes] == [False, True, True]
+    assert cache.kept.count == 1
     cache.want(nodes[0])
-    assert cache.evict(1, until=100.0) == 0, "a waiting request wants it"
-    assert cache.evict(1) == 1
+    cache.kept.expire(30.0)
+    assert cache.kept.count == 1, "a waiting request wants it"
+    cache.check_invariants([], [nodes[0]])
+    cache.unwant(nodes[0])
+    assert cache.kept.count == 0
+    cache.check_invariants([])
+
+
+def test_a_page_is_kept_as_long_as_one_below_it() -> None:
+    pool, cache = make()
+    long, short = insert(pool, cache, [1] * 4 + [5] * 8), insert(pool, cache, [1] * 4 + [6] * 4)
+    keep(cache, long, 30.0)
+    keep(cache, short, 10.0)  # the page that both share has this time now
+    cache.kept.expire(20.0)
+    assert cache.kept.count == 3, "the two pages of `long`, and the one above them"
+    cache.check_invariants([])
+    cache.lock(long)
+    assert cache.kept.count == 0, "a page with a holder needs no other reason"
+    cache.unlock(long, 40.0)
+    cache.evict(2)  # `short`, and the end of `long`
+    assert cache.kept.count == 2
+    cache.check_invariants([])
+    cache.kept.expire(40.0)
+    assert cache.kept.count == 0, "the end of the history was evicted, the rest expires all the same"
+    cache.check_invariants([])
+
+
+def test_pages_of_an_older_version_are_not_kept() -> None:
+    pool, cache = make()
+    node, held = insert(pool, cache, [1] * 8), insert(pool, cache, [2] * 8)
+    keep(cache, node, 30.0)
+    cache.lock(held)
+    cache.start_version()
+    assert cache.kept.count == 0
+    cache.unlock(held, 30.0)
+    cache.kept.expire(40.0)
+    assert cache.kept.count == 0
+    cache.check_invariants([])
 
 
 def test_a_finished_history_is_evicted_first_up_to_what_others_share() -> None:

@@ -164,12 +164,12 @@ def test_an_update_hides_the_prefixes_of_waiting_requests() -> None:
 # -- running episodes first ----------------------------------------------------------------------------------
 
 
-def with_agent(wait: float, **settings: Any) -> tuple[Harness, list[int]]:
+def with_agent(wait: float, h: Harness | None = None, **settings: Any) -> tuple[Harness, list[int]]:
     """Return a harness with a running request, and the history of an agent that returned twice after `wait` seconds.
 
     The agent's pages will be kept for `wait` seconds after its third turn, which ended just now.
     """
-    h = Harness(**({"num_pages": 24, "max_rows": 4, "chunked_prefill_size": 64} | settings))
+    h = h or Harness(**({"num_pages": 24, "max_rows": 4, "chunked_prefill_size": 64} | settings))
     history = prompt(1, 30)
     for turn in range(3):
         h.clock.now += wait if turn else 0.0
@@ -214,12 +214,93 @@ def test_an_overdue_request_takes_the_pages_of_an_agent_that_will_return() -> No
 def test_a_new_request_that_yields_delays_no_request_behind_it() -> None:
     h, history = with_agent(wait=1.0)
     h.add("new", history[:12] + prompt(4, 40), 8)
-    h.add("cached", prompt(3, 12), 2)
-    assert order(h) == ["new", "cached"]
+    h.add("small", prompt(5, 6), 2)
+    assert order(h) == ["new", "small"]
     h.steps()
-    assert [h.scheduler.requests[rid].started for rid in ("new", "cached")] == [False, True]
+    assert [h.scheduler.requests[rid].started for rid in ("new", "small")] == [False, True]
     h.run()
     assert h.tokens["new"] == generate(history[:12] + prompt(4, 40), 8, 0)
+
+
+def test_a_new_request_that_yields_evicts_nothing() -> None:
+    """Pages that would not be enough for it may be used before others are free."""
+    h = Harness(num_pages=32, max_rows=4, chunked_prefill_size=64)
+    h.add("idle", prompt(6, 20), 2)  # nothing keeps its pages
+    h.run()
+    h, _ = with_agent(wait=1.0, h=h)
+    cache = h.scheduler.planner.cache
+    assert cache.match(prompt(6, 20), 20).depth == 5
+    h.add("new", prompt(4, 60), 8)
+    h.steps(2)
+    assert not h.scheduler.requests["new"].started and cache.match(prompt(6, 20), 20).depth == 5
+
+
+def test_many_new_requests_with_a_common_beginning_do_not_hide_the_turn_of_an_agent() -> None:
+    """They have more cached tokens than the turn, but the turn is cached almost whole."""
+    h, _ = with_agent(wait=1.0, num_pages=60, max_rows=8)
+    system, history = prompt(7, 40), prompt(8, 20)
+    h.add("warm", system, 1)
+    h.add("short", history, 4)
+    h.run()
+    for i in range(300):
+        h.add(f"new{i}", system + prompt(100 + i, 120), 4)
+    h.add("turn", history + h.tokens["short"] + [9], 4)
+    assert order(h)[0] == "turn"
+    h.steps()
+    assert h.scheduler.requests["turn"].started
+
+
+def test_overdue_requests_start_one_after_the_other() -> None:
+    h = busy(schedule_max_age=64.0)
+    for i in range(3):
+        h.add(f"new{i}", prompt(5 + i, 9), 2)
+    h.add("cached", prompt(1, 12), 2)
+    queue = h.scheduler.planner.waiting
+    h.clock.now += 64.0
+    for overdue in (1, 1, 2, 2, 3):
+        queue.age()
+        assert [req.rid for req in queue if req.overdue] == [f"new{i}" for i in range(overdue)]
+        h.clock.now += 0.5
+    assert order(h) == ["new0", "new1", "new2", "cached"]
+
+
+def with_dropped_output(seed: int, turns: int, h: Harness) -> None:
+    """Play an agent that drops the first half of each output, such as its reasoning, from its history."""
+    history = prompt(seed, 21)
+    for turn in range(turns):
+        h.clock.now += 1.0
+        h.add(f"{seed}/{turn}", history, 16)
+        h.run()
+        history = history + h.tokens[f"{seed}/{turn}"][8:] + prompt(20 + turn, 6)
+
+
+def test_a_turn_is_recognized_although_the_next_one_drops_tokens_of_its_output() -> None:
+    h = Harness(num_pages=80, chunked_prefill_size=64)
+    with_dropped_output(1, 4, h)
+    returns = h.scheduler.planner.returns
+    assert returns.keep_seconds(2) == 1.0, "each turn was continued after a second"
+    h.scheduler.planner.check_invariants()
+
+
+def test_dropped_tokens_are_evicted_first() -> None:
+    h = Harness(num_pages=80, chunked_prefill_size=64)
+    with_dropped_output(1, 2, h)
+    cache = h.scheduler.planner.cache
+    first, second = h.tokens["1/0"], h.tokens["1/1"]
+    old, new = prompt(1, 21) + first, prompt(1, 21) + first[8:] + prompt(20, 6) + second
+    assert (cache.match(old, len(old)).depth, cache.match(new, len(new)).depth) == (9, 12)
+    cache.evict(4)
+    assert (cache.match(old, len(old)).depth, cache.match(new, len(new)).depth) == (5, 12)
+
+
+def test_the_same_prompt_again_continues_nothing() -> None:
+    """Neither do other samples of a group, nor another agent with the same beginning."""
+    h = Harness(num_pages=80, chunked_prefill_size=64)
+    for i, ids in enumerate([prompt(1, 21), prompt(1, 21), prompt(1, 12) + prompt(2, 30)]):
+        h.clock.now += 1.0
+        h.add(f"r{i}", ids, 16)
+        h.run()
+    assert h.scheduler.planner.returns.keep_seconds(1) == 0.0
 
 
 def test_pages_are_not_kept_where_no_request_continues_another() -> None:

@@ -26,7 +26,9 @@ import time
 from collections.abc import Callable
 
 from verl_server.scheduler.expected_return import ExpectedReturn
-from verl_server.scheduler.radix_cache import PageNode, PagePool, RadixCache
+from verl_server.scheduler.headroom import Headroom
+from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.radix_cache import PagePool, RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
@@ -35,6 +37,7 @@ from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
 _MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
+_IDLE_SHARE = 0.125  # of the pool: while running requests hold less, the device would wait for environments
 _MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
 
 
@@ -87,6 +90,7 @@ class BatchPlanner:
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
         self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
         self._histories = SessionHistories(self.cache, self.returns)
+        self._headroom = Headroom(num_pages)
         self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
@@ -130,6 +134,7 @@ class BatchPlanner:
             self._free(req, cache)
         if finished:
             self.running = [req for req in self.running if req.row >= 0]
+            self._headroom.turns_ended(len(finished))
 
     def retract(self, req: Req) -> None:
         """Put a running request back into the queue without KV. It keeps its tokens and log-probabilities.
@@ -384,19 +389,18 @@ class BatchPlanner:
     def _yields(self, req: Req, node: PageNode, reserved: int) -> bool:
         """Return True if a waiting request should leave the pages that it needs to episodes that run.
 
-        A request of which little is cached takes no page that will probably be used again soon, unless it is overdue or
-        less than half of the pool is used. So the histories of running episodes stay in the cache until they end.
+        A request of which less than half is cached begins an episode, or continues one that lost its pages. It takes no
+        page that will probably be used again soon, and leaves the headroom for the growth of running episodes, unless
+        it is overdue, or running requests would hold little of the pool. So histories stay in the cache until episodes
+        end.
         """
-        if not (self.running and self.waiting.by_prefix) or req.started or req.overdue:
+        if not (self.running and self.waiting.by_prefix) or req.started or req.overdue or self.waiting.is_cached(req):
             return False
-        if 2 * node.depth * self.page_size >= len(req.token_ids):
+        available, need = self.available_pages(), self._needed_pages(req, node) + reserved
+        if self.pages.num_pages - available + need <= _IDLE_SHARE * self.pages.num_pages:
             return False
-        need = self._needed_pages(req, node) + reserved
-        if 2 * (self.available_pages() - need) >= self.pages.num_pages:
-            return False
-        short = need - self.pages.available
-        # The pages down to `node` stay, because this request waits for them (`RadixCache.want`).
-        return short > 0 and self.cache.evict(short, until=self._clock()) < short
+        self.cache.kept.expire(self._clock())
+        return need + self._headroom.pages > available - self.cache.kept.count
 
     def _has_pages(self, need: int, node: PageNode) -> bool:
         """Return True if `need` pages are free or can be evicted besides those down to `node`."""
@@ -447,7 +451,10 @@ class BatchPlanner:
             return
         short = count - self.pages.available
         if short > 0:
+            self.cache.kept.expire(self._clock())
+            kept = self.cache.kept.count
             self.cache.evict(short)
+            self._headroom.lost(kept - self.cache.kept.count)
         taken = self.pages.alloc(count)
         req.page_updates.append((len(req.pages), taken))
         req.pages += taken

@@ -32,6 +32,8 @@ class EndedTurn:
     """Number of the turn in its episode, from 1."""
     time: float
     """Time of its end, by the planner's clock."""
+    prompt_len: int = 0
+    """Number of tokens of its prompt."""
 
 
 class _Share:

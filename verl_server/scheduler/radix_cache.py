@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
-
-_FREED = -1
+from verl_server.scheduler.expected_return import ExpectedReturn
+from verl_server.scheduler.kept_pages import KeptPages
+from verl_server.scheduler.page_node import FREED, PageNode
 
 
 class PagePool:
@@ -55,53 +54,6 @@ class PagePool:
         return list(self._free)
 
 
-class PageNode:
-    """One cached page. `key` is its tokens; the tokens before them are those of the nodes above. A root has no page."""
-
-    __slots__ = (
-        "__weakref__",
-        "children",
-        "depth",
-        "ended",
-        "keep_until",
-        "key",
-        "last_access",
-        "lock_ref",
-        "namespace",
-        "page",
-        "parent",
-        "version",
-        "waiters",
-    )
-
-    def __init__(
-        self, key: tuple[int, ...], page: int, parent: PageNode | None, version: int, namespace: str = ""
-    ) -> None:
-        self.namespace: str = namespace if parent is None else parent.namespace
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.version = version
-        self.children: dict[tuple[int, ...], PageNode] = {}
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        """Number of pages from the root to this node, including its own page."""
-        self.lock_ref = 0
-        """Number of requests that hold this node or a node below it."""
-        self.last_access = 0
-        self.keep_until = 0.0
-        """Time of the planner's clock until which the page is likely to be used again."""
-        self.waiters = 0
-        """Number of waiting requests whose cached prefix ends here."""
-        self.ended: EndedTurn | None = None
-        """The turn whose history ends here, if the turn was not continued yet."""
-
-    def worth(self) -> tuple[bool, float, int]:
-        """Return the rank of a leaf for eviction. The smallest one is evicted first."""
-        if self.waiters:
-            return True, self.depth, self.last_access
-        return False, self.keep_until, self.last_access
-
-
 class RadixCache:
     """The prefix trees of the current weight version, and the detached pages of older versions."""
 
@@ -122,6 +74,8 @@ class RadixCache:
         """Number of pages in the trees that a request holds."""
         self.detached = 0
         """Number of pages of older versions that a request still holds."""
+        self.kept = KeptPages()
+        """The pages that no request holds and that are likely to be used again."""
         self._tick = 0  # order of use is counted, not timed, so that every replay evicts the same pages
         self._pushes = 0
         self._leaves: list[tuple[tuple[bool, float, int], int, PageNode]] = []
@@ -157,7 +111,7 @@ class RadixCache:
         """
         node = self._remaining(known) or self._roots.get(namespace)
         if node is None:
-            return PageNode((), _FREED, None, self.version, namespace)
+            return PageNode((), FREED, None, self.version, namespace)
         if self.disabled:
             return node
         size = self.page_size
@@ -172,7 +126,7 @@ class RadixCache:
         """Return the deepest node of the path to `node` that is still cached, None if there is none."""
         if node is None or node.version != self.version:
             return None
-        while node is not None and node.page == _FREED:  # a root has no page either
+        while node is not None and node.page == FREED:  # a root has no page either
             node = node.parent
         return node
 
@@ -182,6 +136,7 @@ class RadixCache:
             return
         node.waiters += 1
         if node.waiters == 1:
+            self.kept.wanted(node)
             self._push_if_evictable(node)
 
     def unwant(self, node: PageNode) -> None:
@@ -192,6 +147,7 @@ class RadixCache:
         left.waiters -= 1
         assert left.waiters >= 0, "a cached page was unwanted more often than wanted"
         if left.waiters == 0:
+            self.kept.changed(left)
             self._push_if_evictable(left)
 
     def finish(self, node: PageNode) -> None:
@@ -201,6 +157,7 @@ class RadixCache:
             return
         while left.parent is not None and len(left.children) <= 1 and not left.lock_ref and not left.waiters:
             left.keep_until, left.last_access = 0.0, 0
+            self.kept.changed(left)
             self._push_if_evictable(left)
             left = left.parent
 
@@ -237,7 +194,7 @@ class RadixCache:
         `keep_until`: see `PageNode.keep_until`.
         """
         self._tick += 1
-        freed = []
+        freed, last = [], node
         while node.parent is not None:
             node.lock_ref -= 1
             assert node.lock_ref >= 0, "a cached page was unlocked more often than locked"
@@ -247,12 +204,15 @@ class RadixCache:
                 if node.version != self.version:
                     self.detached -= 1
                     freed.append(node.page)
-                    node.page = _FREED
+                    node.page = FREED
                 else:
                     self.protected -= 1
                     self.evictable += 1
+                    self.kept.released(node)
                     self._push_if_evictable(node)
             node = node.parent
+        if last.version == self.version:
+            self.kept.until(last, keep_until)
         node.lock_ref -= 1
         self._drop_if_unused(node)
         self.pool.free(freed)
@@ -285,22 +245,17 @@ class RadixCache:
         self.pool.free(freed)
         return node, swapped
 
-    def evict(self, count: int, until: float = math.inf) -> int:
+    def evict(self, count: int) -> int:
         """Free up to `count` pages without a holder: older versions first, then the leaves that are worth least.
 
-        `until`: free only pages that no request wants and whose `keep_until` is not later. Return the number of freed
-        pages.
+        Return the number of freed pages.
         """
         freed = self._collect(count)
         while len(freed) < count and self._leaves:
-            entry = self._leaves[0]
+            entry = heapq.heappop(self._leaves)
             if not _is_evictable(entry):
-                heapq.heappop(self._leaves)
                 continue
-            (is_wanted, keep_until, _), _, node = entry
-            if until < math.inf and (is_wanted or keep_until > until):
-                break
-            heapq.heappop(self._leaves)
+            node = entry[2]
             parent = node.parent
             assert parent is not None
             if node.ended is not None:
@@ -308,8 +263,11 @@ class RadixCache:
             if parent.parent is not None:
                 parent.waiters += node.waiters
             node.waiters = 0
+            if node.is_kept:
+                self.kept.held(node)
+                self.kept.changed(parent)
             freed.append(node.page)
-            node.page = _FREED
+            node.page = FREED
             del parent.children[node.key]
             self._push_if_evictable(parent)
             self._drop_if_unused(parent)
@@ -325,6 +283,7 @@ class RadixCache:
         self.protected = 0
         self.version += 1
         self._roots = {}
+        self.kept.clear()
         self._leaves.clear()
 
     def _collect(self, count: int) -> list[int]:
@@ -334,9 +293,9 @@ class RadixCache:
             node = self._outdated.pop()
             self._outdated.extend(node.children.values())
             node.children = {}  # the children are in `_outdated` now
-            if node.lock_ref == 0 and node.page != _FREED:
+            if node.lock_ref == 0 and node.page != FREED:
                 pages.append(node.page)
-                node.page = _FREED
+                node.page = FREED
         self._uncollected -= len(pages)
         return pages
 
@@ -348,7 +307,7 @@ class RadixCache:
         """Yield the nodes of older versions whose page is still to be collected."""
         left = [node for node in self._outdated if node.parent is not None]
         for node in itertools.chain(left, _below(self._outdated)):
-            if node.lock_ref == 0 and node.page != _FREED:
+            if node.lock_ref == 0 and node.page != FREED:
                 yield node
 
     def check_invariants(self, holders: list[PageNode], wanted: Iterable[PageNode] = ()) -> None:
@@ -367,7 +326,7 @@ class RadixCache:
             while node.parent is not None:
                 locks[id(node)] = locks.get(id(node), 0) + 1
                 if node.version != self.version:
-                    assert node.page != _FREED and node.lock_ref > 0, "a held page of an older version was freed"
+                    assert node.page != FREED and node.lock_ref > 0, "a held page of an older version was freed"
                     detached[id(node)] = node.page
                 node = node.parent
             locks[id(node)] = locks.get(id(node), 0) + 1
@@ -375,25 +334,29 @@ class RadixCache:
         for node in self.nodes():
             expected = locks.get(id(node), 0)
             assert node.lock_ref == expected, f"a cached page has {node.lock_ref} locks, {expected} holders"
-            assert node.page != _FREED and node.version == self.version
+            assert node.page != FREED and node.version == self.version
             assert node.waiters == waiters.get(id(node), 0), "a cached page has a wrong number of waiting requests"
+            self.kept.check(node)
             evictable += expected == 0
             protected += expected > 0
         for namespace, root in self._roots.items():
             assert root.namespace == namespace and root.version == self.version
             assert root.lock_ref == locks.get(id(root), 0), "the root of a namespace has a wrong number of holders"
             assert root.children or root.lock_ref, "an empty namespace was not dropped"
+        kept = sum(node.is_kept for node in self.nodes())
+        assert kept == self.kept.count, f"{kept} pages are kept, {self.kept.count} are counted"
         uncollected = sum(1 for _ in self.outdated())
         assert uncollected == self._uncollected, f"{uncollected} pages are outdated, {self._uncollected} are counted"
         evictable += uncollected
         counted = (evictable, protected, len(detached))
-        kept = (self.evictable, self.protected, self.detached)
-        assert counted == kept, f"(evictable, protected, detached) is {counted}, but {kept} are counted"
+        found = (self.evictable, self.protected, self.detached)
+        assert counted == found, f"(evictable, protected, detached) is {counted}, but {found} are counted"
 
     def _lock_one(self, node: PageNode) -> None:
         if node.lock_ref == 0:
             self.evictable -= 1
             self.protected += 1
+            self.kept.held(node)
         node.lock_ref += 1
         node.last_access = self._tick
 
@@ -425,4 +388,4 @@ def _below(nodes: Iterable[PageNode]) -> Iterator[PageNode]:
 
 def _is_evictable(entry: tuple[tuple[bool, float, int], int, PageNode]) -> bool:
     worth, _, node = entry
-    return node.page != _FREED and not node.lock_ref and not node.children and node.worth() == worth
+    return node.page != FREED and not node.lock_ref and not node.children and node.worth() == worth

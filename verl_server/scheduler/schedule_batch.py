@@ -20,23 +20,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_server.io_struct import (
-    BatchTokenIDOut,
-    FinishReason,
-    TokenizedGenerateReq,
-)
-from verl_server.packed_logprobs import (
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.packing import pack_ids
 from verl_server.sampling.spec import ForwardOutput, SampleSpec
-from verl_server.scheduler.radix_cache import PageNode
+from verl_server.scheduler.page_node import PageNode
 from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 
-Place = tuple[int, bool, bool, int, bool, int]
-"""(-priority, not started, not overdue, -length of the cached prefix in pages, first turn, number of the arrival)"""
+Place = tuple[int, bool, bool, bool, int, bool, int]
+"""(-priority, not started, not overdue, less than half cached, -length of the cached prefix in pages, first turn,
+number of the arrival)"""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +129,7 @@ class Req:
         self.arrival = arrival
         """Number in the order of arrival. The oldest request is retracted last."""
         self.priority = message.priority
-        self.place: Place = (-message.priority, False, False, 0, False, arrival)
+        self.place: Place = (-message.priority, False, False, False, 0, False, arrival)
         """Waiting requests are ordered by this. `WaitingQueue` sets it."""
         self.overdue = False
         """True if the request has waited for so long that no later one may start before it."""

@@ -1,8 +1,9 @@
 """`SessionHistories`: which requests continue which turns, and where the histories of sessions end in the prefix cache.
 
 The `BatchPlanner` reports the requests that arrive and end. A request continues the turn at whose last page its cached
-prefix ends, or the last turn of its session, whose pages may be gone. `ExpectedReturn` learns from that, and the pages
-of a session that is over are evicted first.
+prefix ends, or the last turn of its session, whose pages may be gone. Clients may also drop tokens of a turn's output
+before the next turn, such as its reasoning: then the cached prefix ends above the last page, after the turn's prompt.
+`ExpectedReturn` learns from that. The pages of a session that is over, and those of dropped tokens, are evicted first.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from verl_server.scheduler.expected_return import EndedTurn, ExpectedReturn
-from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Req
 
+_MOST_DROPPED = 4096
+"""Bound on the pages between the end of a cached prefix and the end of the turn that a request continues."""
 _MOST_SESSIONS = 65536
 """Bound on the sessions that are remembered. Callers may choose a new id for each request."""
 
@@ -43,9 +47,7 @@ class SessionHistories:
 
     def begin_turn(self, req: Req, now: float) -> None:
         """Find the turn that a new request continues, and set `Req.turn`."""
-        ended = None
-        if req.match is not None:
-            ended, req.match.ended = req.match.ended, None
+        ended = None if req.match is None else self._continued_at(req.match, req)
         if (history := self._histories.get(req.session_id)) is not None:
             req.turn = history.turn
             ended, history.ended = history.ended, None
@@ -59,7 +61,7 @@ class SessionHistories:
 
         Return the time until which the history is likely to be continued.
         """
-        ended = EndedTurn(req.turn + 1, now)
+        ended = EndedTurn(req.turn + 1, now, len(req.prompt_ids))
         if node.parent is not None:
             node.ended = ended
         if req.session_id:
@@ -68,6 +70,27 @@ class SessionHistories:
             if len(self._histories) > _MOST_SESSIONS:
                 self._histories.popitem(last=False)
         return now + self._returns.keep_seconds(ended.turn)
+
+    def _continued_at(self, node: PageNode, req: Req) -> EndedTurn | None:
+        """Return the turn that `req` continues, whose cached prefix ends at `node`. Another one can't continue it.
+
+        If tokens of the turn's output were dropped, the whole prompt of that turn is cached, the request is longer, and
+        only one path leads on from `node`.
+        """
+        last = node
+        for _ in range(_MOST_DROPPED):
+            if last.ended is not None or len(last.children) != 1:
+                break
+            (last,) = last.children.values()
+        ended = last.ended
+        if ended is None:
+            return None
+        if last is not node:
+            if node.depth < ended.prompt_len // self._cache.page_size or len(req.token_ids) <= ended.prompt_len:
+                return None
+            self._cache.finish(last)
+        last.ended = None
+        return ended
 
     def finish(self, session_id: str) -> None:
         """Note that no request will continue the session. The pages of its history are evicted first."""

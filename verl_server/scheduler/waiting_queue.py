@@ -2,35 +2,49 @@
 
 The `BatchPlanner` adds requests, walks through the queue from the front, and removes the requests that it starts.
 Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match)
-requests that were started before come first, then those that have waited for longer than `max_age`, oldest first, and
-then the others by the length of their cached prefix. A prefix is matched when its request arrives, and only what the
-cache gained or lost is looked at later.
+requests that were started before come first, then those that are overdue, oldest first, then those of which at least
+half is cached, and then the others; each of the two by the length of the cached prefix. A prefix is matched when its
+request arrives, and only what the cache gained or lost is looked at later.
+
+A request becomes overdue when it has waited for `max_age`, but only one in each 64th part of `max_age`. If all of them
+became so at once, as when more episodes begin than can run, the order would be the order of arrival: the one in which
+each request evicts what the next one needs.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from verl_server.scheduler.radix_cache import PageNode, RadixCache
+from verl_server.scheduler.page_node import PageNode
+from verl_server.scheduler.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Place, Req
 
 SchedulePolicy = Literal["lpm", "fcfs"]
+
+_OVERDUE_PARTS = 64
+"""Parts of `max_age`, in each of which one request may become overdue."""
 
 
 class WaitingQueue:
     """Waiting requests, including retracted ones, in the order of `Req.place`."""
 
     def __init__(self, cache: RadixCache, policy: SchedulePolicy, max_age: float, clock: Callable[[], float]) -> None:
-        """`max_age`: seconds after which no request that arrived later may start first."""
+        """`max_age`: seconds after which a request becomes overdue; the n-th of many at most n * `max_age` / 64 later.
+
+        `clock` returns seconds.
+        """
         self._cache, self._max_age, self._clock = cache, max_age, clock
+        self._next_overdue = -math.inf
+        """Time before which no further request becomes overdue."""
         self.by_prefix = policy == "lpm"
         self._reqs: list[Req] = []
         self._young: OrderedDict[Req, float] = OrderedDict()
-        """Requests that have not waited for `max_age` yet, with the time when they were queued, in this order."""
+        """Requests that are not overdue, with the time when they were queued, in this order."""
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -78,19 +92,23 @@ class WaitingQueue:
             self._insert(req)
         return req.match if req.place <= before else None
 
+    def is_cached(self, req: Req) -> bool:
+        """Return True if at least half of the request's tokens are cached: it continues a history."""
+        return req.match is not None and 2 * req.match.depth * self._cache.page_size >= len(req.token_ids)
+
     def age(self) -> None:
-        """Move the requests that have waited for too long to the front of their priority."""
-        if not self._young:
+        """Move the request that has waited longest to the front of its priority, if it is overdue."""
+        now = self._clock()
+        if not self._young or now < self._next_overdue:
             return
-        due = self._clock() - self._max_age
-        while self._young:
-            req, queued = next(iter(self._young.items()))
-            if queued > due:
-                return
-            del self._young[req]
-            del self._reqs[self._index(req)]
-            req.overdue = True
-            self._insert(req)
+        req, queued = next(iter(self._young.items()))
+        if queued > now - self._max_age:
+            return
+        self._next_overdue = now + self._max_age / _OVERDUE_PARTS
+        del self._young[req]
+        del self._reqs[self._index(req)]
+        req.overdue = True
+        self._insert(req)
 
     def start_version(self) -> None:
         """Forget all cached prefixes, because no page of the older version may be used."""
@@ -126,9 +144,11 @@ class WaitingQueue:
 
     def _place(self, req: Req) -> Place:
         if not self.by_prefix:
-            return -req.priority, False, False, 0, False, req.arrival
-        depth = 0 if req.match is None or req.overdue or req.started else req.match.depth
-        return -req.priority, not req.started, not req.overdue, -depth, not req.turn, req.arrival
+            return -req.priority, False, False, False, 0, False, req.arrival
+        first = req.overdue or req.started
+        depth = 0 if req.match is None or first else req.match.depth
+        is_cached = first or self.is_cached(req)
+        return -req.priority, not req.started, not req.overdue, not is_cached, -depth, not req.turn, req.arrival
 
 
 def _place(req: Req) -> Place:

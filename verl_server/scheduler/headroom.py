@@ -1,0 +1,37 @@
+"""`Headroom`: the pages that a new episode must leave free, because the histories of running episodes will grow.
+
+Nobody knows how long an episode will become. If too many of them run, their histories outgrow the pool, and each takes
+pages that another one needs in its next turn. Then the headroom rises by the pages that were lost, so that fewer
+episodes run, and falls slowly with every turn that ends. TCP finds the rate of a link in this way (additive increase,
+multiplicative decrease; Jacobson 1988), and CONCUR (2026) the number of agents of an engine. Where no request continues
+another one, no page is kept for that, so none is lost, and the headroom stays 0.
+"""
+
+from __future__ import annotations
+
+_DECAY = 0.999
+"""Factor for each turn that ends. In `benchmarks.cache_policies` 0.9995 makes little difference, and 0.99 forgets too
+early."""
+_MOST = 0.9
+"""Largest share of the pool."""
+
+
+class Headroom:
+    """Owned by the `BatchPlanner`."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._most = _MOST * num_pages
+        self._pages = 0.0
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that a request which begins an episode must leave."""
+        return int(self._pages)
+
+    def lost(self, pages: int) -> None:
+        """Note that so many kept pages were evicted, because other episodes needed them."""
+        self._pages = min(self._most, self._pages + pages)
+
+    def turns_ended(self, count: int) -> None:
+        """Note that so many turns ended."""
+        self._pages *= _DECAY**count

@@ -1,0 +1,88 @@
+"""`KeptPages`: counts the cached pages without a holder that are likely to be used again.
+
+A page is kept while the time until which its history is likely to be continued has not passed, while a waiting request
+wants it, or while a page below it is kept. The `RadixCache` reports what happens to its pages, and the `BatchPlanner`
+reads `count` before it starts a request that would displace others. Each change costs no more than the walk along the
+path with which the cache makes it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from verl_server.scheduler.page_node import FREED, PageNode
+
+
+class KeptPages:
+    """The kept pages of the current trees."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Number of kept pages."""
+        self._now = 0.0
+        self._expiries: list[tuple[float, int, PageNode]] = []
+        """Heap of (time, number of the push, last page of a history that was kept until then)."""
+        self._pushes = 0
+
+    def released(self, node: PageNode) -> None:
+        """Note that no request holds `node` any more. Call it for a path from its end to the root, then `until`."""
+        if node.keep_until > self._now or node.kept_children or node.waiters:
+            self._keep(node)
+
+    def until(self, node: PageNode, time: float) -> None:
+        """Note that the path to `node` is kept until `time`, unless something else keeps it longer."""
+        if time > self._now:
+            self._pushes += 1
+            heapq.heappush(self._expiries, (time, self._pushes, node))
+
+    def held(self, node: PageNode) -> None:
+        """Note that a request holds `node`. Call it for all pages of its path."""
+        if node.is_kept:
+            self._forget(node)
+
+    def wanted(self, node: PageNode) -> None:
+        """Note that a waiting request wants `node`, and with it the whole path."""
+        at: PageNode | None = node
+        while at is not None and at.parent is not None and not at.is_kept and not at.lock_ref:
+            self._keep(at)
+            at = at.parent
+
+    def changed(self, node: PageNode | None) -> None:
+        """Note that one of the reasons to keep `node` has ended. Forget the pages of its path that nothing keeps."""
+        while node is not None and node.is_kept:
+            if node.keep_until > self._now or node.kept_children or node.waiters:
+                return
+            self._forget(node)
+            node = node.parent
+
+    def expire(self, now: float) -> None:
+        """Forget the pages that are not likely to be used any more. `now`: time of the planner's clock."""
+        self._now = max(self._now, now)
+        while self._expiries and self._expiries[0][0] <= self._now:
+            node: PageNode | None = heapq.heappop(self._expiries)[2]
+            while node is not None and node.page == FREED:  # the end of the history was evicted
+                node = node.parent
+            self.changed(node)
+
+    def clear(self) -> None:
+        """Forget all pages, because they belong to an older version."""
+        self.count = 0
+        self._expiries.clear()
+
+    def check(self, node: PageNode) -> None:
+        """Assert that `node` is kept if and only if there is a reason."""
+        assert node.kept_children == sum(child.is_kept for child in node.children.values())
+        reasons = node.keep_until > self._now or node.kept_children > 0 or node.waiters > 0
+        assert node.is_kept == (not node.lock_ref and reasons), f"a page is kept: {node.is_kept}, reasons: {reasons}"
+
+    def _keep(self, node: PageNode) -> None:
+        assert node.parent is not None
+        node.is_kept = True
+        node.parent.kept_children += 1
+        self.count += 1
+
+    def _forget(self, node: PageNode) -> None:
+        assert node.parent is not None
+        node.is_kept = False
+        node.parent.kept_children -= 1
+        self.count -= 1
