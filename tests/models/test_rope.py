@@ -28,6 +28,7 @@ _LONGROPE = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": _ORIGINAL}
 _ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
+    "theta below 1": {"rope_type": "default", "rope_theta": 0.5},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama3": {
         **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -37,6 +38,8 @@ _ROPES: dict[str, dict[str, Any]] = {
     "yarn, attention factor": _YARN | {"attention_factor": 0.7},
     "yarn, mscale": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2},
     "yarn, not truncated": _YARN | {"truncate": False},
+    "yarn, factor null": _YARN | {"factor": None},
+    "yarn, factor below 1": _YARN | {"factor": 0.5},
     "longrope": _LONGROPE,
     "longrope, attention factor": _LONGROPE | {"attention_factor": 1.3},
     "longrope, factor": _LONGROPE | {"factor": 2.0},
@@ -60,6 +63,22 @@ def test_tables_equal_those_of_transformers(tmp_path: Path, name: str, length: i
     torch.testing.assert_close(got_cos[:, 0], cos[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(got_sin[:, 0, half:], sin[0, :, half:], atol=1e-5, rtol=0)
     torch.testing.assert_close(-got_sin[:, 0, :half], sin[0, :, :half], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e-300},
+        {"rope_type": "linear", "factor": 1e-320},
+        _YARN | {"attention_factor": 1e39},
+        _LONGROPE | {"long_factor": [1e-60] * 8},
+    ],
+)
+def test_frequencies_beyond_fp32_are_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """The tables would hold NaN, and so would every output."""
+    config = load_model_config(folder_with(tmp_path, rope, weights=False))
+    with pytest.raises(BadRequestError, match=rf"{rope['rope_type']}.* range of fp32.*config\.json"):
+        RotaryEmbedding(config.head_dim, _LONGEST, config.rope, _CPU)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])

@@ -7,9 +7,11 @@ It raises `BadRequestError` that names the architecture or setting, the supporte
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -49,9 +51,13 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 """Supported rope type -> the keys that it needs."""
 _ROPE_NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "original_max_position_embeddings"),
-    *("beta_fast", "beta_slow"),
+    *("beta_fast", "beta_slow", "rope_theta"),
 )
+"""Keys of all rope types whose values are positive numbers."""
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 _ROPE_THETA = 10000.0
+_MOST_POSITIONS = 2**31 - 1
+"""Positions of tokens are int32."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,8 +105,8 @@ class _ConfigFile(msgspec.Struct):
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
+    num_attention_heads: _Count
+    max_position_embeddings: _Count
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
@@ -134,7 +140,7 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         file = msgspec.convert(_DEFAULTS[architecture] | raw, _ConfigFile)
     except msgspec.ValidationError as error:
         raise BadRequestError(f"{path}: {error}. Is it the config.json of {architecture}?") from None
-    heads = file.num_attention_heads
+    heads, head_dim = file.num_attention_heads, _head_dim(file, path)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=file.vocab_size,
@@ -143,10 +149,10 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         num_layers=file.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=file.num_key_value_heads or heads,
-        head_dim=file.head_dim or file.hidden_size // heads,
+        head_dim=head_dim,
         norm_eps=file.rms_norm_eps,
         max_position_embeddings=file.max_position_embeddings,
-        rope=_rope(file, architecture, file.head_dim or file.hidden_size // heads),
+        rope=_rope(file, path, head_dim),
         dtype=_dtype(file, path),
         tie_word_embeddings=file.tie_word_embeddings,
         qkv_bias=architecture == "Qwen2ForCausalLM" or file.attention_bias,
@@ -187,43 +193,107 @@ def _refuse_unsupported(file: _ConfigFile, architecture: str, context_length: in
         )
 
 
-def _rope(file: _ConfigFile, architecture: str, head_dim: int) -> dict[str, Any]:
-    rope = dict(file.rope_scaling or file.rope_parameters or {})
+def _rope(file: _ConfigFile, path: Path, head_dim: int) -> dict[str, Any]:
+    """Return `ModelConfig.rope`. Raises BadRequestError for values from which no frequencies can be computed.
+
+    A key that is null counts as absent. No wrong value is replaced by a default.
+    """
+    source = "rope_scaling" if file.rope_scaling else "rope_parameters"
+    given = file.rope_scaling or file.rope_parameters or {}
+    rope = dict(given)
+    kind = _rope_type(rope, source, path)
     if rope.get("rope_theta") is None:
-        rope["rope_theta"] = file.rope_theta or _ROPE_THETA
-    kind = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if kind not in _ROPE_KEYS:
+        rope["rope_theta"] = _ROPE_THETA if file.rope_theta is None else file.rope_theta
+    if kind in ("llama3", "yarn", "longrope"):
+        originals = (file.original_max_position_embeddings, rope.get("original_max_position_embeddings"))
+        found = (original for original in originals if original is not None)
+        rope["original_max_position_embeddings"] = next(found, file.max_position_embeddings)
+
+    def refuse(name: str, problem: str) -> None:
+        key = f"{source}.{name}" if name in given else name
         raise BadRequestError(
-            f"{architecture} with rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}."
+            f"{path}: {key} of rope type {kind!r} {problem}, but is {reprlib.repr(rope.get(name))}. "
+            "Set it to the value that the model was trained with."
         )
+
     partial = rope.get("partial_rotary_factor", file.partial_rotary_factor)
     if partial not in (None, 1.0):
-        raise BadRequestError(f"{architecture} with partial_rotary_factor != 1 is not supported.")
-    if kind in ("llama3", "yarn", "longrope"):
-        original = file.original_max_position_embeddings or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or file.max_position_embeddings
-    if missing := [name for name in _ROPE_KEYS[kind] if name not in rope]:
-        raise BadRequestError(f"{architecture}: rope type {kind!r} needs {', '.join(missing)}.")
+        raise BadRequestError(f"{path}: partial_rotary_factor must be 1, but is {partial!r}. Others are not supported.")
+    for name in _ROPE_KEYS[kind]:
+        # transformers computes the factor of YaRN from the two context lengths if the key is there and null.
+        if rope.get(name) is None and not (kind == "yarn" and name in rope):
+            raise BadRequestError(
+                f"{path}: rope type {kind!r} needs {source}.{name}, which is absent or null. "
+                "Set it to the value that the model was trained with."
+            )
+    for name in _ROPE_NUMBERS:
+        if rope.get(name) is not None and not _is_positive(rope[name]):
+            refuse(name, "must be a positive number")
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.get(name) is not None and not (_is_number(rope[name]) and rope[name] >= 0):
+            refuse(name, "must be a positive number or 0")
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        refuse("low_freq_factor", f"must be less than high_freq_factor={rope['high_freq_factor']}")
+    if kind == "yarn" and rope["rope_theta"] <= 1:
+        refuse("rope_theta", "must be greater than 1, because YaRN divides by its logarithm")
+    if kind == "yarn" and not isinstance(rope.get("truncate"), bool | None):
+        refuse("truncate", "must be true or false")
+    if kind == "longrope":
+        if rope["original_max_position_embeddings"] <= 1:
+            refuse("original_max_position_embeddings", "must be greater than 1, because its logarithm is a divisor")
+        for name in ("short_factor", "long_factor"):
+            values, half = rope[name], head_dim // 2
+            if not isinstance(values, list) or len(values) != half:
+                refuse(name, f"must hold {half} numbers (head_dim / 2)")
+            for index, value in enumerate(values):
+                if not _is_positive(value):
+                    refuse(name, f"must hold positive numbers (at index {index} it has {reprlib.repr(value)})")
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = file.max_position_embeddings / rope["original_max_position_embeddings"]
-    for name in _ROPE_NUMBERS:
-        value = rope.get(name)
-        if value is not None and not (_is_number(value) and value > 0):
-            raise BadRequestError(f"{architecture}: {name} of rope type {kind!r} must be a positive number: {value!r}.")
-    for name in ("mscale", "mscale_all_dim"):
-        if rope.get(name) is not None and not _is_number(rope[name]):
-            raise BadRequestError(f"{architecture}: {name} of rope type {kind!r} must be a number: {rope[name]!r}.")
-    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        value = rope[name]
-        if not isinstance(value, list) or len(value) != head_dim // 2 or not all(map(_is_number, value)):
-            raise BadRequestError(
-                f"{architecture}: {name} of rope type 'longrope' must hold {head_dim // 2} numbers (head_dim / 2)."
-            )
+    if kind == "yarn" and rope["factor"] * rope["original_max_position_embeddings"] > _MOST_POSITIONS:
+        refuse("factor", f"must stretch original_max_position_embeddings to at most {_MOST_POSITIONS} tokens")
     return rope
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _rope_type(rope: dict[str, Any], source: str, path: Path) -> str:
+    """Return the rope type, and store it as rope["rope_type"], where new configs have it. Old ones have "type"."""
+    if nested := [name for name in rope if name.endswith("_attention") and isinstance(rope[name], dict)]:
+        raise BadRequestError(
+            f"{path}: {source} has other values for each type of layer ({', '.join(nested)}), which is not supported; "
+            "supported: one rope type for all layers."
+        )
+    kind = rope.get("rope_type")
+    if kind is None:
+        kind = rope.pop("type", None)
+    if kind is None:
+        kind = "default"
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise BadRequestError(
+            f"{path}: rope type {kind!r} ({source}.rope_type, or type) is not supported; "
+            f"supported: {', '.join(_ROPE_KEYS)}."
+        )
+    rope["rope_type"] = kind
+    return kind
+
+
+def _head_dim(file: _ConfigFile, path: Path) -> int:
+    head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
+    if head_dim < 2 or head_dim % 2:
+        source = "head_dim" if file.head_dim else "head_dim (hidden_size / num_attention_heads)"
+        raise BadRequestError(
+            f"{path}: {source} must be an even number, but is {head_dim}: the rotary embedding rotates pairs. "
+            "Check it against the shapes of the checkpoint."
+        )
+    return head_dim
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    """Return True if `value` is a number that a float can hold, other than NaN and infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _dtype(file: _ConfigFile, path: Path) -> torch.dtype:

@@ -21,12 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_server.errors import BadRequestError
+
 
 def frequencies(head_dim: int, rope: dict[str, Any], context_length: int) -> tuple[Tensor, float]:
     """Return (inverse frequencies [head_dim / 2] in fp32, the factor by which cos and sin are multiplied).
 
-    `rope` is `ModelConfig.rope`. `context_length` is the most tokens that a sequence may have.
+    `rope` is `ModelConfig.rope`. `context_length` is the most tokens that a sequence may have. Raises BadRequestError
+    if the values of `rope` are so large or so small that an angle or the factor exceeds the range of fp32.
     """
+    inv_freq, scale = _frequencies(head_dim, rope, context_length)
+    largest = torch.finfo(torch.float32).max
+    # Comparisons with NaN are False.
+    if not bool((inv_freq * float(context_length) <= largest).all()) or not scale <= largest:
+        raise BadRequestError(
+            f"The rotary embedding of rope type {rope['rope_type']!r} exceeds the range of fp32. Check the numbers of "
+            "rope_scaling, rope_parameters and rope_theta in config.json: one of them is too large or too small."
+        )
+    return inv_freq, scale
+
+
+def _frequencies(head_dim: int, rope: dict[str, Any], context_length: int) -> tuple[Tensor, float]:
     kind = rope["rope_type"]
     powers = float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if kind == "linear":
