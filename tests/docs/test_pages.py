@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_server import HttpServerEngineAdapter
+from verl_server.models import config
 from verl_server.rollout.env_server import EnvServer
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,16 @@ def test_the_map_states_the_import_contract() -> None:
                 order.append(section.index(f"`{path}`"))
     rows = [section[:position].count("\n") for position in order]
     assert rows == sorted(rows), "architecture.md places a folder above one that imports it"
+
+
+def test_the_page_of_engines_lists_every_rope_type_with_its_keys() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    section = page.split("## Long contexts")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE)
+    listed = {kind: tuple(re.findall(r"`(\w+)`", keys.partition(";")[0])) for kind, keys in rows}
+    assert listed == config._ROPE_KEYS
+    optional = {name for _, keys in rows for name in re.findall(r"`(\w+)`", keys)}
+    assert set(config._ROPE_NUMBERS) <= optional | {"rope_theta"}
 
 
 @pytest.mark.timeout(240)
