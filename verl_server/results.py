@@ -214,7 +214,8 @@ class InternalState(TypedDict, total=False):
     memory_usage: dict[str, Any]
     """GiB of `weight` and `kvcache`, and `token_capacity`, under SGLang's names."""
     memory: dict[str, Any]
-    """Memory figures of rank 0: bytes of weights and KV cache, capacity in tokens, CUDA graphs."""
+    """Memory figures of rank 0: bytes of weights and KV cache, capacity in tokens; on CUDA also bytes of the device,
+    CUDA graphs and the seconds of their captures, kernels compiled, and allocations that had to free cached memory."""
 
 
 class ServerInfo(TypedDict, total=False):

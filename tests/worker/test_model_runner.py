@@ -93,6 +93,17 @@ def test_release_gives_memory_back_and_resume_keeps_addresses(big_runner: ModelR
     assert [p.data_ptr() for p in parameters] + [runner.kv.pool.data_ptr()] == addresses
 
 
+def test_memory_figures_of_a_gpu(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(tiny_llama)
+    assert "allocator_retries" not in runner.memory_figures()
+    monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 2))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+    figures = runner.memory_figures()
+    assert figures["device_free_bytes"] == 1 and figures["device_total_bytes"] == 2
+    assert figures["allocator_retries"] == 3
+
+
 def test_weights_are_aligned_and_apart(tiny_qwen2: Path) -> None:
     """Tied embeddings are stored once. Parameters share no byte, and each starts at a multiple of 512 bytes."""
     runner = make_runner(tiny_qwen2)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +19,9 @@ pytest.importorskip("triton")
 from tests.depth import at_depth
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
 from verl_server.models import triton_attention
+from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import PagedBackend
-from verl_server.worker import model_runner, step_graphs
+from verl_server.worker import capture_budget, model_runner, step_graphs
 from verl_server.worker.kernel_choice import KernelChoice
 from verl_server.worker.step_graphs import StepGraphs
 
@@ -173,11 +175,13 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     runner.release_kv_cache()
     assert not runner.can_warm_up
     runner.resume_kv_cache()
-    captured = []
+    captured, seconds = [], 0.0
     while runner.can_warm_up:
         runner.warm_up()
         figures = runner.memory_figures()
         captured.append((figures["cuda_graphs"], figures["cuda_graphs_to_capture"]))
+        assert figures["cuda_graph_capture_seconds"] > seconds, "captures take time"
+        seconds = figures["cuda_graph_capture_seconds"]
     # Decodes of 1, 2 and 3 requests, mixed steps of 16 and 32 tokens; all but the first with shared keys too.
     assert captured == [(held, 9 - held) for held in range(1, 10)]
     assert runner._graphs is not None
@@ -320,9 +324,15 @@ class OtherRank:
     can: list[bool]
     size: int = 2
     rank: int = 0
+    seconds: float = 0.0
+    """What the other rank says that its captures took."""
 
     def all_agree(self, ok: bool) -> bool:
         return self.can.pop(0) and ok
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The vote after a capture."""
+        return [data, capture_budget._OUTCOME.pack(self.can.pop(0), self.seconds)]
 
 
 @pytest.mark.parametrize(
@@ -367,3 +377,143 @@ def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeyp
     with pytest.raises(RuntimeError, match=r"other ranks wait for it .* smaller mem_fraction_static"):
         runner.warm_up()
     assert other.can == [True], "one vote, on the memory"
+
+
+@dataclass
+class Clock:
+    """A stand-in for the module `time`."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed(StepGraphs):
+    """Step graphs whose captures compute nothing, and take `run_seconds` and then `record_seconds` of the clock."""
+
+    clock: Clock
+    run_seconds = record_seconds = 0.5
+
+    def _run_once(self, *_: Any) -> None:
+        self.clock.now += self.run_seconds
+
+    def _record(self, key: Any, _: Any) -> Any:
+        self.clock.now += self.record_seconds
+        return step_graphs._Captured(Ignored(), ComputedAtCapture(), torch.empty(0))  # type: ignore[arg-type]
+
+    def capture_all(self) -> set[Any]:
+        """Capture in idle time until nothing is left. Return the keys of the graphs."""
+        while self.num_left:
+            self.capture_next()
+        return set(self._captured)
+
+    def replay(self, tokens: int) -> tuple[int, bool]:
+        """Return (size of the graph that a step of so many decodes uses, True if the step captured it)."""
+        held = self.num_captured
+        key = self._chosen("decode", self._decode_sizes, tokens, shared=False)
+        none = np.zeros(0, dtype=np.int64)
+        nothing = Placement(none, none, none, none, none, none, num_decodes=0)
+        assert self._graph_of(key, nothing, self._backend.empty_work(shared=False)) is not None
+        return key.size, self.num_captured > held
+
+    @property
+    def needed(self) -> set[Any]:
+        """The keys of the graphs to which steps of other sizes may be padded."""
+        return {key for key in self._all if key.size in self._first[key.kind]}
+
+
+@pytest.fixture
+def timed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Timed:
+    caplog.set_level(logging.INFO, logger="verl_server.worker.capture_budget")
+    return make_timed(tiny_llama, monkeypatch)
+
+
+def make_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", Timed)
+    Timed.clock = Clock()
+    monkeypatch.setattr(step_graphs, "time", Timed.clock)
+    graphs = make_runner(folder, max_running_requests=256)._graphs
+    assert isinstance(graphs, Timed)
+    return graphs
+
+
+def test_within_the_budget_of_time_every_size_is_captured(
+    timed: Timed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last capture spends the budget, when nothing is left to capture."""
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", len(timed._all) - 0.5)
+    assert timed.capture_all() == set(timed._all) and not caplog.records
+    assert timed.capture_seconds == len(timed._all)
+
+
+@pytest.mark.parametrize("others", [-1, 0, 3])
+def test_beyond_the_budget_of_time_only_sizes_are_captured_to_which_others_may_be_padded(
+    timed: Timed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """The budget is spent before the last of these sizes, with it, or three captures later. The log says so once."""
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", len(timed.needed) + others - 0.5)
+    captured = timed.capture_all()
+    assert captured == set(timed._all[: len(timed.needed) + max(others, 0)]) and timed.needed <= captured
+    assert timed.capture_seconds == len(captured)
+    (record,) = caplog.records
+    sizes = {kind: len({k.size for k in timed._all if k.kind == kind and k not in captured}) for kind in timed._first}
+    for kind, number in sizes.items():
+        assert f"{number} sizes of {kind} steps" in record.getMessage()
+    assert f"budget of {capture_budget.MOST_SECONDS:.0f} s" in record.getMessage()
+    for tokens in range(1, 257):
+        assert timed.replay(tokens)[1] is False, "no step captures, and each has a graph"
+    assert len(caplog.records) == 1
+
+
+def test_a_step_beyond_the_budget_captures_the_size_to_which_others_may_be_padded(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", 0.5)
+    assert timed.replay(256) == (256, True) and len(caplog.records) == 1
+    assert 24 not in timed._first["decode"] and 32 in timed._first["decode"]
+    assert timed.replay(20) == (32, True)
+    for _ in range(2 * step_graphs._CAPTURE_INTERVAL):
+        assert timed.replay(20) == (32, False), "24 is never captured"
+    assert timed.replay(30) == (32, False)
+
+
+def test_the_compilation_of_kernels_is_not_counted(timed: Timed) -> None:
+    """A machine that compiles them for longer than the budget still captures every size."""
+    timed.run_seconds, timed.record_seconds = 2 * capture_budget.MOST_SECONDS, 0.02
+    timed.capture_next()
+    assert timed.capture_seconds == pytest.approx(0.04)
+
+
+def test_released_graphs_have_the_whole_budget_again(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that releases the graphs in each of its steps does not spend the budget little by little."""
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", len(timed._all) + 0.5)
+    for cycle in (1, 2, 3):
+        assert len(timed.capture_all()) == len(timed._all)
+        assert timed.capture_seconds == cycle * len(timed._all), "the figure goes on"
+        timed.release()
+        timed.resume()
+    assert not caplog.records
+
+
+def test_ranks_that_take_different_times_capture_the_same_graphs(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The slowest rank counts. A rank that decided by its own clock would not vote where others wait for it."""
+    monkeypatch.setattr(step_graphs, "_are_free", lambda *_: True)
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", 9.5)
+    steps, results = [256, 200, 20, 24, 90, 100, 30, 8, 60] * 20, []
+    for rank, own, other in ((0, 0.1, 1.0), (1, 1.0, 0.1)):
+        graphs = make_timed(tiny_llama, monkeypatch)
+        votes = OtherRank([True] * 1000, rank=rank, seconds=other)
+        graphs._tp = votes  # type: ignore[assignment]
+        graphs.run_seconds = graphs.record_seconds = own / 2
+        replayed = [graphs.replay(tokens) for tokens in steps]
+        keys = list(graphs._captured), graphs.capture_all()
+        results.append((replayed, keys, graphs.capture_seconds, graphs.num_left, len(votes.can)))
+        assert len(graphs._captured) < len(graphs._all)
+    assert results[0] == results[1]
+    assert len(caplog.records) == 1, "rank 0 says it"

@@ -318,10 +318,12 @@ class ModelRunner:
         return restored
 
     def memory_figures(self) -> dict[str, float | int]:
-        """Return bytes held for weights and KV pool, KV capacity in tokens, and the numbers of CUDA graphs.
+        """Return bytes held for weights and KV pool, KV capacity in tokens, and the numbers of CUDA graphs and the
+        seconds of their captures since the start.
 
-        On CUDA the result also has the free and total bytes of the device, and the number of Triton kernels that this
-        process compiled itself, because the cache lacked them.
+        On CUDA the result also has the free and total bytes of the device, the number of Triton kernels that this
+        process compiled itself, because the cache lacked them, and the number of allocations for which the allocator
+        had to free the memory that it had kept. Steps are slow while that number grows.
         """
         figures: dict[str, float | int] = {
             "weight_bytes": self._weights_arena.bytes_held,
@@ -332,8 +334,10 @@ class ModelRunner:
             free, total = torch.cuda.mem_get_info(self.device)
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
             figures["kernels_compiled"] = compilation.num_compiled()
-        if self._graphs is not None:
-            figures |= {"cuda_graphs": self._graphs.num_captured, "cuda_graphs_to_capture": self._graphs.num_left}
+            figures["allocator_retries"] = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
+        if (graphs := self._graphs) is not None:
+            figures |= {"cuda_graphs": graphs.num_captured, "cuda_graphs_to_capture": graphs.num_left}
+            figures["cuda_graph_capture_seconds"] = graphs.capture_seconds
         return figures
 
     def _release_scratch(self) -> None:

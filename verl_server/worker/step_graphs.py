@@ -5,8 +5,9 @@ for the host to launch them one by one; a replayed graph avoids that. Steps that
 of entries, steps that also prefill by the number of tokens. Both kinds are also captured with keys that decodes share
 (cascade attention), which an additional kernel reads. All inputs of a step are in a buffer at a fixed address, which
 one copy fills before the replay. Sizes are captured while the engine is idle, or when a step needs them; each takes
-some ten milliseconds, so a busy engine first uses graphs of larger sizes. Several ranks capture the same sizes in the
-same order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
+some ten milliseconds, so a busy engine first uses graphs of larger sizes. The total time of captures has a budget,
+beyond which only sizes are captured to which others may be padded. Several ranks capture the same sizes in the same
+order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import bisect
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from verl_server.kernels.device_arrays import Ints, PackedInts
 from verl_server.kernels.paged_attention import SharedKeys
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
+from verl_server.worker.capture_budget import CaptureBudget
 from verl_server.worker.kv_cache import KVCache
 from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, StepMemory
 
@@ -84,6 +87,8 @@ class StepGraphs:
         self._max_bs = max_bs
         self._decode_sizes = _decode_sizes(self._max_bs)
         self._mixed_sizes = _mixed_sizes()
+        self._first = {"decode": _covering(self._decode_sizes), "mixed": _covering(self._mixed_sizes)}
+        """Sizes of each kind to which steps of every size may be padded."""
         self._all = self._in_order()
         self._captured: dict[_Key, _Captured] = {}
         self._pool: Any = None
@@ -92,6 +97,7 @@ class StepGraphs:
         self._steps_without_capture = 0
         self._is_full = False
         """True after a capture failed for lack of memory. No more graphs are captured then."""
+        self._budget = CaptureBudget()
 
     def _in_order(self) -> list[_Key]:
         """Return all keys in the order of capture.
@@ -103,8 +109,7 @@ class StepGraphs:
         keys = [_Key(kind, size, False) for kind in sizes for size in reversed(sizes[kind])]
         if self._backend.cascade:
             keys += [key._replace(shared=True) for key in keys if key.size > 1]
-        first = {kind: _covering(sizes[kind]) for kind in sizes}
-        return sorted(keys, key=lambda key: key.size not in first[key.kind])
+        return sorted(keys, key=lambda key: key.size not in self._first[key.kind])
 
     def run(self, placement: Placement, sample: list[int]) -> Tensor | None:
         """Compute a step. Return its logits [len(sample), vocab_size], valid until the next call.
@@ -139,13 +144,25 @@ class StepGraphs:
         """
         self._steps_without_capture += 1
         exact, *larger = (_Key(kind, size, shared) for size in sizes[bisect.bisect_left(sizes, tokens) :])
-        if exact not in self._captured and (self._is_full or self._steps_without_capture < _CAPTURE_INTERVAL):
-            for key in larger:
-                if not _may_pad(tokens, key.size):
-                    break
-                if key in self._captured:
-                    return key
+        if exact in self._captured:
+            return exact
+        can_capture = self._may_capture(exact)
+        if not can_capture or self._steps_without_capture < _CAPTURE_INTERVAL:
+            padded = list(itertools.takewhile(lambda key: _may_pad(tokens, key.size), larger))
+            if found := [key for key in padded if key in self._captured]:
+                return found[0]
+            if not can_capture and (found := [key for key in padded if self._may_capture(key)]):
+                return found[0]
         return exact
+
+    def _may_capture(self, key: _Key) -> bool:
+        """Return True if there is memory and time for the capture of `key`, as far as is known."""
+        return not self._is_full and (not self._budget.is_spent or key.size in self._first[key.kind])
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds of all captures since the start."""
+        return self._budget.total_seconds
 
     @property
     def num_captured(self) -> int:
@@ -155,12 +172,15 @@ class StepGraphs:
     @property
     def num_left(self) -> int:
         """Number of graphs that can still be captured while the engine is idle."""
-        return len(self._all) - len(self._captured) if self._present and not self._is_full else 0
+        return len(self._left()) if self._present else 0
+
+    def _left(self) -> list[_Key]:
+        return [key for key in self._all if key not in self._captured and self._may_capture(key)]
 
     def capture_next(self) -> None:
         """Capture one more graph before its first step. Does nothing if `num_left` is 0."""
         if self.num_left:
-            key = next(key for key in self._all if key not in self._captured)
+            key = self._left()[0]
             none = np.zeros(0, dtype=np.int64)
             nothing = Placement(none, none, none, none, none, none, num_decodes=0)
             work = self._backend.empty_work(shared=key.shared)
@@ -175,6 +195,7 @@ class StepGraphs:
         """Free the graphs and their memory after all work on them has finished. `run` uses none until `resume`."""
         self._captured.clear()
         self._pool, self._present, self._is_full = None, False, False
+        self._budget.restart()
 
     def resume(self) -> None:
         """Permit graphs again. They are captured when they are needed."""
@@ -183,13 +204,16 @@ class StepGraphs:
     def _graph_of(
         self, key: _Key, placement: Placement, work: DecodeWork, last: Ints | None = None
     ) -> _Captured | None:
-        """Return the graph of `key` with its inputs written, or None without memory for it. Capture it if needed."""
+        """Return the graph of `key` with its inputs written. Capture it if needed.
+
+        Return None if there is no graph, and neither memory nor time for one.
+        """
         arrays = self._arrays(key.size, placement, work, last)
         captured = self._captured.get(key)
         if captured is not None:
             captured.inputs.write(arrays)
             return captured
-        if self._is_full:
+        if not self._may_capture(key):
             return None
         try:
             captured = self._capture(key, arrays)
@@ -204,6 +228,9 @@ class StepGraphs:
             return None
         self._captured[key] = captured
         self._steps_without_capture = 0
+        if self._budget.is_spent and self._tp.rank == 0:
+            omitted = {(k.kind, k.size) for k in self._all if k not in self._captured and not self._may_capture(k)}
+            self._budget.warn(len(self._captured), Counter(kind for kind, _ in sorted(omitted)))
         return captured
 
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
@@ -215,14 +242,19 @@ class StepGraphs:
         inputs = PackedInts(self._capacities(key), self._kv.device)
         inputs.write(arrays)
         self._run_once(key, inputs)
+        ran = time.perf_counter()
         captured, failure = None, None
         try:
             captured = self._record(key, inputs)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # a traceback keeps what was allocated alive
-        if not self._tp.all_agree(captured is not None) or captured is None:
+        recorded = time.perf_counter() - ran
+        # The run launches the kernels that the recording records. What it takes beyond that time is their compilation,
+        # for which a step without a graph would wait, too.
+        agreed = self._budget.all_captured(self._tp, captured is not None, min(ran - start, recorded) + recorded)
+        if not agreed or captured is None:
             raise failure or torch.OutOfMemoryError("another rank ran out of memory")
-        logger.debug("Captured a %s in %.0f ms", key, 1e3 * (time.perf_counter() - start))
+        logger.debug("Captured a %s in %.0f ms", key, 1e3 * (ran - start + recorded))
         return captured
 
     def _run_once(self, key: _Key, inputs: PackedInts) -> None:

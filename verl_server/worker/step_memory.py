@@ -76,7 +76,7 @@ def log_uncaptured(max_bs: int, max_rows: int) -> None:
         logger.info(
             "The largest decode step that is captured as a CUDA graph has %d requests. Steps of %d to %d requests are "
             "launched operator by operator, which takes longer. cuda_graph_max_bs=%d captures them too, and takes more "
-            "memory.",
+            "memory, and time for captures.",
             *(max_bs, max_bs + 1, max_rows, max_rows),
         )
 

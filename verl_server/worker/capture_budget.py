@@ -1,0 +1,67 @@
+"""`CaptureBudget`: counts the seconds that captures of CUDA graphs took, and says when they are too many.
+
+Owned by `StepGraphs`, which then captures only the sizes to which others may be padded. Ranks measure different times,
+but must capture the same graphs. So they exchange the times with the vote on each capture, and all of them count the
+longest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Mapping
+
+from verl_server.ipc.tp_group import TpGroup
+
+logger = logging.getLogger(__name__)
+
+MOST_SECONDS = 30.0
+"""Bound on the captures of all graphs. With 1,024 requests 145 graphs of some 40 ms take 6 s on one H200. Where they
+take five times as long, captures hold up more steps and requests than smaller paddings save."""
+_OUTCOME = struct.Struct("<?d")
+"""What a rank sends after a capture: True if it succeeded, and its seconds."""
+
+
+class CaptureBudget:
+    def __init__(self) -> None:
+        self.total_seconds = 0.0
+        """Seconds of all captures since the start, the same number on all ranks."""
+        self._spent = 0.0
+        """Seconds of the captures since the last `restart`."""
+        self._has_warned = False
+
+    @property
+    def is_spent(self) -> bool:
+        """True if captures took more than `MOST_SECONDS`. All ranks return the same."""
+        return self._spent > MOST_SECONDS
+
+    def restart(self) -> None:
+        """Count from zero. Called when all graphs were released, because they will be captured again."""
+        self._spent = 0.0
+
+    def all_captured(self, tp: TpGroup, ok: bool, seconds: float) -> bool:
+        """Return True if `ok` is true on every rank of `tp`, and count the longest of their `seconds`.
+
+        All ranks call it after each capture.
+        """
+        outcomes = [_OUTCOME.unpack(data) for data in tp.gather(_OUTCOME.pack(ok, seconds))]
+        longest = max(seconds for _, seconds in outcomes)
+        self.total_seconds += longest
+        self._spent += longest
+        return all(ok for ok, _ in outcomes)
+
+    def warn(self, captured: int, omitted: Mapping[str, int]) -> None:
+        """Log once which steps are padded more. `captured`: number of graphs so far.
+
+        `omitted`: kind of step -> number of its sizes that will not be captured. Logs nothing if it is empty.
+        """
+        if not omitted or self._has_warned:
+            return
+        self._has_warned = True
+        sizes = " and ".join(f"{number} sizes of {kind} steps" for kind, number in omitted.items())
+        logger.warning(
+            "The captures of %d CUDA graphs took %.1f s, more than their budget of %.0f s. So %s are not captured. "
+            "Such steps are padded to a larger graph, by at most a quarter of their tokens or 16 tokens, and take "
+            "longer for that. With a smaller cuda_graph_max_bs there are fewer sizes to capture.",
+            *(captured, self._spent, MOST_SECONDS, sizes),
+        )
