@@ -179,6 +179,20 @@ def test_a_page_is_kept_as_long_as_one_below_it() -> None:
     cache.check_invariants([])
 
 
+def test_what_a_finished_history_shared_is_kept_until_its_time() -> None:
+    pool, cache = make()
+    other, finished = insert(pool, cache, [1] * 4 + [5] * 4), insert(pool, cache, [1] * 4 + [6] * 4)
+    keep(cache, other, 10.0)
+    keep(cache, finished, 20.0)
+    cache.finish(finished)
+    assert cache.kept.count == 2, "the other history and the page that both share"
+    cache.kept.expire(10.0)
+    assert cache.kept.count == 1
+    cache.kept.expire(20.0)
+    assert cache.kept.count == 0
+    cache.check_invariants([])
+
+
 def test_pages_of_an_older_version_are_not_kept() -> None:
     pool, cache = make()
     node, held = insert(pool, cache, [1] * 8), insert(pool, cache, [2] * 8)

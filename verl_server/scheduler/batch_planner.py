@@ -37,7 +37,7 @@ from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 _RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
 _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
 _MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
-_IDLE_SHARE = 0.125  # of the pool: while running requests hold less, the device would wait for environments
+_IDLE_SHARE = 0.5  # of the pool: while running requests hold less, steps are small, and new episodes need not yield
 _MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
 
 
@@ -391,8 +391,8 @@ class BatchPlanner:
 
         A request of which less than half is cached begins an episode, or continues one that lost its pages. It takes no
         page that will probably be used again soon, and leaves the headroom for the growth of running episodes, unless
-        it is overdue, or running requests would hold little of the pool. So histories stay in the cache until episodes
-        end.
+        it is overdue, or running requests would hold less than half of the pool. So histories stay in the cache until
+        episodes end.
         """
         if not (self.running and self.waiting.by_prefix) or req.started or req.overdue or self.waiting.is_cached(req):
             return False

@@ -12,8 +12,9 @@ from __future__ import annotations
 _DECAY = 0.999
 """Factor for each turn that ends. In `benchmarks.cache_policies` 0.9995 makes little difference, and 0.99 forgets too
 early."""
-_MOST = 0.9
-"""Largest share of the pool."""
+_MOST = 0.5
+"""Largest share of the pool. With more, too few episodes run where a pool is small: a step of few requests takes almost
+as long as one of many."""
 
 
 class Headroom:

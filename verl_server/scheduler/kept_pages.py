@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 
-from verl_server.scheduler.page_node import FREED, PageNode
+from verl_server.scheduler.page_node import PageNode
 
 
 class KeptPages:
@@ -60,7 +60,7 @@ class KeptPages:
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             node: PageNode | None = heapq.heappop(self._expiries)[2]
-            while node is not None and node.page == FREED:  # the end of the history was evicted
+            while node is not None and not node.is_kept:  # the end of the history was evicted or finished
                 node = node.parent
             self.changed(node)
 
