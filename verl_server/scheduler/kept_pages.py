@@ -24,21 +24,38 @@ class KeptPages:
         """Heap of (time, number of the push, last page of a history that was kept until then)."""
         self._pushes = 0
 
-    def released(self, node: PageNode) -> None:
-        """Note that no request holds `node` any more. Call it for a path from its end to the root, then `until`."""
-        if node.keep_until > self._now or node.kept_children or node.waiters:
-            self._keep(node)
-
-    def until(self, node: PageNode, time: float) -> None:
-        """Note that the path to `node` is kept until `time`, unless something else keeps it longer."""
-        if time > self._now:
+    def released(self, node: PageNode, until: float) -> None:
+        """Note that one request fewer holds the path to `node`, whose pages have `until` as `keep_until` now."""
+        if until > self._now:
             self._pushes += 1
-            heapq.heappush(self._expiries, (time, self._pushes, node))
+            heapq.heappush(self._expiries, (until, self._pushes, node))
+        is_kept, count = until > self._now, 0
+        while (parent := node.parent) is not None and not node.lock_ref:
+            is_kept = is_kept or node.kept_children > 0 or node.waiters > 0
+            if is_kept:
+                node.is_kept = True
+                parent.kept_children += 1
+                count += 1
+            node = parent
+        self.count += count
 
     def held(self, node: PageNode) -> None:
-        """Note that a request holds `node`. Call it for all pages of its path."""
+        """Note that a request holds the path to `node`. Its kept pages follow each other, up to those held before."""
+        while node.parent is not None and not node.is_kept:
+            node = node.parent
+        count = 0
+        while (parent := node.parent) is not None and node.is_kept:
+            node.is_kept = False
+            parent.kept_children -= 1
+            count += 1
+            node = parent
+        self.count -= count
+
+    def evicted(self, node: PageNode) -> None:
+        """Note that the page of `node` was freed. Its waiting requests want the page above it."""
         if node.is_kept:
             self._forget(node)
+            self.changed(node.parent)
 
     def wanted(self, node: PageNode) -> None:
         """Note that a waiting request wants `node`, and with it the whole path."""

@@ -182,9 +182,15 @@ class RadixCache:
         """Protect `node` and all nodes above it from eviction until `unlock`."""
         assert node.version == self.version, "pages of an older version must not be used for a new request"
         self._tick += 1
-        while node.parent is not None:
-            self._lock_one(node)
-            node = node.parent
+        self.kept.held(node)
+        tick, idle = self._tick, 0
+        while (parent := node.parent) is not None:
+            idle += not node.lock_ref
+            node.lock_ref += 1
+            node.last_access = tick
+            node = parent
+        self.evictable -= idle
+        self.protected += idle
         node.lock_ref += 1
         self._roots[node.namespace] = node
 
@@ -208,11 +214,10 @@ class RadixCache:
                 else:
                     self.protected -= 1
                     self.evictable += 1
-                    self.kept.released(node)
                     self._push_if_evictable(node)
             node = node.parent
         if last.version == self.version:
-            self.kept.until(last, keep_until)
+            self.kept.released(last, keep_until)
         node.lock_ref -= 1
         self._drop_if_unused(node)
         self.pool.free(freed)
@@ -263,9 +268,7 @@ class RadixCache:
             if parent.parent is not None:
                 parent.waiters += node.waiters
             node.waiters = 0
-            if node.is_kept:
-                self.kept.held(node)
-                self.kept.changed(parent)
+            self.kept.evicted(node)
             freed.append(node.page)
             node.page = FREED
             del parent.children[node.key]
@@ -353,10 +356,12 @@ class RadixCache:
         assert counted == found, f"(evictable, protected, detached) is {counted}, but {found} are counted"
 
     def _lock_one(self, node: PageNode) -> None:
+        """Lock `node`, whose path is locked above it."""
         if node.lock_ref == 0:
             self.evictable -= 1
             self.protected += 1
-            self.kept.held(node)
+            if node.is_kept:
+                self.kept.held(node)
         node.lock_ref += 1
         node.last_access = self._tick
 
