@@ -26,9 +26,10 @@ import time
 from collections.abc import Callable
 
 from verl_server.scheduler.expected_return import ExpectedReturn
+from verl_server.scheduler.free_lists import PagePool, PageTableRows
 from verl_server.scheduler.headroom import Headroom
 from verl_server.scheduler.page_node import PageNode
-from verl_server.scheduler.radix_cache import PagePool, RadixCache
+from verl_server.scheduler.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
@@ -39,24 +40,6 @@ _RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that 
 _MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
 _IDLE_SHARE = 0.5  # of the pool: while running requests hold less, steps are small, and new episodes need not yield
 _MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
-
-
-class PageTableRows:
-    """The free rows of the page table. Each running request holds one row."""
-
-    def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
-        self._free = list(range(max_rows - 1, -1, -1))
-
-    @property
-    def available(self) -> int:
-        return len(self._free)
-
-    def alloc(self) -> int:
-        return self._free.pop()
-
-    def free(self, row: int) -> None:
-        self._free.append(row)
 
 
 class BatchPlanner:

@@ -23,35 +23,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from verl_server.scheduler.expected_return import ExpectedReturn
+from verl_server.scheduler.free_lists import PagePool
 from verl_server.scheduler.kept_pages import KeptPages
 from verl_server.scheduler.page_node import FREED, PageNode
-
-
-class PagePool:
-    """Free list of KV pages 0..num_pages-1."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    @property
-    def available(self) -> int:
-        return len(self._free)
-
-    def alloc(self, count: int) -> list[int]:
-        """Remove `count` pages from the free list and return them. The caller has checked that enough are free."""
-        assert count <= len(self._free), f"{count} KV pages were requested, but {len(self._free)} are free"
-        cut = len(self._free) - count
-        taken = self._free[cut:]
-        del self._free[cut:]
-        return taken
-
-    def free(self, pages: list[int]) -> None:
-        self._free.extend(pages)
-
-    def free_pages(self) -> list[int]:
-        """Return a copy of the free list, for `check_invariants`."""
-        return list(self._free)
 
 
 class RadixCache:
