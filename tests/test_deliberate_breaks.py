@@ -132,6 +132,13 @@ BREAKS = [
         "        self.pages.free(req.pages[req.num_shared + 1 :])\n",
         "tests/scheduler/test_scheduler.py",
     ),
+    Break(
+        "an agent names no other session",
+        "server/sessions/session_turns.py",
+        "return_logprob=True, session_id=None, conversation_id=None)",
+        "return_logprob=True)",
+        "tests/server/sessions/test_scheduling.py",
+    ),
 ]
 
 

@@ -60,8 +60,6 @@ UNSUPPORTED_FIELDS = {
 empty values count as not set."""
 
 ACCEPTED_HINTS = {
-    "session_id": "the prefix cache finds the session's prefix by itself",
-    "conversation_id": "the prefix cache finds the conversation's prefix by itself",
     "routing_key": "a router in front of the server reads it",
     "no_logs": "requests are not logged",
     "log_metrics": "metrics count every request",

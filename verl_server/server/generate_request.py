@@ -21,6 +21,7 @@ from verl_server.sampling_params import SamplingParams
 from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
 from verl_server.server.json_body import parse_json
 from verl_server.server.limits import Limits
+from verl_server.server.session_hints import hint_id
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_tools import Ids, Job, ModelBounds, TextTools
 
@@ -90,6 +91,12 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of each prompt. -1: as many as the model can serve together with
     `max_new_tokens`."""
+    session_id: str | list[str | None] | None = None
+    """Session of the request, at most 128 characters: a hint for the prefix cache, which changes no output. Requests
+    with the same id are the turns of one conversation. It precedes the header `X-Session-ID`. In a recorded session it
+    has no effect. Not with `session_params`."""
+    conversation_id: str | list[str | None] | None = None
+    """The same as `session_id`, for prompts without one."""
     session_params: SessionParams | None = None
     """Continue a request of a session with the tokens of this prompt. The session records them."""
     columnar: bool = False
@@ -105,9 +112,15 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             if name in given and not _is_unset(given[name]):
                 raise BadRequestError(f"Field `{name}` is not supported: {remedy}.")
         try:
-            return msgspec.convert(given, cls)
+            request = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
+        if request.session_id and request.session_params is not None:
+            raise BadRequestError(
+                "session_id and session_params cannot both be set. session_params names a recorded session; leave "
+                "session_id out."
+            )
+        return request
 
     @property
     def is_single(self) -> bool:
@@ -131,6 +144,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         wanted = self._token_ids_logprob(count, n)
         rids = self._rids(count, n, is_single, limits)
         namespaces = self._namespaces(count, limits)
+        sessions = self._session_ids(count, limits)
         masks = _per_prompt("return_sampling_mask", self.return_sampling_mask, count, n)
         mask_modes = _per_prompt("sampling_logprobs_mode", self.sampling_logprobs_mode, count, n)
         if self.columnar and any(masks):
@@ -149,6 +163,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 top_logprobs_num=tops[i],
                 token_ids_logprob=wanted[i],
                 namespace=namespaces[i],
+                session_id=sessions[i],
                 return_sampling_mask=masks[i],
                 sampling_logprobs_mode=mask_modes[i],
             )
@@ -215,6 +230,16 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
             parts.append(keys)
         return [_namespace(extra_key or "", salt or "") for extra_key, salt in zip(*parts, strict=True)]
 
+    def _session_ids(self, count: int, limits: Limits) -> list[str]:
+        """Return the scheduler's id of the session that each prompt names, or ""."""
+        named: list[str | None] = [None] * count
+        for name in ("session_id", "conversation_id"):
+            ids = _entries(name, getattr(self, name), count)
+            for one in ids:
+                limits.check_session_id(name, one or "")
+            named = [first or later for first, later in zip(named, ids, strict=True)]
+        return [hint_id(one) for one in named]
+
     def kept_tokens(self, count: int, bounds: ModelBounds) -> list[int | None]:
         """Return how many tokens at the end of each of `count` prompts are kept; None keeps all."""
         keep = self.truncate_prompt_tokens
@@ -256,6 +281,8 @@ class Samples:
     token_ids_logprob: list[int] | None
     namespace: str
     """Namespace of the prefix cache."""
+    session_id: str
+    """The scheduler's id of the session that the request names; "" if it names none."""
     return_sampling_mask: bool
     sampling_logprobs_mode: SamplingLogprobsMode | None
     bad_words_ids: list[list[int]] = field(default_factory=list)

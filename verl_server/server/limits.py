@@ -9,6 +9,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.sampling_params import GRAMMARS, TOP_K_ALL, SamplingParams
+from verl_server.server.session_hints import LONGEST_ID
 from verl_server.server_args import ServerArgs
 
 _LEAST_TEXT_LENGTH = 4 * 2**20
@@ -69,6 +70,10 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             raise BadRequestError(
                 f"{name} has {len(part)} characters; this server accepts at most {_MAX_NAMESPACE_LENGTH}."
             )
+
+    def check_session_id(self, name: str, session_id: str) -> None:
+        if len(session_id) > LONGEST_ID:
+            raise BadRequestError(f"{name} has {len(session_id)} characters; this server accepts at most {LONGEST_ID}.")
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []

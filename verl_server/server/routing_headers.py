@@ -2,7 +2,9 @@
 
 `X-Session-ID` and `X-SMG-Routing-Key` choose among servers. At the server, `X-Session-ID` names a session beside an
 owner's key if its owner created one (`sessions/access`). Otherwise it is a hint: the prefix cache estimates from
-earlier requests with the same id how long to keep the history. `X-SMG-Routing-Key` has no effect at the server.
+earlier requests with the same id how long to keep the history. The first 128 characters of the header count. The
+fields `session_id` and `conversation_id` of a body are the same hint for each prompt, and precede the header.
+`X-SMG-Routing-Key` has no effect at the server.
 `X-data-parallel-rank` chooses a rank in a server, which has only rank 0; another rank is refused (400). `X-Request-Id`
 names a request of `/inference/v1/generate`.
 """
@@ -16,18 +18,6 @@ from verl_server.errors import BadRequestError
 from verl_server.server.responses import bad_request
 
 _RANK_HEADER = "X-data-parallel-rank"
-_SESSION_HEADER = "X-Session-ID"
-_HINT_LENGTH = 128
-"""Characters of X-Session-ID that count."""
-
-
-def session_hint(headers: Headers) -> str:
-    """Return the id with which the scheduler knows the session that X-Session-ID names outside of the ledger, or "".
-
-    The ids of the ledger's sessions have no colon. So a caller cannot name a session of somebody else.
-    """
-    named = headers.get(_SESSION_HEADER)
-    return f"hint:{named[:_HINT_LENGTH]}" if named else ""
 
 
 class RoutingHeadersMiddleware:

@@ -172,7 +172,8 @@ class TokenizerManager:
 
         With `write`, the results of the generation are encoded in pieces. Both this and a large batch are processed in
         slices, between which the loop does other work. `recorded`: index of a sample -> its tokens, which the scheduler
-        sent before. Such a sample is not sampled again. `session_id`: the session of the request, if it is known.
+        sent before. Such a sample is not sampled again. `session_id`: the scheduler's id of the session of the prompts
+        for which the request itself names none.
         """
         self.check_serving()
         recorded = recorded or {}
@@ -280,7 +281,7 @@ class TokenizerManager:
             bad_words_ids=samples.bad_words_ids,
             namespace=samples.namespace,
             priority=obj.priority or 0,
-            session_id=session_id,
+            session_id=samples.session_id or session_id,
         )
         if grammar is not None:
             req.sampling = msgspec.structs.replace(sampling, **dict.fromkeys(GRAMMARS))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
 from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.server.app import create_app
+from verl_server.server.generate_request import GenerateReqInput
 from verl_server.server.sessions.service import SessionService
 
 OWNER = {"Authorization": "Bearer owner"}
@@ -38,6 +41,90 @@ def test_the_header_is_a_hint_outside_of_a_session(
     assert answer.status_code == 200, answer.text
     (sent,) = reset_stack.scheduler.wait_for(TokenizedGenerateReq)
     assert sent.session_id == hint
+
+
+GENERATE = ("/generate", BODY)
+COMPLETION = ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
+RESPONSE = ("/v1/responses", {"input": "a", "max_output_tokens": 2, "store": False})
+
+
+def sent_ids(stack: Stack, count: int = 1) -> list[str]:
+    """Return the session ids of the samples that the scheduler received, in the order of the prompts."""
+    return [message.session_id for message in stack.scheduler.wait_for(TokenizedGenerateReq, count)]
+
+
+@pytest.mark.parametrize(("path", "body"), [GENERATE, COMPLETION, CHAT, RESPONSE])
+def test_the_field_precedes_the_header(reset_stack: Stack, path: str, body: dict[str, Any]) -> None:
+    answer = reset_stack.post(path, body | {"session_id": "abc"}, headers={"X-Session-ID": "other"})
+    assert answer.status_code == 200, answer.text
+    assert sent_ids(reset_stack) == ["hint:abc"]
+
+
+@pytest.mark.parametrize(("path", "body"), [GENERATE, COMPLETION, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"conversation_id": "c"}, "hint:c"),
+        ({"conversation_id": "c", "session_id": "s"}, "hint:s"),
+        ({"conversation_id": "c", "session_id": ""}, "hint:c"),
+        ({"conversation_id": "", "session_id": None}, "hint:header"),
+        ({"session_id": "x" * 128}, "hint:" + "x" * 128),
+    ],
+)
+def test_the_session_precedes_the_conversation_and_the_header_comes_last(
+    reset_stack: Stack, path: str, body: dict[str, Any], fields: dict[str, Any], hint: str
+) -> None:
+    answer = reset_stack.post(path, body | fields, headers={"X-Session-ID": "header"})
+    assert answer.status_code == 200, answer.text
+    assert sent_ids(reset_stack) == [hint]
+
+
+def test_each_prompt_of_a_batch_has_its_own_hint(reset_stack: Stack) -> None:
+    body = {"input_ids": [[5], [6], [7]], "sampling_params": {"max_new_tokens": 1}}
+    lists = {"session_id": ["a", None, ""], "conversation_id": ["b", "c", None]}
+    assert reset_stack.post("/generate", body | lists, headers={"X-Session-ID": "d"}).status_code == 200
+    assert sent_ids(reset_stack, 3) == ["hint:a", "hint:c", "hint:d"]
+    reset_stack.scheduler.received.clear()
+    assert reset_stack.post("/generate", body | {"session_id": "e"}).status_code == 200
+    assert sent_ids(reset_stack, 3) == ["hint:e"] * 3
+
+
+def test_all_samples_of_a_prompt_have_its_hint(reset_stack: Stack) -> None:
+    body = {"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1, "n": 2}, "session_id": ["a", "b"]}
+    assert reset_stack.post("/generate", body).status_code == 200
+    assert sent_ids(reset_stack, 4) == ["hint:a", "hint:a", "hint:b", "hint:b"]
+
+
+@pytest.mark.parametrize(("path", "body"), [GENERATE, COMPLETION, CHAT, RESPONSE])
+def test_an_agent_cannot_name_another_session(owned: Stack, path: str, body: dict[str, Any]) -> None:
+    victim = owned.post("/sessions", {}, headers=OWNER).json()["id"]
+    own = owned.post("/sessions", {}, headers=OWNER).json()
+    key = {"Authorization": f"Bearer {own['key']}"}
+    for named in (victim, "hint", f"hint:{victim}"):
+        answer = owned.post(path, body | {"session_id": named}, headers=key)
+        assert answer.status_code == 200, answer.text
+    assert sent_ids(owned, 3) == [own["id"]] * 3
+
+
+def test_an_owners_field_names_no_recorded_session(owned: Stack) -> None:
+    recorded = owned.post("/sessions", {}, headers=OWNER).json()["id"]
+    assert owned.post("/generate", BODY | {"session_id": recorded}, headers=OWNER).status_code == 200
+    body, headers = BODY | {"session_id": "b", "conversation_id": "c"}, OWNER | {"X-Session-ID": recorded}
+    assert owned.post("/generate", body, headers=headers).status_code == 200
+    assert sent_ids(owned, 2) == [f"hint:{recorded}", recorded]
+    assert owned.request("GET", f"/sessions/{recorded}", headers=OWNER).json()["turns"] == 1
+
+
+def test_a_hint_in_this_process(reset_stack: Stack) -> None:
+    request = GenerateReqInput.parse(BODY | {"session_id": "abc"})
+
+    async def generate() -> None:
+        async for _ in reset_stack.manager.generate_request(request):
+            pass
+
+    reset_stack.manager.run_sync(generate(), 20)
+    assert sent_ids(reset_stack) == ["hint:abc"]
 
 
 def test_a_turn_names_its_session_and_the_end_of_the_session_is_sent(owned: Stack) -> None:

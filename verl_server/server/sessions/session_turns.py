@@ -25,7 +25,7 @@ from verl_server.server.generation import Generation
 from verl_server.server.replay.middleware import ReplayInfo
 from verl_server.server.request_state import Write
 from verl_server.server.responses import run_job, unless_disconnected
-from verl_server.server.routing_headers import session_hint
+from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
@@ -87,7 +87,7 @@ class SessionTurns:
         continued = read.request.session_params
         caller = session_of(request) if continued is None else _named(request, continued)
         if caller is None:
-            return await self._manager.submit_read(read, write, session_id=session_hint(request.headers))
+            return await self._manager.submit_read(read, write, session_id=header_hint(request.headers))
         self._check(read, caller)
         replay = _replay_of(request)
         answered = self._answered(request, caller)
@@ -183,19 +183,18 @@ class SessionTurns:
     def _with_turns(
         self, read: ReadRequest, turns: RequestTurns, given: dict[str, Any], shape: ReplyShape
     ) -> ReadRequest:
-        """Return the request with the prompts, seeds and limits of its turns."""
+        """Return the request with the prompts, seeds and limits of its turns, and without hints at another session."""
         params = [turns.sampling(turn, given) for turn in turns.samples]
         prompts = [_prompt(turn) for turn in turns.samples]
         if shape.clamps:
             room = self._manager.context_length - len(prompts[0])
             for each in params:
                 each["max_new_tokens"] = min(each["max_new_tokens"], max(room, 0))
+        request = msgspec.structs.replace(read.request, return_logprob=True, session_id=None, conversation_id=None)
         if len(params) == 1:
-            request = msgspec.structs.replace(
-                read.request, sampling_params=params[0], rid=turns.rids[0], return_logprob=True
-            )
+            request.sampling_params, request.rid = params[0], turns.rids[0]
             return msgspec.structs.replace(read, request=request, prompts=prompts)
-        request = msgspec.structs.replace(read.request, sampling_params=params, rid=turns.rids, return_logprob=True)
+        request.sampling_params, request.rid = params, turns.rids
         return msgspec.structs.replace(read, request=request, prompts=prompts, is_single=False)
 
 

@@ -141,6 +141,10 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
     """`extra_key` of `/generate`: a namespace of the prefix cache."""
     cache_salt: str | list[str | None] | None = None
     """`cache_salt` of `/generate`: a second part of the namespace."""
+    session_id: str | list[str | None] | None = None
+    """`session_id` of `/generate`: a hint for the prefix cache."""
+    conversation_id: str | list[str | None] | None = None
+    """`conversation_id` of `/generate`."""
     priority: int | None = None
     """`priority` of `/generate`: requests of a larger priority start first, as in SGLang. In vLLM, a smaller number
     starts first."""
@@ -163,6 +167,8 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
             token_ids_logprob=list(self.logprob_token_ids) if self.logprob_token_ids is not None else None,
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
+            session_id=self.session_id,
+            conversation_id=self.conversation_id,
             priority=self.priority,
             return_text_in_logprobs=self.return_meta_info,
         )

@@ -53,7 +53,6 @@ RESPONSES_WITHOUT_EFFECT = {
     "prompt_cache_key": "the prefix cache finds every prefix by itself",
     "prompt_cache_options": "the prefix cache finds every prefix by itself",
     "prompt_cache_retention": "the prefix cache keeps a prefix for as long as it has room",
-    "session_id": "the prefix cache finds the session's prefix by itself",
 }
 
 
@@ -139,6 +138,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """`extra_key` of `/generate`."""
     cache_salt: str | None = None
     """`cache_salt` of `/generate`."""
+    session_id: str | None = None
+    """`session_id` of `/generate`: a hint for the prefix cache."""
     priority: int | None = None
     """`priority` of `/generate`."""
 
@@ -164,6 +165,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "request_id",
             "extra_key",
             "cache_salt",
+            "session_id",
             "priority",
         ]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}

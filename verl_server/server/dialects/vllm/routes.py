@@ -27,7 +27,7 @@ from verl_server.server.responses import (
     sse,
     unless_disconnected,
 )
-from verl_server.server.routing_headers import session_hint
+from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.session_turns import refuse_session
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -88,7 +88,7 @@ class VllmApi:
         self._check_model(read.request.model)
         request_id = request.headers.get(REQUEST_ID_HEADER) or read.request.request_id or uuid.uuid4().hex
         read.read.request.rid = request_id
-        generation = await manager.submit_read(read.read, session_id=session_hint(request.headers))
+        generation = await manager.submit_read(read.read, session_id=header_hint(request.headers))
         self._generations[request_id] = generation
         choices = InferenceChoices(read, request_id, read.request.model or self._model_name)
         if read.request.stream:
