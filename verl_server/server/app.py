@@ -86,7 +86,7 @@ def operations(
         *VllmControlApi(manager, server_args).operations(),
         *AnthropicApi(manager, server_args, turns).operations(),
         *SessionApi(sessions.ledger, lambda: manager.controls.weight_version, limit).operations(),
-        *SglangSessionApi(sessions.ledger, limit).operations(),
+        *SglangSessionApi(sessions.ledger, manager.finish_hint, limit).operations(),
     ]
     return [*dialects, *DescriptionApi(dialects).operations()]
 

@@ -94,7 +94,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     session_id: str | list[str | None] | None = None
     """Session of the request, at most 128 characters: a hint for the prefix cache, which changes no output. Requests
     with the same id are the turns of one conversation. It precedes the header `X-Session-ID`. In a recorded session it
-    has no effect. Not with `session_params`."""
+    has no effect. `/close_session` ends it. Not with `session_params`."""
     conversation_id: str | list[str | None] | None = None
     """The same as `session_id`, for prompts without one."""
     session_params: SessionParams | None = None

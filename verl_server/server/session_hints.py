@@ -2,7 +2,8 @@
 
 A hint changes no output. The scheduler learns from earlier requests with the same id for how long their history will be
 needed in the prefix cache. A hint is the field `session_id` or `conversation_id` of a body, or the header
-`X-Session-ID`. `GenerateReqInput` reads the fields; the dialects read the header with `header_hint`.
+`X-Session-ID`. `GenerateReqInput` reads the fields; the dialects read the header with `header_hint`. `/close_session`
+says that no request with the hint follows.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ from verl_server.server.pause_watch import PauseWatch
 from verl_server.server.request_state import ReqState, Write
 from verl_server.server.scheduler_calls import ControlCalls
 from verl_server.server.scheduler_watch import Child, SchedulerWatch
+from verl_server.server.session_hints import hint_id
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
 from verl_server.server.text_service import TextService
@@ -340,8 +341,16 @@ class TokenizerManager:
         return False
 
     def finish_session(self, session_id: str) -> None:
-        """Note that no request continues the session any more."""
+        """Note that no request continues the session any more. `session_id` is the scheduler's id."""
         self._send(self._encode(FinishSessionReq(session_id=session_id)))
+
+    def finish_hint(self, named: str) -> None:
+        """Note that no request continues the session that callers call `named`, outside of the ledger.
+
+        Nothing is sent before the scheduler is ready and after it has ended. Raises BadRequestError for invalid text.
+        """
+        if named and self._refusal is None:
+            self.finish_session(hint_id(named))
 
     # -- control --------------------------------------------------------------------------------------------
 

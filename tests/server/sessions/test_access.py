@@ -121,7 +121,7 @@ def test_session_routes_need_an_owners_key(
     stack = make_stack(**settings)
     mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
     owned = [operation for operation in mounted if operation.owner]
-    assert len(owned) >= 9
+    assert len(owned) >= 8
     for operation in mounted:
         for path in operation.paths:
             assert is_owner_path(path) == operation.owner, path

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.conftest import MakeStack, Stack
+from verl_server.errors import ServerDiedError
 from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
 from verl_server.server.app import create_app
 from verl_server.server.generate_request import GenerateReqInput
@@ -146,3 +148,70 @@ def test_a_deleted_session_has_ended_too(owned: Stack) -> None:
     assert owned.request("DELETE", f"/sessions/{made['id']}", headers=OWNER).status_code in (200, 204)
     (ended,) = owned.scheduler.wait_for(FinishSessionReq)
     assert ended.session_id == made["id"]
+
+
+def finished_ids(stack: Stack, count: int) -> list[str]:
+    """Return the session ids that ended, in the order in which the scheduler learned of them."""
+    return [message.session_id for message in stack.scheduler.wait_for(FinishSessionReq, count)]
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_close_session_ends_a_hint(reset_stack: Stack, method: str) -> None:
+    for named in ("abc", "x" * 300, "abc"):
+        answer = reset_stack.request(method, "/close_session", json={"session_id": named})
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert finished_ids(reset_stack, 3) == ["hint:abc", "hint:" + "x" * 128, "hint:abc"]
+
+
+def test_an_empty_hint_is_none_and_a_wrong_one_is_refused(reset_stack: Stack) -> None:
+    assert reset_stack.post("/close_session", {"session_id": ""}).status_code == 200
+    for wrong in ({}, {"session_id": ["a"]}, {"session_id": None}):
+        answer = reset_stack.post("/close_session", wrong)
+        assert answer.status_code == 400 and "session_id" in answer.text
+    surrogate = reset_stack.request("POST", "/close_session", content=b'{"session_id": "\\ud800"}')
+    assert surrogate.status_code == 400
+    assert not [m for m in reset_stack.scheduler.received if isinstance(m, FinishSessionReq)]
+
+
+def test_an_owner_closes_a_recorded_session_and_its_hint(owned: Stack) -> None:
+    named = owned.post("/open_session", {"capacity_of_str_len": 1, "session_id": "mine"}, headers=OWNER).json()
+    assert owned.post("/close_session", {"session_id": named}, headers=OWNER).status_code == 200
+    assert finished_ids(owned, 2) == ["mine", "hint:mine"]
+    assert owned.request("GET", "/sessions/mine", headers=OWNER).status_code == 404
+
+
+def test_who_may_end_a_hint(make_stack: MakeStack) -> None:
+    """Whoever may generate without a session may end a hint. Nobody but an owner ends a recorded session."""
+    stack = make_stack(admin_api_key="owner")
+    stack.app = create_app(stack.manager, stack.args, SessionService(stack.manager, stack.args))
+    key = stack.post("/sessions", {"id": "a"}, headers=OWNER).json()["key"]
+    stack.post("/sessions", {"id": "b"}, headers=OWNER)
+    for name in ("a", "b", "c"):
+        refused = stack.post("/close_session", {"session_id": name}, headers={"Authorization": f"Bearer {key}"})
+        assert refused.status_code == 403
+    assert not [m for m in stack.scheduler.received if isinstance(m, FinishSessionReq)]
+    assert stack.post("/close_session", {"session_id": "a"}).status_code == 200
+    assert finished_ids(stack, 1) == ["hint:a"]
+    assert stack.request("GET", "/sessions/a", headers=OWNER).json()["state"] == "open"
+
+
+def test_a_hint_needs_the_key_of_generation(owned: Stack) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert owned.post("/close_session", {"session_id": "a"}, headers=headers).status_code == 401
+    assert not [m for m in owned.scheduler.received if isinstance(m, FinishSessionReq)]
+
+
+def test_a_server_that_reads_its_store_closes_no_session(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack(api_key="owner", session_store=str(tmp_path))
+    stack.app = create_app(stack.manager, stack.args, SessionService(stack.manager, stack.args))
+    answer = stack.post("/close_session", {"session_id": "a"}, headers=OWNER)
+    assert answer.status_code == 503 and "session store" in answer.text
+
+
+def test_nothing_is_sent_to_a_scheduler_that_has_ended(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    stack.manager._refusal = ServerDiedError("gone")
+    assert stack.post("/close_session", {"session_id": "a"}).status_code == 200
+    stack.manager._refusal = None
+    assert stack.post("/close_session", {"session_id": "b"}).status_code == 200
+    assert finished_ids(stack, 1) == ["hint:b"]

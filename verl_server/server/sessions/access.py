@@ -39,8 +39,8 @@ SESSION_ROUTES = {
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping", "/liveness")
 """Paths that start with one of these prefixes need no key."""
 _MODEL = "/v1/models/"
-_OWNER_PATH = re.compile(r"/+(sessions|open_session|close_session)(/.*)?")
-"""Paths of the session routes, which need an owner's key."""
+_OWNER_PATH = re.compile(r"/+(sessions|open_session)(/.*)?")
+"""Paths of the session routes, which need an owner's key. `/close_session` also ends hints, so it checks by itself."""
 _IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
 _STATE = "session_key"

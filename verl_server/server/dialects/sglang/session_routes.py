@@ -1,17 +1,19 @@
-"""SGLang's `open_session` and `close_session`: the same sessions under SGLang's wire."""
+"""SGLang's `open_session` and `close_session`: the same sessions under SGLang's wire, and the end of session hints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.errors import BadRequestError, SessionExistsError, VerlServerError
+from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
 from verl_server.server.dialects.operation import BOTH, Operation
 from verl_server.server.json_body import parse_json
 from verl_server.server.responses import json_response, message_error, read_body
+from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.session_types import CreateSession, SessionLimits
 
@@ -33,12 +35,13 @@ class CloseSessionReq(msgspec.Struct, frozen=True):
     """Body of `/close_session`."""
 
     session_id: str
-    """The session to delete."""
+    """The session to delete, or the hint that ends: `session_id`, `conversation_id` or `X-Session-ID` of requests."""
 
 
 class SglangSessionApi:
-    def __init__(self, ledger: SessionLedger, max_request_bytes: int) -> None:
-        self._ledger, self._limit = ledger, max_request_bytes
+    def __init__(self, ledger: SessionLedger, finish_hint: Callable[[str], None], max_request_bytes: int) -> None:
+        """`finish_hint` is called with each hint that ends."""
+        self._ledger, self._finish_hint, self._limit = ledger, finish_hint, max_request_bytes
 
     def operations(self) -> list[Operation]:
         return [
@@ -53,7 +56,7 @@ class SglangSessionApi:
                     "streaming": "a session is continued in the same way with and without it",
                 },
             ),
-            Operation("/close_session", self.close_session, BOTH, owner=True, body=CloseSessionReq),
+            Operation("/close_session", self.close_session, BOTH, body=CloseSessionReq),
         ]
 
     async def open_session(self, request: Request) -> Response:
@@ -70,13 +73,25 @@ class SglangSessionApi:
         return json_response(session.id)
 
     async def close_session(self, request: Request) -> Response:
-        """Delete a session. Return 200 with an empty body."""
+        """Delete the session, and note that no request continues the session with this hint: the pages of its history
+        are evicted first. Return 200 with an empty body, as SGLang does for an unknown id, too. Deleting needs an
+        owner's key. A caller without it ends the hint only. Send the request after the last reply of the session."""
         try:
-            self._ledger.delete((await self._body(request, CloseSessionReq)).session_id)
-            await self._ledger.store.flushed()
+            named = (await self._body(request, CloseSessionReq)).session_id
+            if owner_of(request.scope) is not None:
+                await self._delete(named)
+            self._finish_hint(named)
         except VerlServerError as error:
             return message_error(error)
         return Response()
+
+    async def _delete(self, session_id: str) -> None:
+        """Delete the session if the ledger has it. Raise SessionUnavailableError while that is not known."""
+        if not self._ledger.table.is_complete:
+            raise SessionUnavailableError("The server is starting and reads its session store. Retry later.")
+        if session_id in self._ledger.table:
+            self._ledger.delete(session_id)
+            await self._ledger.store.flushed()
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = parse_json(await read_body(request, self._limit))
