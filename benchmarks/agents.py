@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,8 +22,16 @@ class Generator(Protocol):
     """The part of an engine that an agent needs."""
 
     async def async_generate(
-        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, *, timeout: float | None = None
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        session_id: Any = None,
+        timeout: float | None = None,
     ) -> Any: ...
+
+    async def async_close_session(self, session_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,20 +132,30 @@ class Played:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
 
-async def play_at_own_pace(engine: Generator, episodes: list[Episode], *, waiting: bool = True) -> Played:
-    """Play the episodes so that every agent sends its next turn as soon as its own environment has answered."""
+async def play_at_own_pace(
+    engine: Generator, episodes: list[Episode], *, waiting: bool = True, session_ids: bool = False
+) -> Played:
+    """Play the episodes so that every agent sends its next turn as soon as its own environment has answered.
+
+    With `session_ids`, each agent names its session in every turn, and closes the session after the last turn.
+    """
     played = Played()
 
     async def play(episode: Episode) -> None:
-        history = list(episode.prompt)
+        history, session_id = list(episode.prompt), secrets.token_hex(16) if session_ids else None
         for turn in episode.turns:
             result = await engine.async_generate(
-                input_ids=history, sampling_params=_sampling(turn), timeout=_GENERATE_SECONDS
+                input_ids=history,
+                sampling_params=_sampling(turn),
+                session_id=session_id,
+                timeout=_GENERATE_SECONDS,
             )
             played.count(result)
             history += result["output_ids"] + turn.observation
             if waiting:
                 await asyncio.sleep(turn.wait)
+        if session_id is not None:
+            await engine.async_close_session(session_id)
 
     start = time.perf_counter()
     await asyncio.gather(*map(play, episodes))
@@ -144,23 +163,29 @@ async def play_at_own_pace(engine: Generator, episodes: list[Episode], *, waitin
     return played
 
 
-async def play_in_lock_step(engine: Generator, episodes: list[Episode]) -> Played:
+async def play_in_lock_step(engine: Generator, episodes: list[Episode], *, session_ids: bool = False) -> Played:
     """Play each turn of all agents as one batch, then wait for the slowest environment.
 
     The engine is idle during these waits, whose length is known, so they are added to `seconds` instead of slept.
+    `session_ids`: see `play_at_own_pace`.
     """
     played = Played()
+    ids = [secrets.token_hex(16) for _ in episodes] if session_ids else None
     histories = [list(episode.prompt) for episode in episodes]
     start = time.perf_counter()
     for step in range(len(episodes[0].turns)):
         turns = [episode.turns[step] for episode in episodes]
         results = await engine.async_generate(
-            input_ids=histories, sampling_params=[_sampling(turn) for turn in turns], timeout=_GENERATE_SECONDS
+            input_ids=histories,
+            sampling_params=[_sampling(turn) for turn in turns],
+            session_id=ids,
+            timeout=_GENERATE_SECONDS,
         )
         for history, turn, result in zip(histories, turns, results, strict=True):
             played.count(result)
             history += result["output_ids"] + turn.observation
         played.seconds += max(turn.wait for turn in turns)
+    await asyncio.gather(*map(engine.async_close_session, ids or ()))
     played.seconds += time.perf_counter() - start
     return played
 

@@ -5,7 +5,8 @@
 
 Every agent plays `--turns` turns. It sends its whole history as token ids, appends the sampled tokens, waits for its
 environment (lognormal, median 0.5 s, sigma 1.5, capped at 20 s, drawn from a seed) and appends the observation. The
-engine is a server process that is called over HTTP, with prefix cache and without log-probabilities.
+engine is a server process that is called over HTTP, with prefix cache and without log-probabilities. With
+`--session-ids` every agent names its session in each turn, and closes it after the last one.
 
 There are four runs, each with an empty prefix cache and one JSON line. In `own_pace` every agent proceeds by itself. In
 `lock_step` all agents generate, then all wait for the slowest environment; these waits are added to the clock instead
@@ -50,7 +51,7 @@ _WARM_UP = 64
 """Episodes of a short warm-up."""
 
 
-def benchmark(engine: EngineBase, episodes: list[Episode], group: int, only_work: bool) -> None:
+def benchmark(engine: EngineBase, episodes: list[Episode], group: int, only_work: bool, session_ids: bool) -> None:
     def run(name: str, work: Coroutine[Any, Any, Played]) -> Played:
         engine.flush_cache(timeout=10)
         played = uvloop.run(work)
@@ -58,15 +59,16 @@ def benchmark(engine: EngineBase, episodes: list[Episode], group: int, only_work
         report(f"{name}_seconds", played.seconds, "s", **tokens, prefix_hit_rate=round(played.hit_rate, 4))
         return played
 
-    uvloop.run(play_at_own_pace(engine, episodes[:_WARM_UP] if only_work else episodes, waiting=False))
-    work = run("work", play_at_own_pace(engine, episodes, waiting=False))
+    warm_up = episodes[:_WARM_UP] if only_work else episodes
+    uvloop.run(play_at_own_pace(engine, warm_up, waiting=False, session_ids=session_ids))
+    work = run("work", play_at_own_pace(engine, episodes, waiting=False, session_ids=session_ids))
     if only_work:
         return
     token_seconds = _seconds_per_token_alone(engine, episodes)
     longest = max(episodes, key=lambda e: e.waiting + token_seconds * e.output_tokens)
     alone = run("longest_alone", _alone(engine, longest))
-    lock_step = run("lock_step", play_in_lock_step(engine, episodes))
-    own_pace = run("own_pace", play_at_own_pace(engine, episodes))
+    lock_step = run("lock_step", play_in_lock_step(engine, episodes, session_ids=session_ids))
+    own_pace = run("own_pace", play_at_own_pace(engine, episodes, session_ids=session_ids))
     ideal = max(work.seconds, alone.seconds)
     report("ideal_seconds", ideal, "s", bound="work" if ideal == work.seconds else "longest episode")
     report("ideal_ratio", own_pace.seconds / ideal, "x")
@@ -97,6 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wait-scale", type=float, default=1.0, help="factor for every environment wait (1.0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths, waits and observations (0)")
     parser.add_argument("--only-work", action="store_true", help="run `work` alone, after a short warm-up")
+    parser.add_argument("--session-ids", action="store_true", help="name the session of each turn, and close sessions")
     args = parser.parse_args(argv)
     args.agents = args.agents or (16 if args.shape == "tiny" else 128)
     args.turns = args.turns or (4 if args.shape == "tiny" else 8)
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         folder: Path = shape_folder(temporary, args.shape)
         settings = engine_settings(args, folder, port=0, max_running_requests=max(256, args.agents))
         with HttpServerEngineAdapter(**settings) as engine:
-            benchmark(engine, episodes, args.group, args.only_work)
+            benchmark(engine, episodes, args.group, args.only_work, args.session_ids)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,12 @@ class FakeEngine(EngineBase):
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         raise NotImplementedError
 
+    def close_session(self, session_id: str) -> None:
+        raise NotImplementedError
+
+    async def async_close_session(self, session_id: str) -> None:
+        raise NotImplementedError
+
     def get_server_info(self) -> dict[str, Any]:
         return {}
 

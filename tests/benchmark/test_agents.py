@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -27,15 +28,27 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
+        self.sessions: list[str | None] = []
+        self.closed: list[str] = []
         self._known: set[tuple[int, ...]] = set()
 
+    async def async_close_session(self, session_id: str) -> None:
+        self.closed.append(session_id)
+
     async def async_generate(
-        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, *, timeout: float | None = None
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        session_id: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         if isinstance(input_ids[0], list):
-            pairs = zip(input_ids, sampling_params, strict=True)
-            return [await self.async_generate(None, params, ids) for ids, params in pairs]
+            each = zip(input_ids, sampling_params, session_id or [None] * len(input_ids), strict=True)
+            return [await self.async_generate(None, params, ids, session_id=name) for ids, params, name in each]
         self.prompts.append(list(input_ids))
+        self.sessions.append(session_id)
         cached = max((k for k in range(len(input_ids)) if tuple(input_ids[:k]) in self._known), default=0)
         ids = [0] * sampling_params["max_new_tokens"]
         whole = (*input_ids, *ids)
@@ -67,6 +80,19 @@ def test_both_ways_send_the_same_turns() -> None:
     assert sorted(own.prompts) == sorted(lock_step.prompts)
     assert played.output_tokens == in_step.output_tokens == sum(e.output_tokens for e in episodes)
     assert lock_step.prompts[:4] == [e.prompt for e in episodes], "all prompts of a turn must precede those of the next"
+
+
+@pytest.mark.parametrize("play", [play_at_own_pace, play_in_lock_step])
+def test_an_agent_names_its_session_on_request(play: Any) -> None:
+    episodes = make_episodes(4, 3, 1, LENGTHS, Waits(scale=0.0), 320, seed=1)
+    without, engine = FakeEngine(), FakeEngine()
+    asyncio.run(play(without, episodes))
+    assert set(without.sessions) == {None} and not without.closed
+    asyncio.run(play(engine, episodes, session_ids=True))
+    assert sorted(Counter(engine.sessions).values()) == [3] * 4
+    assert sorted(engine.closed) == sorted(set(engine.sessions))  # type: ignore[type-var]
+    of_prompt = {tuple(prompt[:3]): name for prompt, name in zip(engine.prompts, engine.sessions, strict=True)}
+    assert len(of_prompt) == 4, "all turns of an agent have the same id"
 
 
 def test_what_can_be_reused_is_what_was_there_before() -> None:

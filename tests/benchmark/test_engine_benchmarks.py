@@ -60,8 +60,9 @@ def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_multi_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    multi_turn.main([*SMALL, "--agents", "4", "--turns", "2", "--group", "2", "--wait-scale", "0.01"])
+@pytest.mark.parametrize("options", [[], ["--session-ids"]])
+def test_multi_turn(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    multi_turn.main([*SMALL, "--agents", "4", "--turns", "2", "--group", "2", "--wait-scale", "0.01", *options])
     found = figures(capsys)
     hits = found["prefix_hit_rate"]
     assert 0 < hits["value"] <= hits["limit"] < 1

@@ -33,6 +33,7 @@ METHODS = [
     "init_weights_update_group",
     "begin_weight_update",
     "end_weight_update",
+    "close_session",
     "pause_generation",
     "release_memory_occupation",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, env_server, generated, observation, says
 from verl_server import Engine, EngineBase
-from verl_server.errors import ServerUnavailableError
+from verl_server.errors import (
+    BadRequestError,
+    ControlTimeoutError,
+    ServerDiedError,
+    ServerUnavailableError,
+    SessionNotFoundError,
+    UnauthorizedError,
+)
+from verl_server.rollout import restarts
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.environment import EnvError, EnvTimeouts
@@ -36,10 +46,17 @@ class FakeEngine(EngineBase):
         self.scheduler_info = {"context_length": 1000}
         self.fails = fails
         self.now = self.most = 0
+        self.sent: list[str] = []
+        """Session of each generation, in order."""
+        self.closed: list[str] = []
+
+    async def async_close_session(self, session_id: str) -> None:
+        self.closed.append(session_id)
 
     async def async_generate(
-        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, **_: Any
+        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, session_id: Any = None, **_: Any
     ) -> Any:  # type: ignore[override]
+        self.sent += session_id if isinstance(session_id, list) else [session_id]
         if self.fails:
             raise ServerUnavailableError("the weights are torn")
         if isinstance(input_ids[0], list):
@@ -51,7 +68,7 @@ class FakeEngine(EngineBase):
         return generated([input_ids[-1] + 1])
 
     _generate = _stream = _async_generate = _async_stream = _control = abort_request = None  # type: ignore[assignment]
-    get_server_info = get_model_info = shutdown = None  # type: ignore[assignment]
+    get_server_info = get_model_info = shutdown = close_session = None  # type: ignore[assignment]
 
 
 def episode(turns: int = 3) -> FakeEnvironment:
@@ -65,6 +82,90 @@ def test_results_are_in_the_order_of_the_tasks() -> None:
         assert [t.task.seed for t in rollout.trajectories] == list(range(20)) == sorted(finished)
         assert all(t.reward == 1.0 and len(t.turns) == 3 for t in rollout.trajectories)
         assert loop.run([]).trajectories == []
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_each_episode_has_a_session_that_ends_with_it(lockstep: bool) -> None:
+    engine = FakeEngine()
+    with AgentLoop(engine, episode, WordRenderer(), max_concurrency=4) as loop:
+        for _ in range(2):  # a second attempt at the same tasks has other ids
+            run = loop.run_lockstep if lockstep else loop.run
+            assert all(len(t.turns) == 3 for t in run([Task(seed=i) for i in range(6)]).trajectories)
+    turns = Counter(engine.sent)
+    assert len(turns) == 12 and set(turns.values()) == {3}
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in turns)
+    assert sorted(engine.closed) == sorted(turns)
+
+
+class UnendingEngine(FakeEngine):
+    """Does with the end of a session what `act` does."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    async def async_close_session(self, session_id: str) -> None:
+        await super().async_close_session(session_id)
+        await self._act()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_the_end_of_a_session_neither_fails_nor_delays_an_episode(
+    monkeypatch: pytest.MonkeyPatch, lockstep: bool
+) -> None:
+    """A server that does not answer delays the end of the batch only, within a bound."""
+    monkeypatch.setattr(restarts, "_LAST_CLOSES", 0.05)
+    engine = UnendingEngine(asyncio.Event().wait)
+    finished: list[int] = []
+    with AgentLoop(engine, episode, WordRenderer(), max_concurrency=1) as loop:
+        run = loop.run_lockstep if lockstep else loop.run
+        rollout = run([Task(seed=i) for i in range(5)], lambda t: finished.append(t.task.seed or 0))
+    assert [t.stop_reason for t in rollout.trajectories] == [StopReason.DONE] * 5
+    assert finished == list(range(5)) and len(engine.closed) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "sent"),
+    [
+        (BadRequestError("no such route"), 1),
+        (UnauthorizedError("no key"), 1),
+        (SessionNotFoundError("an older server"), 1),
+        (ServerDiedError("gone"), 5),
+        (ControlTimeoutError("late"), 5),
+        (RuntimeError("anything"), 5),
+    ],
+)
+def test_a_server_that_refuses_the_hint_gets_it_once(error: Exception, sent: int) -> None:
+    async def refuse() -> None:
+        raise error
+
+    engine = UnendingEngine(refuse)
+    with AgentLoop(engine, episode, WordRenderer(), max_concurrency=1) as loop:
+        rollout = loop.run([Task(seed=i) for i in range(5)])
+    assert [t.stop_reason for t in rollout.trajectories] == [StopReason.DONE] * 5
+    assert len(engine.closed) == sent
+
+
+def test_a_cut_generation_ends_before_its_session() -> None:
+    """The server must notice the cut first, or it takes the generation for a turn that may be continued."""
+    order: list[str] = []
+
+    class Cut(WaitingEngine):
+        async def async_generate(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            try:
+                return await super().async_generate(*args, **kwargs)
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_later(0.1, order.append, "noticed")
+                raise
+
+        async def async_close_session(self, session_id: str) -> None:
+            order.append("closed")
+
+    environments = [FakeEnvironment(says("s"))]
+    limits = Limits(trajectory_timeout=0.05)
+    with AgentLoop(Cut("s"), lambda: environments.pop(0), WordRenderer(), limits=limits) as loop:
+        assert loop.run([Task(seed=0)]).trajectories[0].stop_reason is StopReason.TIME_LIMIT
+    assert order == ["noticed", "closed"]
 
 
 def test_concurrency_is_bounded() -> None:

@@ -198,6 +198,17 @@ class EngineBase(EngineWeights):
         """
 
     @abc.abstractmethod
+    def close_session(self, session_id: str) -> None:
+        """Note that no request with this `session_id` follows, so that its history leaves the prefix cache first.
+
+        An id that no request had is ignored. Call it after the last reply of the session.
+        """
+
+    @abc.abstractmethod
+    async def async_close_session(self, session_id: str) -> None:
+        """Do the same as `close_session`, on any event loop."""
+
+    @abc.abstractmethod
     def get_server_info(self) -> ServerInfo:
         """Return the server's settings, load and weight version."""
 

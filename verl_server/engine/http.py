@@ -22,7 +22,7 @@ from verl_server.engine.attached.identify import identify
 from verl_server.engine.attached.server import AttachedServer, GenerateTransport
 from verl_server.engine.base import EngineBase, Result
 from verl_server.engine.http_answers import control_reply, raise_for
-from verl_server.engine.http_transport import INFO_TIMEOUT, HttpTransport
+from verl_server.engine.http_transport import CLOSE_SESSION, INFO_TIMEOUT, HttpTransport
 from verl_server.engine.options import PushOptions
 from verl_server.engine.server_instance import ServerInstance
 from verl_server.engine.weights import push_request
@@ -210,6 +210,14 @@ class HttpServerEngineAdapter(EngineBase):
             self._attached.abort(rid, abort_all, INFO_TIMEOUT)
             return
         raise_for(self._transport.post(AbortReq.route, {"rid": rid, "abort_all": abort_all}, INFO_TIMEOUT))
+
+    def close_session(self, session_id: str) -> None:
+        if self._attached is None:
+            raise_for(self._transport.post(CLOSE_SESSION, {"session_id": session_id}, INFO_TIMEOUT))
+
+    async def async_close_session(self, session_id: str) -> None:
+        if self._attached is None:
+            await self._transport.async_post(CLOSE_SESSION, {"session_id": session_id}, INFO_TIMEOUT)
 
     def get_server_info(self) -> ServerInfo:
         if self._attached is not None:

@@ -45,12 +45,12 @@ def encode(body: Any) -> bytes:
 
 
 def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
-    """Return `body` of a `/generate` request, with `columnar` set where columns can express the reply.
+    """Return a copy of `body` of a `/generate` request, with `columnar` set where columns can express the reply.
 
     A columnar reply is a fifth as long; `read_result` turns it into the same result.
     """
     if body.get("return_text_in_logprobs") or body.get("return_sampling_mask"):
-        return body
+        return dict(body)
     return body | {"columnar": True}
 
 

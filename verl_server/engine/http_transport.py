@@ -36,6 +36,7 @@ from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
 _GENERATE = "/generate"
+CLOSE_SESSION = "/close_session"
 INFO_TIMEOUT = 30.0
 """Seconds to wait for the answer to a short request: information or an abort."""
 _EXIT_WAIT = 5.0
@@ -144,9 +145,11 @@ class HttpTransport:
         raise_for(response)
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-        body = ask_for_columns(body)
-        # A server of another project, which sends no id of its run, takes JSON only.
-        prompt, body = pack_prompt(body) if self._instance.id is not None else (b"", body)
+        body, prompt = ask_for_columns(body), b""
+        if self._instance.id is not None:
+            prompt, body = pack_prompt(body)
+        else:  # a server of another project takes JSON only, and may understand something else by a session
+            body.pop("session_id", None)
         request = self._request(self._api_key, body, timeout)
         request["headers"]["Accept"] = MSGPACK
         if prompt:
@@ -170,6 +173,10 @@ class HttpTransport:
     def post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
         """Send a POST request to a control route, with the admin key."""
         return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
+
+    async def async_post(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        """Send a POST request to a control route on the running event loop. Raise the error of an error answer."""
+        await self._async_exchange(path, self._request(self._control_key, body, timeout), timeout)
 
     def info_of_any_run(self) -> tuple[str | None, ServerInfo]:
         """Return the id of the server's current run (None if it sends no id) and its `/server_info`."""

@@ -108,6 +108,15 @@ class Engine(EngineBase):
 
         self.tokenizer_manager.run_sync(abort(), timeout=30)
 
+    def close_session(self, session_id: str) -> None:
+        self.tokenizer_manager.run_sync(self._close_session(session_id), timeout=30)
+
+    async def async_close_session(self, session_id: str) -> None:
+        await self.tokenizer_manager.run_async(self._close_session(session_id))
+
+    async def _close_session(self, session_id: str) -> None:
+        self.tokenizer_manager.finish_hint(session_id)
+
     def get_server_info(self) -> ServerInfo:
         manager = self.tokenizer_manager
         return cast(ServerInfo, manager.run_sync(self._info.server_info_dict(), timeout=30))

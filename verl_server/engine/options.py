@@ -40,6 +40,10 @@ class GenerateOptions(TypedDict, total=False):
     `cache_salt`."""
     cache_salt: str | list[str | None] | None
     """A second part of the namespace of the prefix cache."""
+    session_id: str | list[str | None] | None
+    """Session of the request: a hint for the prefix cache, which changes no output. Send one id, of at most 128
+    characters, with every turn of a conversation, and call `close_session` after the last. A server of another project
+    does not receive it."""
     priority: int | None
     """Requests of a larger priority leave the waiting queue first; default: 0."""
     truncate_prompt_tokens: int | None

@@ -196,6 +196,10 @@ class VerlEngine:
         """Abort the request `rid`, or all requests; see `EngineBase.abort_request`."""
         self._forward(EngineBase.abort_request, rid, abort_all)
 
+    def close_session(self, session_id: str) -> None:
+        """Note that no request with this `session_id` follows; see `EngineBase.close_session`."""
+        self._forward(EngineBase.close_session, session_id)
+
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop generation until `continue_generation`; see `EngineBase.pause_generation`."""
         self._forward(EngineBase.pause_generation, mode)

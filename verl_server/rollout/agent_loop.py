@@ -32,6 +32,12 @@ T = TypeVar("T")
 
 OnFinish = Callable[[Trajectory], None]
 
+_GENERATING = (StopReason.GENERATION_ERROR, StopReason.STRAGGLER, StopReason.TIME_LIMIT)
+"""Reasons for which a generation of the episode may have been cut."""
+_ABORT_DELAY = 0.2
+"""Seconds in which the server notices that a generation was cut. If it noticed that after the end of the session, it
+would take the cut generation for a turn that may be continued."""
+
 
 class Rollout(msgspec.Struct, kw_only=True):
     """The result of one run."""
@@ -98,7 +104,6 @@ class AgentLoop:
         """`run`, awaited in the caller's event loop."""
         clock = _Clock()
         slots = asyncio.Semaphore(self._max_concurrency or max(1, len(tasks)))
-        server = HealedServer(self.engine, self.limits.restart_timeout)
         watch = StragglerWatch(self.limits, len(tasks))
 
         async def play(task: Task) -> Trajectory:
@@ -108,12 +113,14 @@ class AgentLoop:
                 episode.trajectory.events.append(Event("queue", 0.0, waited))
                 with watch.playing(episode):
                     trajectory = await episode.play(server)
+            _close_session(server, episode)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
 
-        with watch:
-            trajectories = await _all(play(task) for task in tasks)
+        async with HealedServer(self.engine, self.limits.restart_timeout) as server:
+            with watch:
+                trajectories = await _all(play(task) for task in tasks)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
     # -- in lock step ---------------------------------------------------------------------------------------
@@ -130,35 +137,38 @@ class AgentLoop:
         clock = _Clock()
         size = self._max_concurrency or max(1, len(tasks))
         trajectories: list[Trajectory] = []
-        for start in range(0, len(tasks), size):
-            episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
-            try:
-                await self._play_lockstep(episodes, clock)
-            finally:
-                await _all(episode.close() for episode in episodes)
-            trajectories += [episode.trajectory for episode in episodes]
+        async with HealedServer(self.engine, self.limits.restart_timeout) as server:
+            for start in range(0, len(tasks), size):
+                episodes = [self._episode(task, clock) for task in tasks[start : start + size]]
+                try:
+                    await self._play_lockstep(server, episodes, clock)
+                finally:
+                    for episode in episodes:
+                        _close_session(server, episode)
+                    await _all(episode.close() for episode in episodes)
+                trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
             if on_finish is not None:
                 on_finish(trajectory)
         return self._checked(Rollout(trajectories=trajectories, seconds=clock()))
 
-    async def _play_lockstep(self, episodes: list[Episode], clock: Callable[[], float]) -> None:
+    async def _play_lockstep(self, server: HealedServer, episodes: list[Episode], clock: Callable[[], float]) -> None:
         await _all(episode.open() for episode in episodes)
         while alive := [episode for episode in episodes if not episode.is_over]:
             pending = alive
             while pending:
-                results = await self._generate_batch(pending, clock)
+                results = await self._generate_batch(server, pending, clock)
                 pending = [s for s, result in zip(pending, results, strict=True) if not s.accept(result)]
             await _all(episode.act() for episode in alive)
 
-    async def _generate_batch(self, episodes: list[Episode], clock: Callable[[], float]) -> Any:
+    async def _generate_batch(self, server: HealedServer, episodes: list[Episode], clock: Callable[[], float]) -> Any:
         start = clock()
         requests = [episode.request() for episode in episodes]
-        server = HealedServer(self.engine, self.limits.restart_timeout)
         results = await server.async_generate(
             input_ids=[request["input_ids"] for request in requests],
             sampling_params=[request["sampling_params"] for request in requests],
             return_logprob=True,
+            session_id=[request["session_id"] for request in requests],
             timeout=self.limits.generate_timeout,
         )
         for episode in episodes:
@@ -201,6 +211,12 @@ def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
     if longest_input is None:
         return context_length
     return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
+
+
+def _close_session(server: HealedServer, episode: Episode) -> None:
+    """Note at the server, in the background, that the episode has ended."""
+    may_run = episode.trajectory.stop_reason in _GENERATING
+    server.close_session(episode.session_id, _ABORT_DELAY if may_run else 0.0)
 
 
 class _Clock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Generator(Protocol):
         input_ids: Any = None,
         *,
         return_logprob: Any = False,
+        session_id: Any = None,
         timeout: float | None = None,
     ) -> Any: ...
 
@@ -102,6 +104,8 @@ class Episode:
     ) -> None:
         """`capacity` is the length of the longest sequence that the server can hold, in tokens."""
         self.trajectory = Trajectory(task=task)
+        self.session_id = secrets.token_hex(16)
+        """Random name of this attempt at the task. Each generation has it: the server knows the turns of an episode."""
         self._environment = environment
         self._renderer = renderer
         self._sampling_params = sampling_params
@@ -210,14 +214,14 @@ class Episode:
             await asyncio.sleep(_RESUME_PAUSE)
 
     def request(self) -> dict[str, Any]:
-        """`input_ids` (all tokens so far, as they are) and `sampling_params` of the next generation."""
+        """`input_ids` (all tokens so far, as they are), `sampling_params` and `session_id` of the next generation."""
         trajectory = self.trajectory
         left_in_turn = self._limits.max_new_tokens - len(trajectory.action_tokens())
         left = self._capacity - len(trajectory.tokens)
         sampling = self._sampling_params | {"max_new_tokens": min(left_in_turn, left)}
         if trajectory.task.sampling_seed is not None:
             sampling["sampling_seed"] = trajectory.task.sampling_seed
-        return {"input_ids": list(trajectory.tokens), "sampling_params": sampling}
+        return {"input_ids": list(trajectory.tokens), "sampling_params": sampling, "session_id": self.session_id}
 
     def accept(self, result: dict[str, Any]) -> bool:
         """Append what was sampled. Returns False if the generation was aborted before its end and must be resumed."""

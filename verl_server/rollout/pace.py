@@ -7,6 +7,7 @@ that both runs sample the same tokens.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,12 +81,14 @@ async def _replay(engine: EngineBase, trajectories: Sequence[Trajectory]) -> flo
     """Seconds for generating every turn again, without environments. The turns of an episode stay in order."""
 
     async def turns(trajectory: Trajectory) -> None:
+        session_id = secrets.token_hex(16)  # as in an episode, so that the cache works as well
         for turn in trajectory.turns:
             start, end = turn.action_span
             await engine.async_generate(
                 input_ids=trajectory.tokens[:start],
                 sampling_params={"max_new_tokens": end - start, "ignore_eos": True},
                 return_logprob=True,
+                session_id=session_id,
             )
 
     start = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,21 @@ def test_a_failed_update_in_place_stays_paused(start: Start) -> None:
         server.answers["/continue_generation"] = (200, {})
         adapter.update_weights_from_disk("/folder")
     assert server.called == ["/pause_generation", *update, *update, "/continue_generation"]
+
+
+def test_a_session_stays_here(start: Start) -> None:
+    """SGLang 0.5.23 takes one id for a whole batch, and keeps what its own cache knows of a session until its end."""
+    result = {"text": "", "output_ids": [1], "meta_info": {}}
+    server = start(
+        {"/server_info": (200, {"version": "0.5.23", "internal_states": [{}]}), "/generate": (200, [result, result])}
+    )
+    with HttpServerEngineAdapter.attach(server.url) as adapter:
+        adapter.generate(input_ids=[[5], [6]], session_id=["a", "b"])
+        asyncio.run(adapter.async_generate(input_ids=[[5], [6]], session_id="a"))
+        adapter.close_session("a")
+        asyncio.run(adapter.async_close_session("b"))
+    assert server.called == ["/generate"] * 2
+    assert all(body["input_ids"] == [[5], [6]] and "session_id" not in body for _, body in server.posted)
 
 
 @pytest.mark.usefixtures("shared_files")

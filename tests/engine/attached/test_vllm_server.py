@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -183,6 +184,15 @@ def test_memory_is_released_together(adapter: HttpServerEngineAdapter, server: F
     adapter.resume_memory_occupation(["weights"])
     adapter.resume_memory_occupation(["kv_cache"])
     assert server.called == ["/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+
+
+def test_a_session_stays_here(adapter: HttpServerEngineAdapter, server: FakeServer) -> None:
+    adapter.generate(["x", "y"], session_id=["a", "b"])
+    asyncio.run(adapter.async_generate("x", session_id="a"))
+    assert len(server.posted) == 3 and not any("session" in name for _, body in server.posted for name in body)
+    adapter.close_session("a")
+    asyncio.run(adapter.async_close_session("b"))
+    assert len(server.posted) == 3
 
 
 def test_options_that_cannot_be_expressed_are_refused(adapter: HttpServerEngineAdapter) -> None:

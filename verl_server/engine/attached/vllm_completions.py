@@ -32,6 +32,8 @@ _OPTIONS = {
     "truncate_prompt_tokens",
 }
 """Options of `/generate` that vLLM's route can express."""
+_HINTS = ("session_id",)
+"""Options of `/generate` that change no output."""
 _THREADS = 64
 """Most requests of one batch that run at a time."""
 
@@ -85,7 +87,8 @@ _STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous
 
 
 def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one body for each prompt. A list has one entry for each prompt."""
+    """Return one body for each prompt, without the hints that vLLM does not know. A list has one entry for each."""
+    body = {name: value for name, value in body.items() if name not in _HINTS}
     prompts = body.get("input_ids", body.get("text"))
     if ("input_ids" in body) == ("text" in body):
         raise BadRequestError("Give either a prompt or input_ids.")

@@ -43,6 +43,9 @@ def generate_request(
 ) -> dict[str, Any]:
     """Return the keywords of `async_generate` for one call of verl. The caller's dict is not changed.
 
+    The request has no `session_id`, because `request_id` names no conversation. verl's `LLMServerClient` sends a new id
+    for each turn or, with `full_determinism`, the same ids in each step.
+
     `context_length` is the most tokens in prompt and output together. Raises BadRequestError for an unknown sampling
     parameter and for a prompt that is too long.
     """
