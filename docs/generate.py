@@ -205,7 +205,10 @@ def http_page(site: Site) -> None:
         "`/metrics`; in `sampling_params` it is refused. Answers are JSON where nothing else is said."
     )
     headers = importlib.import_module("verl_server.server.routing_headers").__doc__ or ""
-    page.add("Headers: " + prose(headers.partition("\n\n")[2]) + " Each answer has `X-Verl-Instance`.")
+    page.add(
+        "Headers: " + prose(headers.partition("\n\n")[2]) + " `X-Verl-Prompt-Bytes` announces "
+        "[binary prompts](#binary-prompts). Each answer has `X-Verl-Instance`."
+    )
     groups: dict[str, list[Operation]] = {}
     for operation in mounted_operations():
         groups.setdefault(operation.handler.__module__, []).append(operation)
@@ -219,6 +222,8 @@ def http_page(site: Site) -> None:
     page.add("## Refused fields", "Known fields that are refused, or have no effect: [fields](fields.md).")
     page.add("## Errors", prose(site.package.module("verl_server.errors").doc))
     page.add(prose(site.package.module("verl_server.server.responses").doc.partition("\n\n")[2]))
+    packed = site.package.module("verl_server.server.packed_prompts").doc
+    page.add("## Binary prompts", prose(packed.partition("\n\n")[2]))
     columns = site.package.module("verl_server.columns").doc
     page.add(
         "## Replies in columns",
@@ -319,7 +324,8 @@ def prose(docstring: str) -> str:
 
 def _block(match: re.Match[str]) -> str:
     lines = [line.removeprefix("    ") for line in match[1].strip("\n").split("\n")]
-    return "\n```\n" + "\n".join(lines) + "\n```"
+    language = "python" if lines[0].startswith("import ") else ""
+    return f"\n```{language}\n" + "\n".join(lines) + "\n```"
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -31,7 +31,9 @@ EXPECTED_INSTANCE_HEADER = "X-Verl-Expected-Instance"
 
 PROMPT_HEADER = "X-Verl-Prompt-Bytes"
 """Header of a `/generate` request: the body begins with this many bytes of token ids (little-endian int32), which are
-the prompt. The JSON object comes after them."""
+the prompts. The JSON object comes after them. `server.packed_prompts` has the whole wire."""
+PROMPT_JSON_BYTES = 128 * 1024
+"""Most bytes of the JSON object in a request with `PROMPT_HEADER`."""
 
 # -- generation ---------------------------------------------------------------------------------------------
 

@@ -157,6 +157,7 @@ VLLM_VALUES: dict[str, Any] = {"output_kind": 2}
 ELSEWHERE = {
     "chat_template": "tests/chat: only templates that the operator listed are accepted",
     "previous_response_id": "tests/server/sessions: it names a response of a session",
+    "prompt_lengths": "tests/server/test_packed_prompt.py: it needs a header",
     "session_params": "tests/server/sessions: it names a session",
     "update_info": "tests/server/dialects/vllm: the transfer must be initialized before",
 }

@@ -19,7 +19,7 @@ from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
 from verl_server.engine.http_connection import Answer
 from verl_server.errors import BadRequestError, VerlServerError, error_for_status
-from verl_server.io_struct import ControlReply
+from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES, ControlReply
 
 _FAULTS = (
     "ServerDiedError",
@@ -33,7 +33,7 @@ _FAULTS = (
 )
 """Error classes that `control_reply` raises. Any other class is a refusal by the scheduler and becomes a reply."""
 _LONG_PROMPT = 1024
-"""Fewest ids of a prompt that is sent as int32."""
+"""Fewest ids, in all prompts of a request, that are sent as int32."""
 
 
 def encode(body: Any) -> bytes:
@@ -54,18 +54,35 @@ def ask_for_columns(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"columnar": True}
 
 
-def pack_prompt(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    """Return (the prompt's ids as int32, the rest of the body) for a long prompt of ids; (b"", body) for any other.
+def generate_content(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """Return (content, headers) of a `/generate` request to verl-server: JSON, after int32 if the prompts are long."""
+    packed, rest = pack_prompts(body)
+    if packed and len(content := encode(rest)) <= PROMPT_JSON_BYTES:
+        return packed + content, {PROMPT_HEADER: str(len(packed))}
+    return encode(body), {}
 
-    A long list of ids takes milliseconds to write and to read as JSON.
+
+def pack_prompts(body: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """Return (the prompts' ids as int32, the rest of the body) for many ids; (b"", body) for any other body.
+
+    The ids are those of one prompt or of a batch. A long list of ids takes milliseconds to write and to read as JSON.
     """
     ids, params = body.get("input_ids"), body.get("sampling_params")
-    if not isinstance(ids, list) or len(ids) < _LONG_PROMPT or not isinstance(ids[0], int):
+    each = params if isinstance(params, list) else [params]
+    if any(isinstance(one, dict) and one.get("stop_regex") for one in each):
+        return b"", body  # long patterns are compiled in other processes
+    if not isinstance(ids, list) or not ids:
         return b"", body
-    if isinstance(params, dict) and params.get("stop_regex"):  # long patterns are compiled in other processes
-        return b"", body
+    rest = {name: value for name, value in body.items() if name != "input_ids"}
     try:
-        return columns.ids(ids), {name: value for name, value in body.items() if name != "input_ids"}
+        if isinstance(ids[0], int):
+            return (columns.ids(ids), rest) if len(ids) >= _LONG_PROMPT else (b"", body)
+        if not all(isinstance(prompt, list) and prompt for prompt in ids):
+            return b"", body
+        lengths = [len(prompt) for prompt in ids]
+        if sum(lengths) < _LONG_PROMPT:
+            return b"", body
+        return b"".join(map(columns.ids, ids)), rest | {"prompt_lengths": lengths}
     except struct.error:  # not all are ids: the server says which
         return b"", body
 

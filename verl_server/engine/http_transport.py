@@ -20,7 +20,14 @@ import orjson
 
 from verl_server.columns import MSGPACK, unpack
 from verl_server.engine.base import Result
-from verl_server.engine.http_answers import FrameReader, ask_for_columns, encode, pack_prompt, raise_for, read_result
+from verl_server.engine.http_answers import (
+    FrameReader,
+    ask_for_columns,
+    encode,
+    generate_content,
+    raise_for,
+    read_result,
+)
 from verl_server.engine.http_clients import CONNECT_TIMEOUT, KEEP_ALIVE_OPTIONS, HttpClients
 from verl_server.engine.http_connection import Answer, ControlConnections
 from verl_server.engine.server_instance import ServerInstance
@@ -31,7 +38,7 @@ from verl_server.errors import (
     UnansweredError,
     VerlServerError,
 )
-from verl_server.io_struct import INSTANCE_HEADER, PROMPT_HEADER
+from verl_server.io_struct import INSTANCE_HEADER
 from verl_server.ipc.child_process import ChildProcess, describe_exit
 from verl_server.results import GenerateResult, ServerInfo
 
@@ -145,16 +152,14 @@ class HttpTransport:
         raise_for(response)
 
     def _generate_request(self, body: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-        body, prompt = ask_for_columns(body), b""
+        body = ask_for_columns(body)
         if self._instance.id is not None:
-            prompt, body = pack_prompt(body)
+            content, headers = generate_content(body)
         else:  # a server of another project takes JSON only, and may understand something else by a session
             body.pop("session_id", None)
-        request = self._request(self._api_key, body, timeout)
-        request["headers"]["Accept"] = MSGPACK
-        if prompt:
-            request["headers"][PROMPT_HEADER] = str(len(prompt))
-            request["content"] = prompt + request["content"]
+            content, headers = encode(body), {}
+        request = self._request(self._api_key, content, timeout)
+        request["headers"] |= headers | {"Accept": MSGPACK}
         return request
 
     # -- control and info -----------------------------------------------------------------------------------
@@ -196,15 +201,15 @@ class HttpTransport:
         self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
         return answer
 
-    def _request(self, key: str | None, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
-        """Return the keyword arguments of an httpx request: headers, timeout, and `body` as JSON."""
+    def _request(self, key: str | None, body: dict[str, Any] | bytes | None, timeout: float | None) -> dict[str, Any]:
+        """Return the keyword arguments of an httpx request: headers, timeout, and `body` as JSON unless it is bytes."""
         headers = self._instance.headers()
         if key:
             headers["Authorization"] = f"Bearer {key}"
         request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
         if body is not None:
             headers["Content-Type"] = "application/json"
-            request["content"] = encode(body)
+            request["content"] = body if isinstance(body, bytes) else encode(body)
         return request
 
     @contextlib.contextmanager

@@ -54,7 +54,9 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     text: str | list[str] | None = None
     """The prompt as text. Set exactly one of `text` and `input_ids`."""
     input_ids: list[int | list[int]] | None = None
-    """The prompt as token ids."""
+    """The prompt as token ids. With the header `X-Verl-Prompt-Bytes`, they are int32 before the JSON instead."""
+    prompt_lengths: list[int] | None = None
+    """With the header `X-Verl-Prompt-Bytes`, the number of token ids of each prompt of a batch. Refused without it."""
     sampling_params: Any = None
     """The fields of `SamplingParams`, or a list of such objects."""
     rid: str | list[str] | None = None
@@ -172,6 +174,11 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts: either texts or lists of token ids. Raise BadRequestError if there is none."""
+        if self.prompt_lengths is not None:
+            raise BadRequestError(
+                f"prompt_lengths needs the header {PROMPT_HEADER}, and the token ids before the JSON. Otherwise, send "
+                "input_ids instead."
+            )
         if (self.text is None) == (self.input_ids is None):
             given = "Both were given" if self.text is not None else "Neither was given"
             raise BadRequestError(f"Either text, input_ids or input_embeds should be provided. {given}.")
@@ -352,33 +359,6 @@ def read_prompts(tools: TextTools, request: GenerateReqInput) -> ReadRequest:
         prompts=tools.prompts(given, request.kept_tokens(len(given), tools.bounds)),
         is_single=request.is_single,
     )
-
-
-def split_prompt(header: str, body: bytes) -> tuple[bytes, bytes]:
-    """Return (token ids as int32, JSON) of a body that begins with the prompt. `header`: value of `PROMPT_HEADER`."""
-    size = int(header) if header.isascii() and header.isdigit() and len(header) < 16 else 0
-    if not 0 < size <= len(body) or size % 4:
-        raise BadRequestError(
-            f"{PROMPT_HEADER} is {header!r}, but must be the number of bytes of int32 token ids at the beginning of "
-            f"the body, which has {len(body)} bytes."
-        )
-    return body[:size], body[size:]
-
-
-def read_packed(tools: TextTools, ids: bytes, body: bytes) -> ReadRequest:
-    """Do the same as `read_generate` for a prompt that came as int32 beside the JSON."""
-    raw = parse_json(body)
-    request = GenerateReqInput.parse(raw)
-    if request.text is not None or request.input_ids is not None:
-        raise BadRequestError(f"With {PROMPT_HEADER}, the prompt comes before the JSON: leave out text and input_ids.")
-    patterns = request.stop_regex()
-    tools.check_regex_place(patterns)
-    (keep,) = request.kept_tokens(1, tools.bounds)
-    read = ReadRequest(request=request, prompts=[tools.prompt(ids, keep)], is_single=True)
-    for pattern in patterns:
-        StopRegexes([pattern])
-    read.unknown_fields = len(unknown_fields(raw))
-    return read
 
 
 GENERATE = Job("generate", read_generate, ReadRequest)

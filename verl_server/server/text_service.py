@@ -16,10 +16,11 @@ import msgspec
 
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError
-from verl_server.io_struct import PROMPT_HEADER
-from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_packed, read_prompts
+from verl_server.io_struct import PROMPT_HEADER, PROMPT_JSON_BYTES
+from verl_server.server.generate_request import GenerateReqInput, ReadRequest, read_prompts
 from verl_server.server.grammar_checks import GRAMMARS, GrammarChecks
 from verl_server.server.limits import Limits
+from verl_server.server.packed_prompts import read_packed
 from verl_server.server.text_tools import ENCODE, Job, ModelBounds, NeedsWorkerError, TextTools
 from verl_server.server.text_workers import TextWorkers
 from verl_server.server.tokenizer import ModelText
@@ -28,7 +29,7 @@ from verl_server.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
-_MOST_BODY_ON_LOOP = 128 * 1024
+_MOST_BODY_ON_LOOP = PROMPT_JSON_BYTES
 """Bytes of the largest JSON body that is parsed on the loop, which takes at most 5 ms."""
 _MOST_TEXT_ON_LOOP = 8 * 1024
 """Characters of the longest text that is tokenized on the loop, which takes at most 5 ms."""
@@ -69,15 +70,15 @@ class TextService:
         """Return the result of `job` on a request's body. Raise the job's error, or an error of `TextWorkers.run`."""
         return await (self._long if len(body) > _LONG_BODY else self._short).run(job, body)
 
-    def read_packed(self, ids: bytes, body: bytes) -> ReadRequest:
-        """Read a request whose prompt came as int32 beside the JSON `body`. That takes less than a millisecond."""
-        if len(body) > _MOST_BODY_ON_LOOP:
+    async def read_packed(self, ids: memoryview, body: bytes) -> ReadRequest:
+        """Read a request whose prompts came as int32 beside the JSON `body`. The ids of a prompt take microseconds."""
+        if len(body) > PROMPT_JSON_BYTES:
             raise BadRequestError(
-                f"With {PROMPT_HEADER}, the JSON may have {_MOST_BODY_ON_LOOP} bytes, not {len(body)}: send the whole "
+                f"With {PROMPT_HEADER}, the JSON may have {PROMPT_JSON_BYTES} bytes, not {len(body)}: send the whole "
                 "request as JSON."
             )
         try:
-            return read_packed(self._on_loop, ids, body)
+            return await read_packed(self._on_loop, ids, body)
         except NeedsWorkerError:
             raise BadRequestError(
                 f"These stop_regex patterns are too long for a request with {PROMPT_HEADER}: send the whole request as "

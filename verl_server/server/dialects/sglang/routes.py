@@ -20,9 +20,10 @@ from verl_server.io_struct import PROMPT_HEADER
 from verl_server.results import GenerateResult
 from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELDS
-from verl_server.server.generate_request import GENERATE, GenerateReqInput, split_prompt
+from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation
 from verl_server.server.json_body import MalformedBodyError
+from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
@@ -84,7 +85,7 @@ class NativeApi:
         try:
             self._manager.check_serving()
             if (packed := request.headers.get(PROMPT_HEADER)) is not None:
-                read = self._manager.text.read_packed(*split_prompt(packed, body))
+                read = await self._manager.text.read_packed(*split_prompt(packed, body))
             else:
                 read = await run_job(request, self._manager.text, GENERATE, body)
             self._manager.metrics.fields_ignored("/generate", read.unknown_fields)
