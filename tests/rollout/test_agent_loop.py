@@ -146,28 +146,6 @@ def test_a_server_that_refuses_the_hint_gets_it_once(error: Exception, sent: int
     assert len(engine.closed) == sent
 
 
-def test_a_cut_generation_ends_before_its_session() -> None:
-    """The server must notice the cut first, or it takes the generation for a turn that may be continued."""
-    order: list[str] = []
-
-    class Cut(WaitingEngine):
-        async def async_generate(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-            try:
-                return await super().async_generate(*args, **kwargs)
-            except asyncio.CancelledError:
-                asyncio.get_running_loop().call_later(0.1, order.append, "noticed")
-                raise
-
-        async def async_close_session(self, session_id: str) -> None:
-            order.append("closed")
-
-    environments = [FakeEnvironment(says("s"))]
-    limits = Limits(trajectory_timeout=0.05)
-    with AgentLoop(Cut("s"), lambda: environments.pop(0), WordRenderer(), limits=limits) as loop:
-        assert loop.run([Task(seed=0)]).trajectories[0].stop_reason is StopReason.TIME_LIMIT
-    assert order == ["noticed", "closed"]
-
-
 def test_concurrency_is_bounded() -> None:
     engine = FakeEngine()
     with AgentLoop(engine, episode, WordRenderer(), max_concurrency=3) as loop:

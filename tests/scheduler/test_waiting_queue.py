@@ -328,6 +328,26 @@ def test_the_pages_of_a_finished_session_are_evicted_first() -> None:
     assert cache.match(prompt(2, 21), 21).depth == 0 and cache.match(prompt(1, 21), 21).depth == 5
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_session_may_finish_before_its_last_request_has_ended(runs: bool) -> None:
+    h = Harness(num_pages=64, chunked_prefill_size=64)
+    h.add("old", prompt(1, 21), 4, session_id="old")
+    h.run()
+    h.add("last", prompt(2, 21), 40, session_id="finished")
+    h.steps(3 * runs)
+    h.scheduler.handle(FinishSessionReq(session_id="finished"))
+    h.abort("last")
+    h.run()
+    h.add("aborted later", prompt(3, 21), 4, session_id="finished too")
+    h.steps(1)
+    h.scheduler.handle(FinishSessionReq(session_id="finished too"))
+    h.run()
+    planner = h.scheduler.planner
+    assert len(planner._histories) == 1, "nothing is remembered of the sessions that ended"
+    planner.cache.evict(5)
+    assert planner.cache.match(prompt(1, 21), 21).depth == 5 > planner.cache.match(prompt(3, 21), 21).depth
+
+
 def test_the_turn_of_a_session_is_known_although_its_pages_were_evicted() -> None:
     h = busy()
     planner = h.scheduler.planner

@@ -32,12 +32,6 @@ T = TypeVar("T")
 
 OnFinish = Callable[[Trajectory], None]
 
-_GENERATING = (StopReason.GENERATION_ERROR, StopReason.STRAGGLER, StopReason.TIME_LIMIT)
-"""Reasons for which a generation of the episode may have been cut."""
-_ABORT_DELAY = 0.2
-"""Seconds in which the server notices that a generation was cut. If it noticed that after the end of the session, it
-would take the cut generation for a turn that may be continued."""
-
 
 class Rollout(msgspec.Struct, kw_only=True):
     """The result of one run."""
@@ -113,7 +107,7 @@ class AgentLoop:
                 episode.trajectory.events.append(Event("queue", 0.0, waited))
                 with watch.playing(episode):
                     trajectory = await episode.play(server)
-            _close_session(server, episode)
+            server.close_session(episode.session_id)
             if on_finish is not None:
                 on_finish(trajectory)
             return trajectory
@@ -144,7 +138,7 @@ class AgentLoop:
                     await self._play_lockstep(server, episodes, clock)
                 finally:
                     for episode in episodes:
-                        _close_session(server, episode)
+                        server.close_session(episode.session_id)
                     await _all(episode.close() for episode in episodes)
                 trajectories += [episode.trajectory for episode in episodes]
         for trajectory in trajectories:
@@ -211,12 +205,6 @@ def _sequence_capacity(scheduler_info: SchedulerInfo) -> int:
     if longest_input is None:
         return context_length
     return min(context_length, int(longest_input) + 1)  # the last sampled token needs no place in the KV cache
-
-
-def _close_session(server: HealedServer, episode: Episode) -> None:
-    """Note at the server, in the background, that the episode has ended."""
-    may_run = episode.trajectory.stop_reason in _GENERATING
-    server.close_session(episode.session_id, _ABORT_DELAY if may_run else 0.0)
 
 
 class _Clock:

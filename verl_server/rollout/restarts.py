@@ -76,19 +76,18 @@ class HealedServer:
                 deadline = deadline or time.monotonic() + self._restart_timeout
                 await self._until_healed(engine, knew, deadline, error)
 
-    def close_session(self, session_id: str, delay: float = 0.0) -> None:
-        """Note at the server, `delay` seconds from now, that the session has ended. Returns at once, without an error.
+    def close_session(self, session_id: str) -> None:
+        """Note at the server, in the background, that the session has ended. Returns at once, without an error.
 
         The server's cache keeps its pages better with this hint. A server that refuses it is not sent another one.
         """
         if not self._refuses_closes:
-            task = asyncio.ensure_future(self._close_session(session_id, delay))
+            task = asyncio.ensure_future(self._close_session(session_id))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _close_session(self, session_id: str, delay: float) -> None:
+    async def _close_session(self, session_id: str) -> None:
         try:
-            await asyncio.sleep(delay)
             async with asyncio.timeout(_CLOSE_TIMEOUT):
                 await self._engine.async_close_session(session_id)
         except Exception as error:

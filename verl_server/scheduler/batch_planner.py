@@ -21,6 +21,7 @@ If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -99,8 +100,10 @@ class BatchPlanner:
         self.waiting.add(req)
 
     def finish_session(self, session_id: str) -> None:
-        """Note that no request will continue the session."""
+        """Note that no request will continue the session, not even those of its requests that still wait or run."""
         self._histories.finish(session_id)
+        for req in itertools.chain(self.running, self.waiting):
+            req.session_over = req.session_over or req.session_id == session_id
 
     def remove(self, req: Req, *, cache: bool = True) -> None:
         """Remove a waiting or running request. `cache=False` keeps its newest pages out of the prefix cache."""
@@ -462,6 +465,8 @@ class BatchPlanner:
         now = self._clock()
         keep_until = self._histories.end_turn(req, req.node, now) if ended else now
         self.cache.unlock(req.node, keep_until if self.waiting.by_prefix else 0.0)
+        if ended and req.session_over:
+            self.cache.finish(req.node)
         self.rows.free(req.row)
         self._step_bytes -= req.step_bytes
         req.row, req.node, req.pages, req.page_updates = -1, None, [], []

@@ -114,6 +114,7 @@ class Req:
         "rid",
         "row",
         "session_id",
+        "session_over",
         "sound_len",
         "spec",
         "started",
@@ -136,6 +137,8 @@ class Req:
         self.match: PageNode | None = None
         """The end of the prefix that the cache held when the `WaitingQueue` looked last."""
         self.session_id = message.session_id
+        self.session_over = False
+        """True if the session ended while the request waited or ran, so that no other one continues it."""
         self.turn = 0
         """Number of the turns that the request continues, as far as it is known."""
         self.namespace = message.namespace

@@ -61,6 +61,8 @@ class SessionHistories:
 
         Return the time until which the history is likely to be continued.
         """
+        if req.session_over:
+            return now
         ended = EndedTurn(req.turn + 1, now, len(req.prompt_ids))
         if node.parent is not None:
             node.ended = ended
