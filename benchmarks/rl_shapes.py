@@ -6,7 +6,8 @@
 The prefix cache is on, and each output token has its log-probability. Each setting is run twice and the second run is
 the figure. Plain sampling runs between the settings, and a share is relative to the runs before and after.
 `prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
-log-probabilities. `benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
+log-probabilities. `allocator_retries` says how often the allocator had to free its cache: each time costs milliseconds.
+`benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Setting:
 
     params: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] | None = None
+    """The settings under vLLM's names, if they differ. Empty: vLLM has no such setting."""
 
 
 SETTINGS = {
@@ -40,7 +43,9 @@ SETTINGS = {
     "min_p": Setting({"min_p": 0.05}),
     "repetition_penalty": Setting({"repetition_penalty": 1.05}),
     "presence_penalty": Setting({"presence_penalty": 0.5}),
+    "logit_bias": Setting({"logit_bias": {"7": 1.0, "8": -1.0}}, vllm={"logit_bias": {7: 1.0, 8: -1.0}}),
     "top_logprobs": Setting(options={"top_logprobs_num": 5}),
+    "token_ids_logprob": Setting(options={"token_ids_logprob": [3, 5, 7, 11, 13]}, vllm={}),
 }
 """Name -> settings, besides the workload's temperature and lengths. The others are compared to the first one."""
 PROMPTS = {"tiny": (8, 128), "0.6b": (64, 2048), "8b": (64, 2048)}
@@ -97,6 +102,9 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
             )
             report("prompts", without, "prompt tokens/s")
             report("prompt_logprobs", with_, "prompt tokens/s", of_plain=round(with_ / without, 3))
+        if args.device == "cuda":
+            (state,) = engine.get_server_info()["internal_states"]
+            report("allocator_retries", state["memory"]["allocator_retries"], "times since the start")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

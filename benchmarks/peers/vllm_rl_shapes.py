@@ -35,9 +35,13 @@ def main() -> None:
         work = make_workload(args.shape)
         plain = 0.0
         for name, setting in SETTINGS.items():
+            if setting.vllm == {}:
+                continue
             logprobs = setting.options.get("top_logprobs_num", 0)
             own = {"detokenize": False, "ignore_eos": True, "logprobs": logprobs, "temperature": work.temperature}
-            params = [vllm.SamplingParams(max_tokens=n, **own, **setting.params) for n in work.output_lens]
+            params = [
+                vllm.SamplingParams(max_tokens=n, **own, **(setting.vllm or setting.params)) for n in work.output_lens
+            ]
             rate = work.output_tokens / _seconds(llm, work.prompts, params, args.runs)
             plain = plain or rate
             _report(name, rate, "tokens/s", rate / plain)
