@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.fakes import Harness, prompt
+from verl_server.io_struct import FinishReq
 from verl_server.scheduler.headroom import Headroom
 
 
@@ -12,7 +13,8 @@ def test_it_rises_by_lost_pages_to_half_of_the_pool_and_falls_with_each_turn() -
     headroom = Headroom(1000)
     headroom.lost(100)
     assert headroom.pages == 100
-    headroom.turns_ended(693)
+    for _ in range(693):
+        headroom.turn_ended()
     assert headroom.pages == pytest.approx(50, abs=1)
     headroom.lost(900)
     assert headroom.pages == 500
@@ -66,3 +68,36 @@ def test_pages_that_episodes_take_from_each_other_raise_it_and_unused_ones_do_no
         h.add(f"short{i}", prompt(5, 8), 1)
         h.run()
     assert planner._headroom.pages < lost, "turns ended, and none lost its pages"
+
+
+def test_retractions_do_not_raise_it() -> None:
+    """A retracted request waits for its own pages, which others take. That is no episode that lost its history."""
+    h = Harness(num_pages=30, max_rows=8, chunked_prefill_size=256)
+    for i in range(8):
+        h.add(f"r{i}", prompt(i, 12), 40)
+    h.run()
+    assert h.scheduler.planner.num_retractions and h.scheduler.planner._headroom.pages == 0
+
+
+def test_turns_that_end_by_a_stop_string_lower_it() -> None:
+    h = Harness()
+    headroom = h.scheduler.planner._headroom
+    headroom.lost(10)
+    h.add("a", prompt(1, 9), 20)
+    h.steps(2)
+    h.scheduler.handle(FinishReq(rid="a"))
+    h.steps()
+    assert headroom._pages == pytest.approx(9.99)
+
+
+def test_what_is_kept_until_a_time_leaves_nothing_behind() -> None:
+    """Also while memory is never short, which is when nobody reads the count."""
+    h = Harness(num_pages=200, chunked_prefill_size=64)
+    history, planner = prompt(1, 21), h.scheduler.planner
+    for i in range(50):
+        h.clock.now += 1.0
+        h.add(f"r{i}", history, 2)
+        h.run()
+        history += h.tokens[f"r{i}"] + [5]
+    assert planner.returns.keep_seconds(3) > 0.0
+    assert len(planner.cache.kept._expiries) <= 2

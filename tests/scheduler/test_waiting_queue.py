@@ -264,6 +264,44 @@ def test_overdue_requests_start_one_after_the_other() -> None:
     assert order(h) == ["new0", "new1", "new2", "cached"]
 
 
+def test_the_backlog_of_one_priority_delays_no_overdue_request_of_another() -> None:
+    h = busy(schedule_max_age=64.0)
+    for i in range(5):
+        h.add(f"low{i}", prompt(5 + i, 9), 2)
+    h.add("high", prompt(20, 9), 2, priority=1)
+    h.clock.now += 64.0
+    queue = h.scheduler.planner.waiting
+    queue.age()
+    assert [req.rid for req in queue if req.overdue] == ["high", "low0"]
+    h.run()
+    assert not queue._young
+
+
+def test_a_long_backlog_becomes_overdue_faster() -> None:
+    h = busy(schedule_max_age=64.0)
+    for i in range(600):
+        h.add(f"new{i}", prompt(5 + i, 9), 2)
+    h.clock.now += 64.0
+    queue = h.scheduler.planner.waiting
+    queue.age()
+    assert [req.rid for req in queue if req.overdue] == ["new0", "new1", "new2"]
+
+
+def test_a_prompt_that_others_continue_too_is_no_history() -> None:
+    """Otherwise each new episode with a long system prompt would take the pages of running ones."""
+    h, _ = with_agent(wait=1.0, num_pages=50)
+    system = prompt(7, 40)
+    for i in range(2):
+        h.add(f"episode{i}", system + prompt(20 + i, 8), 2)
+    h.run()
+    h.add("other", prompt(3, 20), 30)
+    h.add("new", system + prompt(30, 8), 2)
+    h.add("again", system + prompt(20, 8) + h.tokens["episode0"] + [9], 2)
+    queue = h.scheduler.planner.waiting
+    requests = h.scheduler.requests
+    assert [queue.is_cached(requests[rid]) for rid in ("new", "again")] == [False, True]
+
+
 def with_dropped_output(seed: int, turns: int, h: Harness) -> None:
     """Play an agent that drops the first half of each output, such as its reasoning, from its history."""
     history = prompt(seed, 21)
@@ -291,6 +329,29 @@ def test_dropped_tokens_are_evicted_first() -> None:
     assert (cache.match(old, len(old)).depth, cache.match(new, len(new)).depth) == (9, 12)
     cache.evict(4)
     assert (cache.match(old, len(old)).depth, cache.match(new, len(new)).depth) == (5, 12)
+
+
+def test_a_session_continues_no_turn_of_another_one() -> None:
+    """Although its prompt begins with the whole prompt of the other one's turn."""
+    h = Harness(num_pages=80, chunked_prefill_size=64)
+    h.add("x", prompt(1, 24), 8, session_id="x")
+    h.run()
+    ended = h.scheduler.planner.cache.match(prompt(1, 24) + h.tokens["x"], 31)
+    assert ended.ended is not None
+    h.add("y", prompt(1, 24) + prompt(2, 20), 8, session_id="y")
+    assert h.scheduler.requests["y"].turn == 0 and ended.ended is not None
+    h.run()
+    h.add("no id", prompt(1, 24) + h.tokens["x"] + [5], 2)
+    assert h.scheduler.requests["no id"].turn == 0 and ended.ended is not None
+
+
+def test_the_last_tokens_of_a_prompt_count_although_they_fill_no_page() -> None:
+    h = Harness(num_pages=80, chunked_prefill_size=64)
+    h.add("x", [*prompt(1, 20), 6, 7], 10)
+    h.run()
+    h.add("other", [*prompt(1, 20), 6, 8, *prompt(2, 9)], 2)
+    h.add("next", [*prompt(1, 20), 6, 7, *h.tokens["x"][6:], *prompt(2, 9)], 2)
+    assert [h.scheduler.requests[rid].turn for rid in ("other", "next")] == [0, 1]
 
 
 def test_the_same_prompt_again_continues_nothing() -> None:

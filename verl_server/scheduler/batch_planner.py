@@ -120,7 +120,6 @@ class BatchPlanner:
             self._free(req, cache)
         if finished:
             self.running = [req for req in self.running if req.row >= 0]
-            self._headroom.turns_ended(len(finished))
 
     def retract(self, req: Req) -> None:
         """Put a running request back into the queue without KV. It keeps its tokens and log-probabilities.
@@ -440,7 +439,8 @@ class BatchPlanner:
             self.cache.kept.expire(self._clock())
             kept = self.cache.kept.count
             self.cache.evict(short)
-            self._headroom.lost(kept - self.cache.kept.count)
+            if not self._num_retracted:  # otherwise these are pages of retracted requests, which wait for them
+                self._headroom.lost(min(short, kept - self.cache.kept.count))
         taken = self.pages.alloc(count)
         req.page_updates.append((len(req.pages), taken))
         req.pages += taken
@@ -462,8 +462,11 @@ class BatchPlanner:
         if cache:
             self._share(req)
         self.pages.free(req.pages[req.num_shared :])
-        now = self._clock()
-        keep_until = self._histories.end_turn(req, req.node, now) if ended else now
+        now = keep_until = self._clock()
+        self.cache.kept.expire(now)
+        if ended:
+            self._headroom.turn_ended()
+            keep_until = self._histories.end_turn(req, req.node, now)
         self.cache.unlock(req.node, keep_until if self.waiting.by_prefix else 0.0)
         if ended and req.session_over:
             self.cache.finish(req.node)

@@ -34,6 +34,8 @@ class EndedTurn:
     """Time of its end, by the planner's clock."""
     prompt_len: int = 0
     """Number of tokens of its prompt."""
+    session_id: str = ""
+    """Session of its request; "" if none is known."""
 
 
 class _Share:

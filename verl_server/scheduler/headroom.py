@@ -33,6 +33,6 @@ class Headroom:
         """Note that so many kept pages were evicted, because other episodes needed them."""
         self._pages = min(self._most, self._pages + pages)
 
-    def turns_ended(self, count: int) -> None:
-        """Note that so many turns ended."""
-        self._pages *= _DECAY**count
+    def turn_ended(self) -> None:
+        """Note that a turn ended."""
+        self._pages *= _DECAY

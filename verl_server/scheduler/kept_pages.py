@@ -26,7 +26,7 @@ class KeptPages:
 
     def released(self, node: PageNode, until: float) -> None:
         """Note that one request fewer holds the path to `node`, whose pages have `until` as `keep_until` now."""
-        if until > self._now:
+        if until > self._now and node.parent is not None:
             self._pushes += 1
             heapq.heappush(self._expiries, (until, self._pushes, node))
         is_kept, count = until > self._now, 0

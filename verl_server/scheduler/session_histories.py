@@ -17,7 +17,7 @@ from verl_server.scheduler.page_node import PageNode
 from verl_server.scheduler.radix_cache import RadixCache
 from verl_server.scheduler.schedule_batch import Req
 
-_MOST_DROPPED = 4096
+_MOST_DROPPED = 1024
 """Bound on the pages between the end of a cached prefix and the end of the turn that a request continues."""
 _MOST_SESSIONS = 65536
 """Bound on the sessions that are remembered. Callers may choose a new id for each request."""
@@ -63,7 +63,7 @@ class SessionHistories:
         """
         if req.session_over:
             return now
-        ended = EndedTurn(req.turn + 1, now, len(req.prompt_ids))
+        ended = EndedTurn(req.turn + 1, now, len(req.prompt_ids), req.session_id)
         if node.parent is not None:
             node.ended = ended
         if req.session_id:
@@ -74,25 +74,37 @@ class SessionHistories:
         return now + self._returns.keep_seconds(ended.turn)
 
     def _continued_at(self, node: PageNode, req: Req) -> EndedTurn | None:
-        """Return the turn that `req` continues, whose cached prefix ends at `node`. Another one can't continue it.
-
-        If tokens of the turn's output were dropped, the whole prompt of that turn is cached, the request is longer, and
-        only one path leads on from `node`.
-        """
-        last = node
-        for _ in range(_MOST_DROPPED):
-            if last.ended is not None or len(last.children) != 1:
-                break
-            (last,) = last.children.values()
-        ended = last.ended
-        if ended is None:
+        """Return the turn that `req` continues, whose cached prefix ends at `node`. Another one can't continue it."""
+        last = node if node.ended is not None else self._end_below(node, req)
+        ended = None if last is None else last.ended
+        if last is None or ended is None or ended.session_id != req.session_id:
             return None
         if last is not node:
-            if node.depth < ended.prompt_len // self._cache.page_size or len(req.token_ids) <= ended.prompt_len:
-                return None
             self._cache.finish(last)
         last.ended = None
         return ended
+
+    def _end_below(self, node: PageNode, req: Req) -> PageNode | None:
+        """Return the end of the history that `req` continues if tokens of the last output were dropped from it.
+
+        Then only one path leads on from `node`, no request holds it, and the request begins with the whole prompt of
+        the turn that ended there.
+        """
+        if node.parent is None or len(node.children) != 1:
+            return None
+        (first,) = node.children.values()
+        last = first
+        for _ in range(_MOST_DROPPED):
+            if last.ended is not None or last.lock_ref or len(last.children) != 1:
+                break
+            (last,) = last.children.values()
+        ended = last.ended
+        if ended is None or last.lock_ref or len(req.token_ids) <= ended.prompt_len:
+            return None
+        cached = node.depth * self._cache.page_size
+        rest = max(0, ended.prompt_len - cached)
+        is_whole = rest < self._cache.page_size and first.key[:rest] == tuple(req.token_ids[cached : cached + rest])
+        return last if is_whole else None
 
     def finish(self, session_id: str) -> None:
         """Note that no request will continue the session. The pages of its history are evicted first."""

@@ -2,13 +2,14 @@
 
 The `BatchPlanner` adds requests, walks through the queue from the front, and removes the requests that it starts.
 Larger priorities come first. Within one priority, `fcfs` is the order of arrival. With `lpm` (longest prefix match)
-requests that were started before come first, then those that are overdue, oldest first, then those of which at least
-half is cached, and then the others; each of the two by the length of the cached prefix. A prefix is matched when its
+requests that were started before come first, then those that are overdue, oldest first, then those that continue a
+cached history, and then the others; each of the two by the length of the cached prefix. A prefix is matched when its
 request arrives, and only what the cache gained or lost is looked at later.
 
-A request becomes overdue when it has waited for `max_age`, but only one in each 64th part of `max_age`. If all of them
-became so at once, as when more episodes begin than can run, the order would be the order of arrival: the one in which
-each request evicts what the next one needs.
+A request becomes overdue when it has waited for `max_age`, but of each priority only one in each 64th part of
+`max_age`, or a 256th of those that have waited for so long. If all of them became so at once, as when more episodes
+begin than can run, the order would be the order of arrival: the one in which each request evicts what the next one
+needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from verl_server.scheduler.schedule_batch import Place, Req
 SchedulePolicy = Literal["lpm", "fcfs"]
 
 _OVERDUE_PARTS = 64
-"""Parts of `max_age`, in each of which one request may become overdue."""
+"""Parts of `max_age`, in each of which one request of each priority may become overdue."""
+_OVERDUE_SHARE = 256
+"""Or one of so many that have waited for `max_age`: then all of them start within some four times this time more."""
 
 
 class WaitingQueue:
@@ -43,8 +46,8 @@ class WaitingQueue:
         """Time before which no further request becomes overdue."""
         self.by_prefix = policy == "lpm"
         self._reqs: list[Req] = []
-        self._young: OrderedDict[Req, float] = OrderedDict()
-        """Requests that are not overdue, with the time when they were queued, in this order."""
+        self._young: dict[int, OrderedDict[Req, float]] = {}
+        """Priority -> its requests that are not overdue, with the time when they were queued, in this order."""
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -64,13 +67,13 @@ class WaitingQueue:
         """Queue a request after `match`."""
         req.overdue = False
         if self.by_prefix:
-            self._young[req] = self._clock()
+            self._young.setdefault(req.priority, OrderedDict())[req] = self._clock()
         self._insert(req)
 
     def remove(self, req: Req) -> None:
         """Remove a request that starts or ends."""
         del self._reqs[self._index(req)]
-        self._young.pop(req, None)
+        self._grow_old(req)
         if self.by_prefix and req.match is not None:
             self._cache.unwant(req.match)
         req.match = None
@@ -93,22 +96,30 @@ class WaitingQueue:
         return req.match if req.place <= before else None
 
     def is_cached(self, req: Req) -> bool:
-        """Return True if at least half of the request's tokens are cached: it continues a history."""
-        return req.match is not None and 2 * req.match.depth * self._cache.page_size >= len(req.token_ids)
+        """Return True if at least half of the request's tokens are cached, and they are its own history.
+
+        A prompt that several others continue from the same page, such as a system prompt or that of a group, is none.
+        """
+        node = req.match
+        if node is None or 2 * node.depth * self._cache.page_size < len(req.token_ids):
+            return False
+        return req.turn > 0 or len(node.children) <= 1
 
     def age(self) -> None:
-        """Move the request that has waited longest to the front of its priority, if it is overdue."""
+        """Move requests that have waited for too long to the front of their priority."""
         now = self._clock()
-        if not self._young or now < self._next_overdue:
+        if now < self._next_overdue:
             return
-        req, queued = next(iter(self._young.items()))
-        if queued > now - self._max_age:
-            return
-        self._next_overdue = now + self._max_age / _OVERDUE_PARTS
-        del self._young[req]
-        del self._reqs[self._index(req)]
-        req.overdue = True
-        self._insert(req)
+        due = now - self._max_age
+        for young in list(self._young.values()):
+            waited = [req for req, _ in itertools.takewhile(lambda item: item[1] <= due, young.items())]
+            if waited:
+                self._next_overdue = now + self._max_age / _OVERDUE_PARTS
+            for req in waited[: math.ceil(len(waited) / _OVERDUE_SHARE)]:
+                self._grow_old(req)
+                del self._reqs[self._index(req)]
+                req.overdue = True
+                self._insert(req)
 
     def start_version(self) -> None:
         """Forget all cached prefixes, because no page of the older version may be used."""
@@ -124,16 +135,23 @@ class WaitingQueue:
         """Assert that the queue is in order. Return the node of each request whose prefix is protected."""
         assert all(a.place < b.place for a, b in itertools.pairwise(self._reqs)), "the queue is not in order"
         young = {req for req in self._reqs if not req.overdue} if self.by_prefix else set()
-        assert young == set(self._young), "a waiting request does not age"
+        assert young == set().union(*self._young.values()), "a waiting request does not age"
+        assert all(self._young.values()), "a priority without requests is remembered"
         return [req.match for req in self._reqs if req.match is not None] if self.by_prefix else []
 
     def _match(self, req: Req) -> None:
         before = req.match
         req.match = self._cache.match(req.token_ids, req.reuse_limit(), req.namespace, before)
         if req.match is not before:
+            self._cache.want(req.match)  # first, so that the pages of both paths stay kept
             if before is not None:
                 self._cache.unwant(before)
-            self._cache.want(req.match)
+
+    def _grow_old(self, req: Req) -> None:
+        """Forget since when the request waits."""
+        young = self._young.get(req.priority)
+        if young is not None and young.pop(req, None) is not None and not young:
+            del self._young[req.priority]
 
     def _insert(self, req: Req) -> None:
         req.place = self._place(req)
