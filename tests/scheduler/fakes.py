@@ -381,8 +381,8 @@ class Harness:
     def __init__(self, num_pages: int = 64, page_size: int = 4, max_rows: int = 8, **settings: Any) -> None:
         context_length = settings.pop("context_length", 512)
         overlaps = settings.pop("overlaps", False)
-        settings = {"chunked_prefill_size": 16, "check_invariants": True, "random_seed": 0} | settings
-        self.args = ServerArgs(model_path="fake", page_size=page_size, max_running_requests=max_rows, **settings)
+        defaults = {"model_path": "fake", "chunked_prefill_size": 16, "check_invariants": True, "random_seed": 0}
+        self.args = ServerArgs(page_size=page_size, max_running_requests=max_rows, **(defaults | settings))
         self.clock = Clock()
         self.worker = self.make_worker(num_pages, page_size, max_rows, context_length)
         self.runner.overlaps = overlaps
