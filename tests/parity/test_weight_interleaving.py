@@ -247,10 +247,11 @@ class Player:
             self.engine.pause_generation(self.rng.choice(["abort", "retract"]))
             self.paused = True
             self.ask()
+        runs = any(not asked.answer.done() for asked in self._asked)
         try:
             self.engine.release_memory_occupation(tags)
         except BadRequestError:
-            assert not survive and any(not asked.answer.done() for asked in self._asked)
+            assert not survive and runs
             return
         self.refusing = not survive
         self.refusals += self.refusing
