@@ -13,7 +13,7 @@ import copy
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -39,9 +39,46 @@ class _Story:
     """The number of retractions that lead to this content."""
 
 
+class TokenJudge(Protocol):
+    """Judges the positions of one reply. See `sampling_judge.SamplingJudge`."""
+
+    def agrees(self, index: int, logits: torch.Tensor) -> bool:
+        """Return True if output token `index` agrees with `logits` [vocab]."""
+        ...
+
+    def check_prompt(self, logits: torch.Tensor) -> None:
+        """Assert the prompt's log-probabilities. `logits` [len(prompt), vocab] follow each token of the prompt."""
+        ...
+
+
+class _GreedyJudge:
+    """The token is the most likely one, and only log-probabilities of tokens are requested."""
+
+    def __init__(self, prompt: list[int], reply: dict[str, Any], tolerance: float) -> None:
+        self._prompt, self._tolerance = prompt, tolerance
+        self._found, self._found_prompt = (
+            reply["meta_info"].get(name, []) for name in ("output_token_logprobs", "input_token_logprobs")
+        )
+
+    def agrees(self, index: int, logits: torch.Tensor) -> bool:
+        logprob, token, _ = self._found[index]
+        row = logits.log_softmax(-1)
+        best = row.topk(2)
+        is_best = token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < self._tolerance
+        return is_best and abs(logprob - float(row[token])) < self._tolerance
+
+    def check_prompt(self, logits: torch.Tensor) -> None:
+        logprobs = logits.log_softmax(-1)
+        for position, (logprob, token, _) in enumerate(self._found_prompt):
+            assert token == self._prompt[position]
+            if position:
+                assert abs(logprob - float(logprobs[position - 1, token])) < self._tolerance, f"prompt, {position}"
+
+
 class SpanJudge:
     def __init__(self, folder: Path, tolerance: float = TOLERANCE) -> None:
         self._tolerance = tolerance
+        torch.set_num_threads(1)  # with more threads, the tiny products take longer beside other tests
         auto: Any = AutoModelForCausalLM
         self._model = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self._loaded = ""
@@ -51,43 +88,41 @@ class SpanJudge:
         """The number of checked tokens, and of replies whose tokens have several versions."""
 
     @torch.inference_mode()
-    def check(self, prompt: list[int], reply: dict[str, Any]) -> None:
-        """Assert greedy ids and log-probabilities of all output tokens, and of the prompt if they were requested."""
+    def check(self, prompt: list[int], reply: dict[str, Any], judge: TokenJudge | None = None) -> None:
+        """Assert what the reply says about each output token, and about the prompt if that was requested.
+
+        `judge` knows what was requested. By default that is greedy sampling, with log-probabilities.
+        """
         meta, output = reply["meta_info"], reply["output_ids"]
+        judge = judge or _GreedyJudge(prompt, reply, self._tolerance)
         labels = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
         assert len(labels) == len(output) == len(meta["output_token_logprobs"])
         assert [logprob[1] for logprob in meta["output_token_logprobs"]] == output
         for before, after in itertools.pairwise(labels):
             assert "ended" not in self._fates(before, after), f"a request lived from {before} to {after}"
         if output and meta.get("input_token_logprobs"):
-            self._check_prompt(labels[0], prompt, meta["input_token_logprobs"])
+            judge.check_prompt(self._run(labels[0], prompt, None))
         if len(meta["weight_versions"]) > 1:
             self.mixed += 1
-        self._check_spans(meta["weight_versions"], prompt, reply)
+        self._check_spans(meta["weight_versions"], prompt, reply, judge)
         self.judged += len(output)
 
-    def _check_prompt(self, label: str, prompt: list[int], found: list[Any]) -> None:
-        logprobs = self._logprobs(label, prompt)
-        for position, (logprob, token, _) in enumerate(found):
-            assert token == prompt[position]
-            if position:
-                assert abs(logprob - float(logprobs[position - 1, token])) < self._tolerance, f"prompt, {position}"
-
-    def _check_spans(self, spans: list[dict[str, Any]], prompt: list[int], reply: dict[str, Any]) -> None:
+    def _check_spans(
+        self, spans: list[dict[str, Any]], prompt: list[int], reply: dict[str, Any], judge: TokenJudge
+    ) -> None:
         tokens = prompt + reply["output_ids"]
-        found = [logprob[0] for logprob in reply["meta_info"]["output_token_logprobs"]]
         retractions = reply["meta_info"]["num_retractions"]
         stories: list[_Story] = []
         label = ""
         for span in spans:
             before, label = label, span["version"]
             start, end = len(prompt) + span["start"], len(prompt) + span["end"]
-            wanted = list(zip(tokens[start:end], found[span["start"] : span["end"]], strict=True))
+            wanted = range(span["start"], span["end"])
             anew = not stories or "recomputed" in self._fates(before, label)
             told, most_kept, spare = [], 0, []
             for story in [] if anew else stories:
                 cache = copy.deepcopy(story.cache)
-                kept = _leading(self._run(label, tokens[start - 1 : end - 1], cache), wanted, self._tolerance)
+                kept = _leading(self._run(label, tokens[start - 1 : end - 1], cache), wanted, judge)
                 if kept == len(wanted):
                     told.append(_Story(cache, story.retractions))
                 if story.retractions < retractions:
@@ -97,7 +132,7 @@ class SpanJudge:
             if anew or spare:
                 cache = DynamicCache()
                 rows = self._run(label, tokens[: end - 1], cache)[start - 1 :]
-                trailing = _leading(rows.flip(0), wanted[::-1], self._tolerance)
+                trailing = _leading(rows.flip(0), wanted[::-1], judge)
                 if trailing == len(wanted) or (not anew and 0 < trailing >= len(wanted) - most_kept):
                     told.append(_Story(cache, min(spare, default=min((s.retractions for s in stories), default=0))))
             assert told, f"wrong tokens in {span} of {spans}, {retractions} retractions"
@@ -112,25 +147,20 @@ class SpanJudge:
 
     # -- the model -------------------------------------------------------------------------------------------------
 
-    def _logprobs(self, label: str, tokens: list[int]) -> torch.Tensor:
-        return self._run(label, tokens, None)
-
     def _run(self, label: str, tokens: list[int], cache: DynamicCache | None) -> torch.Tensor:
-        """Return log-probabilities [len(tokens), vocab], and append the tokens to the cache."""
+        """Return logits [len(tokens), vocab], and append the tokens to the cache."""
         if self._loaded != label:
             self._model.load_state_dict(self.versions[label].weights)
             self._loaded = label
-        logits = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None).logits[0]
-        return logits - logits.logsumexp(-1, keepdim=True)
+        logits: torch.Tensor = self._model(
+            torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None
+        ).logits[0]
+        return logits
 
 
-def _leading(rows: torch.Tensor, wanted: list[tuple[int, float]], tolerance: float) -> int:
-    """Return the number of leading tokens that agree with the model."""
-    agree = [_agrees(row, token, logprob, tolerance) for row, (token, logprob) in zip(rows, wanted, strict=True)]
-    return agree.index(False) if False in agree else len(agree)
-
-
-def _agrees(row: torch.Tensor, token: int, logprob: float, tolerance: float) -> bool:
-    best = row.topk(2)
-    is_best = token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < tolerance
-    return is_best and abs(logprob - float(row[token])) < tolerance
+def _leading(rows: torch.Tensor, wanted: range, judge: TokenJudge) -> int:
+    """Return the number of leading tokens that agree with the model. Row i of the logits is for token `wanted[i]`."""
+    for count, (row, index) in enumerate(zip(rows, wanted, strict=True)):
+        if not judge.agrees(index, row):
+            return count
+    return len(wanted)

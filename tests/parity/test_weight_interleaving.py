@@ -1,11 +1,12 @@
 """Pushes of every kind between generations, pauses, flushes, sleeps and faults, at random.
 
-A real engine with a prefix cache serves greedy requests, which share prefixes, come in groups, continue earlier
-replies, or are aborted. Every token of every reply is computed again with transformers, under the versions that the
-reply names (see `span_judge`). The test suite plays a few seeds. This command plays many, one after the other, and
-prints a line for each:
+A real engine with a prefix cache serves requests, which share prefixes, come in groups, continue earlier replies, or
+are aborted. A quarter of them is greedy, the others mix all sampling settings (see `mixed_requests`). Every token of
+every reply is computed again with transformers, under the versions that the reply names (see `span_judge` and
+`sampling_judge`). The test suite plays a few seeds under each scheduling policy, with a large and with a small KV pool.
+This command plays many seeds, one after the other, and prints a line for each:
 
-    python -m tests.parity.test_weight_interleaving --seeds 50 [--first 0] [--turns 60]
+    python -m tests.parity.test_weight_interleaving --seeds 50 [--first 0] [--turns 60] [--switches fcfs-small]
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 
 from tests.depth import at_depth
 from tests.parity.harness import random_prompt
+from tests.parity.mixed_requests import MixedRequest, greedy_request, mixed_request
+from tests.parity.sampling_judge import Found, SamplingJudge
 from tests.parity.span_judge import Fate, SpanJudge, Version, Weights
 from verl_server import BadRequestError, Engine, ServerUnavailableError, WeightUpdateError
 from verl_server.models.tiny import make_model_folder
@@ -37,6 +40,14 @@ SETTINGS: dict[str, Any] = {
     "check_invariants": True,
     "log_level": "warning",
 }
+SWITCHES: dict[str, dict[str, Any]] = {
+    "lpm-large": {},
+    "fcfs-small": {"schedule_policy": "fcfs", "max_total_tokens": 176, "fused_kernels": False},
+    "lpm-small": {"max_total_tokens": 176},
+    "fcfs-large": {"schedule_policy": "fcfs"},
+    "lpm-small-plain": {"max_total_tokens": 176, "fused_kernels": False},
+}
+"""Settings by name. A small KV pool retracts requests."""
 MODES: dict[str, Fate] = {"wait": "ended", "in_place": "kept", "retract": "recomputed", "abort": "ended"}
 BOUND = 30.0
 """Seconds within which every call must be answered."""
@@ -44,7 +55,7 @@ BOUND = 30.0
 
 @dataclass
 class _Asked:
-    prompts: list[list[int]]
+    requests: list[MixedRequest]
     answer: Future[Any]
     refusals: int
     """The number of times that generation had been refused before this request."""
@@ -59,6 +70,8 @@ class Player:
         self.master = {name: tensor.clone() for name, tensor in base.items()}
         """The trainer's own tensors, which are registered."""
         self._base, self.served = base, dict(base)
+        self._longest = min(200, engine.get_server_info()["max_total_num_tokens"] - 90)
+        """Most tokens of an earlier reply with which a prompt begins."""
         self._threads = ThreadPoolExecutor(32)
         self._asked: list[_Asked] = []
         self._turns = 0
@@ -67,7 +80,9 @@ class Player:
         self.paused = False
         self.refusals = 0
         self.refusing = False
-        self.counts = dict.fromkeys(["pushes", "replies", "aborted", "refused", "refused pushes", "cached"], 0)
+        self.counts = dict.fromkeys(
+            ["pushes", "replies", "aborted", "refused", "refused pushes", "cached", "retracted"], 0
+        )
         self.engine.register_weights(list(self.master.items()))
         self._full_push("wait")
 
@@ -102,7 +117,8 @@ class Player:
 
     def play(self, turns: int) -> None:
         kinds = {
-            self.ask: 8,
+            self.ask: 5,
+            self.ask_together: 4,
             self.tick: 6,
             self.push_registered: 4,
             self.push_once: 3,
@@ -126,20 +142,27 @@ class Player:
         self._turns += 1
         beginning = random_prompt(rng.choice([8, 24, 40]), rng.randrange(4))
         if self._ended and rng.random() < 0.3:
-            beginning = rng.choice(self._ended)[:200]
+            beginning = rng.choice(self._ended)[: self._longest]
         prompt = beginning + random_prompt(rng.randint(1, 30), 1000 + self._turns)
         group = rng.choice([1, 1, 1, 3])
-        body: dict[str, Any] = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": rng.randint(1, 48), "ignore_eos": True, "n": group},
-            "return_logprob": True,
-            "logprob_start_len": 0 if rng.random() < 0.2 else -1,
-            "timeout": BOUND,
-        }
+        if rng.random() < 0.25:
+            start = 0 if rng.random() < 0.2 else -1
+            request = greedy_request(prompt, rng.randint(1, 48), start=start)
+            requests = [request] * group
+        else:
+            request = mixed_request(rng, prompt, 48)
+            requests = [request.sample(k) for k in range(group)]
+        body = request.body() | {"timeout": BOUND}
+        body["sampling_params"] = request.params | {"n": group}
         if group == 1:
             body["rid"] = f"r{self._turns}"
         answer = self._threads.submit(self.engine.generate, **body)
-        self._asked.append(_Asked([prompt] * group, answer, self.refusals))
+        self._asked.append(_Asked(requests, answer, self.refusals))
+
+    def ask_together(self) -> None:
+        """Send requests that run at the same time."""
+        for _ in range(self.rng.randint(2, 5)):
+            self.ask()
 
     def tick(self) -> None:
         """Let a few steps pass, as many as a short request takes."""
@@ -147,10 +170,8 @@ class Player:
             self.ask_now(self.rng.randint(1, 5))
 
     def ask_now(self, tokens: int) -> None:
-        prompt = random_prompt(4, 7)
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        reply = self.engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True, timeout=BOUND)
-        self._judge(prompt, reply)
+        request = greedy_request(random_prompt(4, 7), tokens)
+        self._judge(request, self.engine.generate(**request.body(), timeout=BOUND))
 
     def push_registered(self) -> None:
         for name, tensor in self._new().items():
@@ -324,16 +345,21 @@ class Player:
                 self.counts["refused"] += 1
                 continue
             replies = asked.answer.result()
-            for prompt, reply in zip(asked.prompts, replies if isinstance(replies, list) else [replies], strict=True):
-                self._judge(prompt, reply)
+            replies = replies if isinstance(replies, list) else [replies]
+            for request, reply in zip(asked.requests, replies, strict=True):
+                self._judge(request, reply)
 
-    def _judge(self, prompt: list[int], reply: dict[str, Any]) -> None:
-        ended_by = reply["meta_info"]["finish_reason"]["type"]
-        assert ended_by in ("length", "abort")
-        self.counts["aborted" if ended_by == "abort" else "replies"] += 1
-        self.counts["cached"] += reply["meta_info"]["cached_tokens"] > 0
-        self.judge.check(prompt, reply)
-        self._ended.append(prompt + reply["output_ids"])
+    def _judge(self, request: MixedRequest, reply: dict[str, Any]) -> None:
+        meta = reply["meta_info"]
+        is_aborted = meta["finish_reason"]["type"] == "abort"
+        assert not is_aborted or meta["finish_reason"]["status_code"] is None, meta["finish_reason"]
+        self.counts["aborted" if is_aborted else "replies"] += 1
+        self.counts["cached"] += meta["cached_tokens"] > 0
+        self.counts["retracted"] += meta["num_retractions"] > 0
+        judge = SamplingJudge(request, Found.in_reply(reply))
+        judge.check_shape()
+        self.judge.check(request.prompt, reply, judge)
+        self._ended.append(request.prompt + reply["output_ids"])
 
 
 def play(engine: Engine, folder: Path, seed: int, turns: int) -> dict[str, int]:
@@ -352,12 +378,13 @@ def play(engine: Engine, folder: Path, seed: int, turns: int) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(tiny_llama), **SETTINGS) as engine:
+def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(model_path=str(tiny_llama), **(SETTINGS | SWITCHES[request.param])) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("seed", at_depth([1, 2, 3, 4]))
+@pytest.mark.parametrize("engine", at_depth(SWITCHES, quick=2), indirect=True)
 def test_every_token_is_what_its_version_computes(engine: Engine, tiny_llama: Path, seed: int) -> None:
     counts = play(engine, tiny_llama, seed, 60)
     assert counts["replies"] > 10 and counts["pushes"] > 10 and counts["tokens"] > 100, counts
@@ -369,10 +396,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--turns", type=int, default=60, help="of each")
+    parser.add_argument("--switches", choices=SWITCHES, default="lpm-large", help="settings of the engine")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="verl-interleaving-") as name:
         folder = make_model_folder(name, "llama")
-        with Engine(model_path=str(folder), **SETTINGS) as engine:
+        with Engine(model_path=str(folder), **(SETTINGS | SWITCHES[options.switches])) as engine:
             for seed in range(options.first, options.first + options.seeds):
                 print(seed, play(engine, folder, seed, options.turns), flush=True)
 

@@ -6,7 +6,10 @@ independent checks judge the run:
 
 - the shadow of test_scheduler_fuzz: what each context must have read through the page table;
 - a book that is kept from the replies alone: what every parameter must be now, and whether requests may generate;
-- recomputation of whole streams under the versions that their tokens carry.
+- recomputation of whole streams under the versions that their tokens carry, and of all log-probabilities.
+
+Requests mix priorities, sessions, grammars, bad words of several tokens, and log-probabilities of prompts and of
+candidates.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import pytest
 import torch
 
 from tests.depth import at_depth
-from tests.scheduler.fakes import FakeModelRunner, Harness, generate, prompt
+from tests.grammar.conftest import EOS
+from tests.parity.mixed_requests import grammar_tokenizer
+from tests.scheduler.fakes import FakeModelRunner, Harness, generate, logprob_of, prompt
 from tests.scheduler.test_scheduler_fuzz import Shadow
 from tests.weight_sync import described
 from tests.weight_sync.fakes import SHAPES, FakeRunner, random_weights
 from verl_server.errors import VerlServerError
+from verl_server.grammar.source import Grammar, translate
 from verl_server.io_struct import (
     BatchTokenIDOut,
     ContinueGenerationReq,
@@ -31,9 +37,11 @@ from verl_server.io_struct import (
     FlushCacheReq,
     PauseGenerationReq,
     SchedulerOutput,
+    TokenizedGenerateReq,
     WithdrawReq,
 )
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.sampling_params import SamplingParams
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
     EndWeightUpdateReq,
@@ -263,6 +271,11 @@ class Book:
 class WeighedHarness(Harness):
     has_backup = False
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.scheduler.handle(grammar_tokenizer())
+        self.asked: dict[str, TokenizedGenerateReq] = {}
+
     def make_worker(self, *sizes: int) -> TpWorker:
         self.runner = self.weighed = WeighedRunner(*sizes, has_backup=self.has_backup)
         self.weighed.fill(random_weights(0))
@@ -279,7 +292,27 @@ class WeighedHarness(Harness):
         elif any(message.output_ids):
             self.note_lost_lease()
             self.book.on_tokens(message, self.weighed.salt)
+            self.check_logprobs(message, self.weighed.salt)
         super().receive(message)
+
+    def check_logprobs(self, message: BatchTokenIDOut, salt: int) -> None:
+        """Assert that a message has what its requests asked for, computed under the version of its tokens."""
+        for index, rid in enumerate(message.rids):
+            req, tokens = self.asked[rid], message.output_ids[index]
+            before = len(self.tokens.get(rid, ()))
+            position = len(req.input_ids) + before
+            logprobs = [logprob_of(token, position + i, salt) for i, token in enumerate(tokens)]
+            assert message.output_logprobs[index] == (logprobs if req.return_logprob else [])
+            reported = bool(tokens) and req.return_logprob
+            assert (index in message.top_logprobs) == (reported and req.top_logprobs_num > 0)
+            assert (index in message.token_ids_logprobs) == (reported and req.token_ids_logprob is not None)
+            has_prompt = reported and req.logprob_start_len >= 0 and not before
+            assert (index in message.prompt_logprobs) == has_prompt
+            if has_prompt:
+                start, part = req.logprob_start_len, message.prompt_logprobs[index]
+                prompt = [logprob_of(token, i, salt) for i, token in enumerate(req.input_ids)]
+                assert part.logprobs == [None, *prompt[start + 1 :]]
+                assert req.top_logprobs_num == 0 or len(part.top or ()) == len(part.logprobs)
 
     def note_lost_lease(self) -> None:
         """Record a lost lease, which is the one change without a reply."""
@@ -309,11 +342,17 @@ class Trainer:
 class Monkey:
     """Sends random messages, and advances the stager and the clock at random between steps."""
 
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
         WeighedHarness.has_backup = seed % 2 == 1
         self.h = WeighedHarness(
-            num_pages=40, max_rows=6, weight_update_lease=12.0, control_timeout=100.0, overlaps=seed % 4 >= 2
+            num_pages=20,
+            max_rows=6,
+            weight_update_lease=12.0,
+            control_timeout=100.0,
+            overlaps=seed % 4 >= 2,
+            schedule_policy=policy,
+            schedule_max_age=40.0,
         )
         self.book = self.h.book
         self.shadow = Shadow(self.h)
@@ -376,10 +415,35 @@ class Monkey:
             assert h.updater.refusal() is not None
 
     def add_request(self) -> None:
-        rid = f"r{len(self.prompts)}"
-        ids = prompt(self.rng.randrange(5), self.rng.choice([3, 7, 12, 20]))
+        rng, rid = self.rng, f"r{len(self.prompts)}"
+        ids = prompt(rng.randrange(5), rng.choice([3, 7, 12, 20]))
         self.prompts[rid] = ids
-        self.h.add(rid, ids, self.rng.choice([1, 4, 12]))
+        fields: dict[str, Any] = {}
+        if rng.random() < 0.15:
+            fields = {"grammar": translate(Grammar("regex", "([a-f][0-9]){2,9}x"), {}), "stop_ids": [EOS]}
+        req = TokenizedGenerateReq(
+            rid=rid,
+            input_ids=ids,
+            sampling=SamplingParams(
+                max_new_tokens=rng.choice([1, 4, 12, 30]),
+                temperature=rng.choice([0.0, 1.0]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.0, 1.0]),
+            ),
+            return_logprob=rng.random() < 0.6,
+            logprob_start_len=rng.choice([-1, -1, 0, len(ids) // 2]),
+            top_logprobs_num=rng.choice([0, 0, 3]),
+            token_ids_logprob=rng.choice([None, None, [11, 12]]),
+            bad_words_ids=[[20, 21]] if rng.random() < 0.05 else [],
+            namespace=rng.choice(["", "", "salt"]),
+            priority=rng.choice([0, 0, 0, 5, -5]),
+            session_id=rng.choice(["", "", f"s{len(self.prompts) // 8}"]),
+            **fields,
+        )
+        self.h.asked[rid] = req
+        self.h.scheduler.handle(req)
+        for waiting in self.h.scheduler.grammars.waiting.values():  # so that a seed plays the same game every time
+            assert waiting.grammar is not None
+            waiting.grammar.start.exception(timeout=20)
 
     def disturb(self) -> None:
         rng = self.rng
@@ -533,10 +597,11 @@ def end_trainers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", at_depth(range(6)))
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
 def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkey = Monkey(seed, monkeypatch)
+    monkey = Monkey(seed, policy, monkeypatch)
     monkey.play(700)
     monkey.settle()
     h, book = monkey.h, monkey.book
@@ -546,13 +611,15 @@ def test_every_token_is_computed_under_exactly_the_version_that_it_carries(
     recomputed = 0
     for rid, tokens in h.tokens.items():
         versions = list(dict.fromkeys(h.versions[rid]))
-        if len(versions) == 1 and h.last[rid][0].num_retractions[h.last[rid][1]] == 0:
+        is_free = not h.asked[rid].grammar
+        if len(versions) == 1 and is_free and h.last[rid][0].num_retractions[h.last[rid][1]] == 0:
             assert tokens == generate(monkey.prompts[rid], len(tokens), book.salts[versions[0]])
             recomputed += 1
     assert recomputed > 10 and len(book.salts) > 5
     assert h.scheduler.planner.num_cached_tokens > 0, "the prefix cache was used"
+    assert h.scheduler.planner.num_retractions > 0
     ends = [reason.type for reason in h.finished.values()]
-    assert ends.count("length") > 20 and set(ends) <= {"length", "abort"}
+    assert ends.count("length") > 20 and set(ends) <= {"length", "stop", "abort"}
 
 
 @pytest.mark.exhaustive
@@ -565,7 +632,7 @@ def test_the_monkey_meets_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: set[int] = set()
     for seed in range(10, 14):
         with monkeypatch.context() as patch:
-            monkey = Monkey(seed, patch)
+            monkey = Monkey(seed, ["lpm", "fcfs"][seed % 2], patch)
             monkey.play(500)
             monkey.settle()
         torn += monkey.book.torn
