@@ -3,12 +3,14 @@
 Processes are killed or stopped, memory is cut off, and calls are misused. Every trainer rank must get a clear error, or
 success, within ten seconds. Afterwards the server serves exactly the old weights or exactly the new ones (checksums of
 every parameter on every rank, and tokens and log-probabilities of transformers), refuses with 503 until a full push, or
-has ended with the cause.
+has ended with the cause. Servers have both scheduling policies. In the tests "while requests run", requests with mixed
+sampling settings are in the queue and in the batch when the fault happens.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,9 @@ from tests.faults.judge import GREEDY, PROMPT, Judge, Weights, weights_of
 from tests.faults.pauses import trap
 from tests.faults.server import launched
 from tests.faults.trainer import BOUND, Answer, Ranks, ranks
+from tests.parity.mixed_requests import MixedRequest, mixed_request, prompts_in_families
+from tests.parity.sampling_judge import Found, SamplingJudge
+from tests.parity.span_judge import Fate, SpanJudge, Version
 from tests.waiting import eventually
 from tests.weight_sync import described
 from verl_server import (
@@ -37,12 +42,19 @@ from verl_server.errors import UpdateConflictError
 from verl_server.weight_requests import UpdateWeightsFromTensorReq
 from verl_server.weight_sync.handles import WeightsDescription
 
+Kind = tuple[int, str]
+"""(tensor-parallel size, scheduling policy) of a server."""
+KINDS: list[Kind] = [(2, "lpm"), (1, "fcfs"), (2, "fcfs"), (1, "lpm")]
+"""`make test` runs the first one of a size."""
+ROWS = 4
+"""Requests in a batch, so that more requests form a queue."""
+
 
 class Served:
     """A server that is started again after a fault ended it."""
 
-    def __init__(self, model: Path, folder: Path, tp_size: int) -> None:
-        self.model, self.folder, self.tp_size = model, folder, tp_size
+    def __init__(self, model: Path, folder: Path, tp_size: int, policy: str) -> None:
+        self.model, self.folder, self.tp_size, self._policy = model, folder, tp_size, policy
         self.last_rank = tp_size - 1
         self.judge = Judge(model, tp_size)
         self._engine: HttpServerEngineAdapter | None = None
@@ -50,7 +62,8 @@ class Served:
     @property
     def engine(self) -> HttpServerEngineAdapter:
         if self._engine is None:
-            self._engine = launched(self.folder, self.model, tp_size=self.tp_size)
+            settings = {"tp_size": self.tp_size, "schedule_policy": self._policy, "max_running_requests": ROWS}
+            self._engine = launched(self.folder, self.model, **settings)
         return self._engine
 
     @property
@@ -92,16 +105,16 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Served]]:
-    """Servers by tensor-parallel size. Each is started by the first test that needs it."""
-    both = {size: Served(tiny_llama, tmp_path_factory.mktemp("faults"), size) for size in (1, 2)}
-    yield both
-    for served in both.values():
+def servers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Kind, Served]]:
+    """Servers by tensor-parallel size and policy. Each is started by the first test that needs it."""
+    servers = {kind: Served(tiny_llama, tmp_path_factory.mktemp("faults"), *kind) for kind in KINDS}
+    yield servers
+    for served in servers.values():
         served.shutdown()
 
 
 @pytest.fixture
-def served(servers: dict[int, Served], request: pytest.FixtureRequest) -> Iterator[Served]:
+def served(servers: dict[Kind, Served], request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server in the state of a new one."""
     served = servers[request.param]
     try:
@@ -125,10 +138,19 @@ def trainer(served: Served) -> Iterator[Ranks]:
 def on_tp(*sizes: int) -> pytest.MarkDecorator:
     """Run a test on servers of these sizes: two ranks where they could end differently, or see different things.
 
-    `make test` runs the largest size. `make test-all` runs the others, too.
+    `make test` runs the largest size, with one policy: two ranks have "lpm", and one rank has "fcfs". `make test-all`
+    runs the others, too.
     """
-    sizes = tuple(sorted(sizes, reverse=True))
-    return pytest.mark.parametrize("served", at_depth(sizes), indirect=True, ids=[f"tp{size}" for size in sizes])
+    return on_kinds([kind for kind in KINDS if kind[0] in sizes], quick=1)
+
+
+def on_kinds(kinds: list[Kind], quick: int) -> pytest.MarkDecorator:
+    values = at_depth([(kind,) for kind in kinds], quick)
+    return pytest.mark.parametrize("served", values, indirect=True, ids=named)
+
+
+def named(value: Any) -> str:
+    return f"tp{value[0]}-{value[1]}" if isinstance(value, tuple) else str(value)
 
 
 def expect_error(answers: list[Answer], kind: type[Exception], text: str) -> None:
@@ -428,10 +450,98 @@ def test_memory_is_cut_off_during_the_copy(served: Served) -> None:
     served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGBUS")
 
 
+# -- requests run and wait meanwhile --------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Requests with mixed settings, more than a batch has room for."""
+
+    def __init__(self, served: Served, count: int = 12) -> None:
+        self._served, self._threads = served, ThreadPoolExecutor(count)
+        rng = random.Random(1)
+        self._requests = [mixed_request(rng, prompt, 200) for prompt in prompts_in_families(rng, count)]
+        self._answers = [self._threads.submit(self._generate, request) for request in self._requests]
+        assert eventually(self._is_waiting), "no queue"
+
+    def _generate(self, request: MixedRequest) -> dict[str, Any]:
+        reply: dict[str, Any] = self._served.engine.generate(**request.body(), timeout=30)
+        return reply
+
+    def _is_waiting(self) -> bool:
+        state = self._served.engine.get_server_info()["internal_states"][0]
+        return state["num_running_reqs"] == ROWS and state["num_waiting_reqs"] > 0
+
+    def errors(self) -> list[BaseException]:
+        """Wait for the one answer to each request, and return those that are errors."""
+        errors = [answer.exception(30) for answer in self._answers]
+        self._threads.shutdown()
+        return [error for error in errors if error is not None]
+
+    def expect_tokens(self, fate: Fate) -> set[str]:
+        """Assert every token under its version, "one" or "two". Return the versions. Call `errors` before."""
+        judge = SpanJudge(self._served.model)
+        judge.versions["one"] = Version(self._served.weights(1), "ended")
+        judge.versions["two"] = Version(self._served.weights(2), fate)
+        versions = set()
+        for request, answer in zip(self._requests, self._answers, strict=True):
+            if answer.exception() is not None:
+                continue
+            reply = answer.result()
+            positions = SamplingJudge(request, Found.in_reply(reply))
+            positions.check_shape()
+            judge.check(request.prompt, reply, positions)
+            versions |= {span["version"] for span in reply["meta_info"]["weight_versions"]}
+        return versions
+
+
+MODES: dict[str, Fate] = {"in_place": "kept", "retract": "recomputed", "wait": "ended", "abort": "ended"}
+
+
+@pytest.mark.parametrize("mode", at_depth(MODES))
+@on_kinds(KINDS, quick=1)
+def test_a_rank_is_killed_during_the_copy_while_requests_run(served: Served, trainer: Ranks, mode: str) -> None:
+    """The update is complete, and every request gets tokens of the version that each of them names."""
+    trainer.done("push", seed=1, version="one")
+    crowd = Crowd(served)
+    with trap(served.folder, "copying", served.last_rank) as held:
+        trainer.call("push", seed=2, version="two", mode=mode)
+        held.wait()
+        trainer.kill(1)
+        held.go()
+        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
+    assert not crowd.errors()
+    assert crowd.expect_tokens(MODES[mode]) == ({"one"} if mode == "abort" else {"one", "two"})
+    served.expect(2, "two")
+    served.heal(3)
+
+
+@pytest.mark.parametrize("mode", at_depth(["retract", "in_place"]))
+@on_kinds([(1, "fcfs"), (2, "lpm"), (1, "lpm"), (2, "fcfs")], quick=1)
+def test_a_copy_fails_half_way_while_requests_run(served: Served, trainer: Ranks, mode: str) -> None:
+    """No token is computed with torn weights: requests that did not end before the copy are refused."""
+    trainer.done("push", seed=1, version="one")
+    crowd = Crowd(served)
+    with trap(served.folder, "copying", served.last_rank) as held:
+        trainer.call("push", seed=2, version="two", mode=mode)
+        held.wait()
+        held.go("fail")
+        expect_error(trainer.answers(), VerlServerError, "a fault that a test made")
+    errors = crowd.errors()
+    assert len(errors) > ROWS and all(isinstance(error, ServerUnavailableError) for error in errors), errors
+    assert all("torn" in str(error) for error in errors)
+    assert crowd.expect_tokens("ended") <= {"one"}
+    served.heal(3)
+
+
 # -- a server rank is killed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("served", "when"), at_depth([(2, "copying"), (1, "idle")]), indirect=["served"])
+@pytest.mark.parametrize(
+    ("served", "when"),
+    at_depth([((2, "lpm"), "copying"), ((1, "fcfs"), "idle"), ((2, "fcfs"), "copying"), ((1, "lpm"), "idle")]),
+    indirect=["served"],
+    ids=named,
+)
 def test_a_server_rank_is_killed(served: Served, trainer: Ranks, when: str) -> None:
     victim = served.schedulers()[served.last_rank]
     if when == "idle":
@@ -446,6 +556,15 @@ def test_a_server_rank_is_killed(served: Served, trainer: Ranks, when: str) -> N
             answers = trainer.answers()
     for answer in answers:
         assert answer.error in (ServerDiedError.__name__, ServerUnavailableError.__name__), answer
+    served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGKILL")
+
+
+@on_kinds(KINDS, quick=0)
+def test_a_server_rank_is_killed_while_requests_run(served: Served, trainer: Ranks) -> None:
+    crowd = Crowd(served)
+    os.kill(served.schedulers()[served.last_rank], signal.SIGKILL)
+    errors = crowd.errors()
+    assert len(errors) > ROWS and all(isinstance(error, ServerDiedError | ServerUnavailableError) for error in errors)
     served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGKILL")
 
 
