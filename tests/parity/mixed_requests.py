@@ -189,11 +189,11 @@ def greedy_request(prompt: list[int], new: int, **fields: Any) -> MixedRequest:
     return MixedRequest(prompt, {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}, **fields)
 
 
-def prompts_in_families(rng: random.Random, count: int) -> list[list[int]]:
-    """Return prompts of up to 60 tokens, of which two thirds share their beginnings with others."""
-    beginnings = [random_prompt(length, 900 + length) for length in (8, 16, 29, 40)]
+def prompts_in_families(rng: random.Random, count: int, longest: int = 60) -> list[list[int]]:
+    """Return prompts of up to `longest` tokens, of which two thirds share their beginnings with others."""
+    beginnings = [random_prompt(longest * share // 60, 900 + share) for share in (8, 16, 29, 40)]
     prompts = []
     for i in range(count):
-        own = random_prompt(rng.randint(1, 20 if i % 3 else 50), 1000 + rng.randrange(10**6))
+        own = random_prompt(rng.randint(1, longest // 3 if i % 3 else longest * 5 // 6), 1000 + rng.randrange(10**6))
         prompts.append(rng.choice(beginnings) + own if i % 3 else own)
     return prompts

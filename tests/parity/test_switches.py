@@ -8,7 +8,7 @@ computes each position alone from logits of transformers. The same requests must
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import random
 from dataclasses import dataclass
@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.depth import at_depth
-from tests.parity.harness import Reference, random_prompt
 from tests.parity.in_process import ModelHarness
-from tests.parity.mixed_requests import FEATURES, MixedRequest, mixed_request, prompts_in_families
-from tests.parity.sampling_judge import Found, SamplingJudge
+from tests.parity.mixed_requests import FEATURES
+from tests.parity.mixed_runs import Judged, Requests, Run, expect_same_ids
 from verl_server.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 
-COUNT = 36
 KERNELS: dict[str, dict[str, Any]] = {
     "fused": {},
     "plain": {"fused_kernels": False},
@@ -69,70 +66,6 @@ CASES = [(switches, 1) for switches in QUICK] + [(switches, 2) for switches in E
 BASELINE = Switches("fcfs", "fused", cache=False, pool="large", overlaps=False)
 
 
-class Requests:
-    """The requests of one seed, in the order of their arrival, and the turns that continue some of them."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        drawn = random.Random(0)  # as the scheduler draws seeds with `random_seed=0`
-        self.first: dict[str, MixedRequest] = {}
-        for i, prompt in enumerate(prompts_in_families(rng, COUNT)):
-            request = mixed_request(rng, prompt, 56, seeded=i % 3 > 0)
-            self.first[f"r{i}"] = request if i % 3 else request.seeded(drawn.getrandbits(63))
-        self._continued = [mixed_request(rng, [], 16) for _ in range(COUNT // 3)]
-
-    def next_turn(self, rid: str, output_ids: list[int]) -> MixedRequest | None:
-        """Return the request that continues `rid` after its end."""
-        number = int(rid[1:])
-        if not rid.startswith("r") or number >= len(self._continued):
-            return None
-        prompt = self.first[rid].prompt + output_ids + random_prompt(5, number)
-        return dataclasses.replace(self._continued[number], prompt=prompt)
-
-
-class Run:
-    """Plays requests to their ends. `asked` has all of them, with the turns that continue others."""
-
-    def __init__(self, harness: ModelHarness, seed: int) -> None:
-        self.h, self._requests = harness, Requests(seed)
-        self.asked: dict[str, MixedRequest] = {}
-        self.aborted: set[str] = set()
-
-    def play(self, monkey: Monkey | None = None) -> Run:
-        for number, (rid, request) in enumerate(self._requests.first.items()):
-            self._ask(rid, request)
-            for _ in range(3 * (number % 2)):
-                self._step(monkey)
-        for _ in range(5000):
-            if not self.h.scheduler.requests and not self.h.scheduler.has_work():
-                return self
-            self._step(monkey)
-        raise AssertionError(f"never answered: {list(self.h.scheduler.requests)}")
-
-    def _ask(self, rid: str, request: MixedRequest) -> None:
-        self.asked[rid] = request
-        number = int(rid[1:])
-        self.h.ask(rid, request, priority=int(number % 7 == 0), session_id=f"s{number}" if number % 2 else "")
-        self.h.compile()
-
-    def _step(self, monkey: Monkey | None) -> None:
-        if monkey is not None:
-            monkey.disturb(self)
-        self.h.steps()
-        for rid in [rid for rid in self.h.finished if f"t{rid[1:]}" not in self.asked]:
-            if (turn := self._requests.next_turn(rid, self.h.tokens[rid])) is not None:
-                self._ask(f"t{rid[1:]}", turn)
-
-    def retracted_features(self) -> set[str]:
-        """Return the features of the requests that were retracted."""
-        retracted = [request.features for rid, request in self.asked.items() if self.h.num_retractions(rid)]
-        return set().union(*retracted)
-
-    @property
-    def found(self) -> dict[str, Found]:
-        return self.h.found
-
-
 class Monkey:
     """Pauses in every mode, aborts and flushes at random."""
 
@@ -170,68 +103,27 @@ class Monkey:
         h.scheduler.handle(message)
 
 
-class Judged:
-    """Judges runs, with the reference's logits of each sequence computed once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._reference = Reference(folder)
-        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
-        self.baselines: dict[int, Run] = {}
-
-    def check(self, run: Run) -> None:
-        assert set(run.found) == set(run.asked) == set(run.h.finished)
-        for rid, request in run.asked.items():
-            found = run.found[rid]
-            judge = SamplingJudge(request, found)
-            judge.check_shape()
-            logits, length = self._of(request.prompt + found.output_ids), len(request.prompt)
-            judge.check_prompt(logits[:length])
-            judge.check_outputs(logits[length - 1 : -1])
-
-    @torch.inference_mode()
-    def _of(self, tokens: list[int]) -> torch.Tensor:
-        key = tuple(tokens)
-        if key not in self._logits:
-            self._logits[key] = self._reference.model(torch.tensor([tokens])).logits[0]
-        return self._logits[key]
-
-
 @pytest.fixture(scope="module")
 def judged(tiny_llama: Path) -> Judged:
     return Judged(tiny_llama)
 
 
-def baseline(judged: Judged, folder: Path, seed: int) -> Run:
-    if seed not in judged.baselines:
-        run = judged.baselines[seed] = Run(BASELINE.harness(folder), seed).play()
-        judged.check(run)
-        asked = [request.features for request in run.asked.values()]
-        assert all(sum(name in features for features in asked) > 2 for name in FEATURES)
-        assert {found.finish["type"] for found in run.found.values() if found.finish} == {"length", "stop"}
-    return judged.baselines[seed]
-
-
-def expect_same_ids(run: Run, other: Run) -> None:
-    """Assert equal ids, or the beginning of them after an abort.
-
-    The judge has accepted the ids of both runs. So they differ only where rounding decides, which is rare.
-    """
-    parted = []
-    for rid, request in run.asked.items():
-        ids, wanted = run.found[rid].output_ids, other.found[rid].output_ids
-        if request.prompt != other.asked[rid].prompt:  # an aborted reply was continued
-            assert rid.startswith("t")
-        elif ids != (wanted[: len(ids)] if rid in run.aborted else wanted):
-            parted.append(rid)
-    assert len(parted) <= 1, parted
+@functools.cache
+def baseline(folder: Path, judged: Judged, seed: int) -> Run:
+    run = Run(BASELINE.harness(folder), Requests(seed)).play()
+    judged.check(run)
+    asked = [request.features for request in run.asked.values()]
+    assert all(sum(name in features for features in asked) > 2 for name in FEATURES)
+    assert {found.finish["type"] for found in run.found.values() if found.finish} == {"length", "stop"}
+    return run
 
 
 @pytest.mark.parametrize(("switches", "seed"), at_depth(CASES, quick=len(QUICK)), ids=str)
 def test_no_switch_changes_what_a_request_samples(
     switches: Switches, seed: int, tiny_llama: Path, judged: Judged
 ) -> None:
-    wanted = baseline(judged, tiny_llama, seed)
-    run = Run(switches.harness(tiny_llama), seed).play()
+    wanted = baseline(tiny_llama, judged, seed)
+    run = Run(switches.harness(tiny_llama), Requests(seed)).play()
     judged.check(run)
     expect_same_ids(run, wanted)
     planner = run.h.scheduler.planner
@@ -245,7 +137,7 @@ def test_no_switch_changes_what_a_request_samples(
 def test_the_policies_start_the_same_requests_in_different_orders(tiny_llama: Path) -> None:
     """Otherwise the test above would compare a policy with itself."""
     switches = [Switches(policy, "fused", cache=True, pool="large", overlaps=False) for policy in ("lpm", "fcfs")]
-    lpm, fcfs = (Run(each.harness(tiny_llama), 1).play() for each in switches)
+    lpm, fcfs = (Run(each.harness(tiny_llama), Requests(1)).play() for each in switches)
     assert lpm.h.starts != fcfs.h.starts and sorted(lpm.h.starts) == sorted(fcfs.h.starts)
 
 
@@ -259,8 +151,8 @@ def test_pauses_and_aborts_change_no_token_of_the_others(
 ) -> None:
     monkey = Monkey(seed)
     switches = Switches(policy, kernels, cache=True, pool="small", overlaps=overlaps)
-    run = Run(switches.harness(tiny_llama), 1).play(monkey)
+    run = Run(switches.harness(tiny_llama), Requests(1)).play(monkey.disturb)
     judged.check(run)
-    expect_same_ids(run, baseline(judged, tiny_llama, 1))
+    expect_same_ids(run, baseline(tiny_llama, judged, 1))
     assert "retract" in monkey.pauses and run.aborted
     assert run.retracted_features() >= {"penalties", "filters", "candidates"}

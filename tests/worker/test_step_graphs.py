@@ -18,9 +18,15 @@ pytest.importorskip("triton")
 
 from tests.depth import at_depth
 from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
+from tests.parity.in_process import ModelHarness
+from tests.parity.mixed_requests import FEATURES
+from tests.parity.mixed_runs import Judged, Requests, Run, expect_same_ids
+from verl_server.io_struct import ContinueGenerationReq, PauseGenerationReq
 from verl_server.models import triton_attention
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import PagedBackend
+from verl_server.sampling.fused import FusedOps
+from verl_server.sampling.sampler import Sampler
 from verl_server.worker import capture_budget, model_runner, step_graphs
 from verl_server.worker.kernel_choice import KernelChoice
 from verl_server.worker.step_graphs import StepGraphs
@@ -139,6 +145,77 @@ def test_steps_with_shared_keys_agree(tiny_llama: Path, monkeypatch: pytest.Monk
     if graphs:
         assert isinstance(runner._graphs, OnceOnly)
         assert {("decode", 8, True), ("mixed", 16, True)} <= set(runner._graphs.steps)
+
+
+class Counted(OnceOnly):
+    """Step graphs that also record the steps that no graph can compute."""
+
+    eager: list[int]
+    """The number of entries of each of these steps."""
+
+    def run(self, placement: Any, sample: list[int]) -> Any:
+        logits = super().run(placement, sample)
+        if logits is None:
+            self.eager = [*getattr(self, "eager", []), len(placement.rows)]
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # forbidden tokens, and rows with a late mask
+@pytest.mark.parametrize(
+    "settings",
+    at_depth(
+        [
+            {"cuda_graph_max_bs": 2, "overlaps": True},
+            {"disable_cuda_graph": True, "schedule_policy": "fcfs"},
+            {"cuda_graph_max_bs": 2, "schedule_policy": "fcfs"},
+            {"disable_cuda_graph": True, "overlaps": True},
+            {"overlaps": True},
+            {},
+        ],
+        quick=2,
+    ),
+    ids=lambda settings: "-".join(settings) or "defaults",
+)
+def test_mixed_requests_agree_with_few_graphs_and_without(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """All sampling settings, computed by the kernels for GPUs: attention, penalties, filters, candidates and draws."""
+
+    def played(**settings: Any) -> Run:
+        h = ModelHarness(tiny_llama, num_pages=40, max_rows=5, **settings)
+        if "cpu_kernel_choice" not in settings:
+            h.model_runner.sampler = Sampler(h.model_runner.vocab_size, h.model_runner.device, FusedOps())
+        steps = itertools.count()
+
+        def retract_once(_: Run) -> None:
+            step = next(steps)
+            if step == 7:
+                h.scheduler.handle(PauseGenerationReq(id=1, mode="retract"))
+            elif step == 8:
+                h.scheduler.handle(ContinueGenerationReq(id=2))
+
+        return Run(h, Requests(6, count=6, longest=18, most_new=10)).play(retract_once)
+
+    expected = played(cpu_kernel_choice="torch")
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", Counted)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    run = played(**settings)
+    Judged(tiny_llama).check(run)
+    expect_same_ids(run, expected)
+    assert set().union(*[request.features for request in run.asked.values()]) == set(FEATURES)
+    assert run.retracted_features() >= {"penalties", "filters"}
+    graphs = run.h.model_runner._graphs
+    if "disable_cuda_graph" in settings:
+        assert graphs is None
+        return
+    assert isinstance(graphs, Counted)
+    sizes = {size for kind, size, _ in graphs.steps if kind == "decode"}
+    if "cuda_graph_max_bs" in settings:
+        assert sizes == {1, 2} and max(graphs.eager) > 2
+    else:
+        assert max(sizes) > 2
 
 
 def test_without_memory_for_shared_keys_the_plain_graph_is_taken(
