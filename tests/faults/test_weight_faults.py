@@ -10,7 +10,6 @@ sampling settings are in the queue and in the batch when the fault happens.
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,6 @@ from tests.faults.judge import GREEDY, PROMPT, Judge, Weights, weights_of
 from tests.faults.pauses import trap
 from tests.faults.server import launched
 from tests.faults.trainer import BOUND, Answer, Ranks, ranks
-from tests.parity.mixed_requests import MixedRequest, mixed_request, prompts_in_families
-from tests.parity.sampling_judge import Found, SamplingJudge
-from tests.parity.span_judge import Fate, SpanJudge, Version
 from tests.waiting import eventually
 from tests.weight_sync import described
 from verl_server import (
@@ -46,8 +42,6 @@ Kind = tuple[int, str]
 """(tensor-parallel size, scheduling policy) of a server."""
 KINDS: list[Kind] = [(2, "lpm"), (1, "fcfs"), (2, "fcfs"), (1, "lpm")]
 """`make test` runs the first one of a size."""
-ROWS = 4
-"""Requests in a batch, so that more requests form a queue."""
 
 
 class Served:
@@ -62,7 +56,7 @@ class Served:
     @property
     def engine(self) -> HttpServerEngineAdapter:
         if self._engine is None:
-            settings = {"tp_size": self.tp_size, "schedule_policy": self._policy, "max_running_requests": ROWS}
+            settings = {"tp_size": self.tp_size, "schedule_policy": self._policy}
             self._engine = launched(self.folder, self.model, **settings)
         return self._engine
 
@@ -450,89 +444,6 @@ def test_memory_is_cut_off_during_the_copy(served: Served) -> None:
     served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGBUS")
 
 
-# -- requests run and wait meanwhile --------------------------------------------------------------------------------
-
-
-class Crowd:
-    """Requests with mixed settings, more than a batch has room for."""
-
-    def __init__(self, served: Served, count: int = 12) -> None:
-        self._served, self._threads = served, ThreadPoolExecutor(count)
-        rng = random.Random(1)
-        self._requests = [mixed_request(rng, prompt, 200) for prompt in prompts_in_families(rng, count)]
-        self._answers = [self._threads.submit(self._generate, request) for request in self._requests]
-        assert eventually(self._is_waiting), "no queue"
-
-    def _generate(self, request: MixedRequest) -> dict[str, Any]:
-        reply: dict[str, Any] = self._served.engine.generate(**request.body(), timeout=30)
-        return reply
-
-    def _is_waiting(self) -> bool:
-        state = self._served.engine.get_server_info()["internal_states"][0]
-        return state["num_running_reqs"] == ROWS and state["num_waiting_reqs"] > 0
-
-    def errors(self) -> list[BaseException]:
-        """Wait for the one answer to each request, and return those that are errors."""
-        errors = [answer.exception(30) for answer in self._answers]
-        self._threads.shutdown()
-        return [error for error in errors if error is not None]
-
-    def expect_tokens(self, fate: Fate) -> set[str]:
-        """Assert every token under its version, "one" or "two". Return the versions. Call `errors` before."""
-        judge = SpanJudge(self._served.model)
-        judge.versions["one"] = Version(self._served.weights(1), "ended")
-        judge.versions["two"] = Version(self._served.weights(2), fate)
-        versions = set()
-        for request, answer in zip(self._requests, self._answers, strict=True):
-            if answer.exception() is not None:
-                continue
-            reply = answer.result()
-            positions = SamplingJudge(request, Found.in_reply(reply))
-            positions.check_shape()
-            judge.check(request.prompt, reply, positions)
-            versions |= {span["version"] for span in reply["meta_info"]["weight_versions"]}
-        return versions
-
-
-MODES: dict[str, Fate] = {"in_place": "kept", "retract": "recomputed", "wait": "ended", "abort": "ended"}
-
-
-@pytest.mark.parametrize("mode", at_depth(MODES))
-@on_kinds(KINDS, quick=1)
-def test_a_rank_is_killed_during_the_copy_while_requests_run(served: Served, trainer: Ranks, mode: str) -> None:
-    """The update is complete, and every request gets tokens of the version that each of them names."""
-    trainer.done("push", seed=1, version="one")
-    crowd = Crowd(served)
-    with trap(served.folder, "copying", served.last_rank) as held:
-        trainer.call("push", seed=2, version="two", mode=mode)
-        held.wait()
-        trainer.kill(1)
-        held.go()
-        expect_error(trainer.answers(), VerlServerError, "another rank of this VerlEngine ended")
-    assert not crowd.errors()
-    assert crowd.expect_tokens(MODES[mode]) == ({"one"} if mode == "abort" else {"one", "two"})
-    served.expect(2, "two")
-    served.heal(3)
-
-
-@pytest.mark.parametrize("mode", at_depth(["retract", "in_place"]))
-@on_kinds([(1, "fcfs"), (2, "lpm"), (1, "lpm"), (2, "fcfs")], quick=1)
-def test_a_copy_fails_half_way_while_requests_run(served: Served, trainer: Ranks, mode: str) -> None:
-    """No token is computed with torn weights: requests that did not end before the copy are refused."""
-    trainer.done("push", seed=1, version="one")
-    crowd = Crowd(served)
-    with trap(served.folder, "copying", served.last_rank) as held:
-        trainer.call("push", seed=2, version="two", mode=mode)
-        held.wait()
-        held.go("fail")
-        expect_error(trainer.answers(), VerlServerError, "a fault that a test made")
-    errors = crowd.errors()
-    assert len(errors) > ROWS and all(isinstance(error, ServerUnavailableError) for error in errors), errors
-    assert all("torn" in str(error) for error in errors)
-    assert crowd.expect_tokens("ended") <= {"one"}
-    served.heal(3)
-
-
 # -- a server rank is killed ----------------------------------------------------------------------------------------
 
 
@@ -556,15 +467,6 @@ def test_a_server_rank_is_killed(served: Served, trainer: Ranks, when: str) -> N
             answers = trainer.answers()
     for answer in answers:
         assert answer.error in (ServerDiedError.__name__, ServerUnavailableError.__name__), answer
-    served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGKILL")
-
-
-@on_kinds(KINDS, quick=0)
-def test_a_server_rank_is_killed_while_requests_run(served: Served, trainer: Ranks) -> None:
-    crowd = Crowd(served)
-    os.kill(served.schedulers()[served.last_rank], signal.SIGKILL)
-    errors = crowd.errors()
-    assert len(errors) > ROWS and all(isinstance(error, ServerDiedError | ServerUnavailableError) for error in errors)
     served.expect_ended(f"scheduler-tp{served.last_rank} ended with signal SIGKILL")
 
 
