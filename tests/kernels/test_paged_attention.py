@@ -20,7 +20,7 @@ from verl_server.kernels.shared_keys import ITEM, find_runs
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
-"""Whether kernels begin early (`kernels.dependent`). Indices come from the host, so no kernel writes them."""
+"""True if kernels begin early (`kernels.dependent`). Indices come from the host, so no kernel writes them."""
 HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter cannot multiply bf16
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Bound on the relative error, which comes from rounding inputs and softmax weights to the dtype."""

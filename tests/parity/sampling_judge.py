@@ -20,7 +20,7 @@ from verl_server.kernels import draw
 from verl_server.packed_logprobs import TokenLogprobs
 
 TOLERANCE = 2e-4
-"""Of log-probabilities. Temperatures below 1 and penalties multiply the difference of logits, which is below 1e-4."""
+"""Tolerance of log-probabilities. Low temperatures and penalties multiply the error of logits, which is below 1e-4."""
 
 Row = npt.NDArray[np.float64]
 Candidates = list[tuple[float, int]]

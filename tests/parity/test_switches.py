@@ -1,4 +1,4 @@
-"""What a request samples depends on its seed, its position and its distribution only, under every policy and switch.
+"""The ids that a request samples depend on its seed, positions and distributions only, under every policy and switch.
 
 Requests with mixed settings share prefixes, arrive one after the other, and are continued as conversations. They run
 under each order of the queue, with and without fused kernels, prefix cache and overlapping steps, and with a KV pool so

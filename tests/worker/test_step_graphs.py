@@ -402,7 +402,7 @@ class OtherRank:
     size: int = 2
     rank: int = 0
     seconds: float = 0.0
-    """What the other rank says that its captures took."""
+    """Seconds that the other rank reports for its captures."""
 
     def all_agree(self, ok: bool) -> bool:
         return self.can.pop(0) and ok

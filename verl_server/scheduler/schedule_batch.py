@@ -29,7 +29,7 @@ from verl_server.scheduler.request_grammar import RequestGrammar
 from verl_server.worker.forward_batch import ForwardBatch
 
 Place = tuple[int, bool, bool, bool, int, bool, int]
-"""(-priority, not started, not overdue, less than half cached, -length of the cached prefix in pages, first turn,
+"""(-priority, not started, not overdue, continues no cached history, -length of the cached prefix in pages, first turn,
 number of the arrival)"""
 
 
@@ -133,7 +133,7 @@ class Req:
         self.place: Place = (-message.priority, False, False, False, 0, False, arrival)
         """Waiting requests are ordered by this. `WaitingQueue` sets it."""
         self.overdue = False
-        """True if the request has waited for so long that no later one may start before it."""
+        """True if the request has waited for so long that it precedes the others of its priority."""
         self.match: PageNode | None = None
         """The end of the prefix that the cache held when the `WaitingQueue` looked last."""
         self.session_id = message.session_id

@@ -19,7 +19,7 @@ MOST_SECONDS = 30.0
 """Bound on the captures of all graphs. With 1,024 requests 145 graphs of some 40 ms take 6 s on one H200. Where they
 take five times as long, captures hold up more steps and requests than smaller paddings save."""
 _OUTCOME = struct.Struct("<?d")
-"""What a rank sends after a capture: True if it succeeded, and its seconds."""
+"""Layout of a rank's message after a capture: (True if the capture succeeded, seconds that it took)."""
 
 
 class CaptureBudget:
