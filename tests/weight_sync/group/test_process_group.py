@@ -371,7 +371,7 @@ def test_the_member_process_ends_with_the_server() -> None:
     """The member ends even while it waits inside torch, where it does not notice that its socket was closed."""
     code = """
 import sys
-from verl_server.io_struct import InitWeightsUpdateGroupReq
+from verl_server.weight_requests import InitWeightsUpdateGroupReq
 from verl_server.weight_sync.group.gloo_member import GlooMember
 member = GlooMember()
 print(member._process.pid, flush=True)
