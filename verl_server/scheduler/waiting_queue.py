@@ -30,7 +30,8 @@ SchedulePolicy = Literal["lpm", "fcfs"]
 _OVERDUE_PARTS = 64
 """Parts of `max_age`, in each of which one request of each priority may become overdue."""
 _OVERDUE_SHARE = 256
-"""Or one of so many that have waited for `max_age`: then all of them start within some four times this time more."""
+"""If more than this number have waited for `max_age`, one of so many becomes overdue instead: all of them do so within
+some four times `max_age` more."""
 
 
 class WaitingQueue:
@@ -73,7 +74,7 @@ class WaitingQueue:
     def remove(self, req: Req) -> None:
         """Remove a request that starts or ends."""
         del self._reqs[self._index(req)]
-        self._grow_old(req)
+        self._forget_wait(req)
         if self.by_prefix and req.match is not None:
             self._cache.unwant(req.match)
         req.match = None
@@ -116,7 +117,7 @@ class WaitingQueue:
             if waited:
                 self._next_overdue = now + self._max_age / _OVERDUE_PARTS
             for req in waited[: math.ceil(len(waited) / _OVERDUE_SHARE)]:
-                self._grow_old(req)
+                self._forget_wait(req)
                 del self._reqs[self._index(req)]
                 req.overdue = True
                 self._insert(req)
@@ -147,8 +148,8 @@ class WaitingQueue:
             if before is not None:
                 self._cache.unwant(before)
 
-    def _grow_old(self, req: Req) -> None:
-        """Forget since when the request waits."""
+    def _forget_wait(self, req: Req) -> None:
+        """Forget the time at which the request was queued."""
         young = self._young.get(req.priority)
         if young is not None and young.pop(req, None) is not None and not young:
             del self._young[req.priority]
