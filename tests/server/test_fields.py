@@ -223,6 +223,13 @@ def send(stack: Stack, operation: Operation, changes: dict[str, Any]) -> httpx.R
     return stack.request(operation.methods[-1], operation.path, json=body)
 
 
+def has_documented_type(response: httpx.Response, operation: Operation) -> bool:
+    """Return whether the content type is one that `/openapi.json` names. Without one, the answer must be empty."""
+    if not operation.media_types:
+        return not response.content and "content-type" not in response.headers
+    return response.headers.get("content-type", "").partition(";")[0] in operation.media_types
+
+
 @pytest.fixture(scope="module")
 def fields_stack(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
@@ -255,6 +262,8 @@ def test_implemented_fields_are_accepted(path: str, fields_stack: Stack) -> None
         response = send(fields_stack, operation, changes)
         if response.status_code != 200:
             wrong[name] = f"{changes}: {response.status_code} {response.text}"
+        elif not has_documented_type(response, operation):
+            wrong[name] = f"{changes}: {response.headers} is none of {operation.media_types}"
     assert not wrong, "\n".join(f"{name}: {answer}" for name, answer in wrong.items())
 
 
@@ -266,6 +275,7 @@ def test_null_and_fields_without_effect_are_accepted(path: str, fields_stack: St
     body = base | dict.fromkeys(optional) | dict.fromkeys(operation.without_effect, "anything")
     response = fields_stack.request(operation.methods[-1], path, json=body)
     assert response.status_code == 200, response.text
+    assert has_documented_type(response, operation)
 
 
 @pytest.mark.parametrize("path", [path for path, operation in OPERATIONS.items() if operation.refused])

@@ -56,7 +56,7 @@ class SglangSessionApi:
                     "streaming": "a session is continued in the same way with and without it",
                 },
             ),
-            Operation("/close_session", self.close_session, BOTH, body=CloseSessionReq),
+            Operation("/close_session", self.close_session, BOTH, body=CloseSessionReq, media_types=()),
         ]
 
     async def open_session(self, request: Request) -> Response:
