@@ -10,13 +10,12 @@ Policy: every running request decodes in every step. Prefills fill the rest of t
 queue only: no running request makes room for a waiting one, and a waiting request of low priority may wait for as long
 as requests of higher priority arrive. With `lpm`, running episodes end before new ones begin if the pool cannot hold
 the histories of all: see `_yields`. `ExpectedReturn` learns how long the history of a turn is worth keeping.
-Admission is optimistic: only a fraction of the tokens that requests may still sample is reserved. If pages run out, the
-newest request is retracted: it keeps its tokens, loses its KV, and is computed again later. The oldest request always
-fits (this is checked at arrival), so there is always progress. Admission also bounds the sum of the memory that
-sampling takes beyond a plain draw (penalties, filters, log-probabilities of many tokens). A step reports a bounded
-number of log-probabilities of prompt tokens, so that a prompt with hundreds of candidates for each token does not delay
-the tokens of other requests.
-If a step runs out of memory nevertheless, steps become smaller (`StepLimits`).
+Admission is optimistic: see `Reserve`. If pages run out, the newest request is retracted: it keeps its tokens, loses
+its KV, and is computed again later. The oldest request always fits (this is checked at arrival), so there is always
+progress. Admission also bounds the sum of the memory that sampling takes beyond a plain draw (penalties, filters,
+log-probabilities of many tokens). A step reports a bounded number of log-probabilities of prompt tokens, so that a
+prompt with hundreds of candidates for each token does not delay the tokens of other requests. If a step runs out of
+memory nevertheless, steps become smaller (`StepLimits`).
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from verl_server.scheduler.free_lists import PagePool, PageTableRows
 from verl_server.scheduler.headroom import Headroom
 from verl_server.scheduler.page_node import PageNode
 from verl_server.scheduler.radix_cache import RadixCache
+from verl_server.scheduler.reserve import Reserve
 from verl_server.scheduler.schedule_batch import Req, ScheduleBatch
 from verl_server.scheduler.session_histories import SessionHistories
 from verl_server.scheduler.step_limits import StepLimits
 from verl_server.scheduler.waiting_queue import SchedulePolicy, WaitingQueue
 
-_RESERVE_START, _RESERVE_MIN, _RESERVE_DECAY, _RESERVE_RISE = 0.5, 0.1, 0.002, 0.2
-_RESERVE_CLIP = 4096  # a huge max_new_tokens says little about the length that will be sampled
 _MOST_REPORTED = 16384  # bound on the log-probabilities of prompt tokens in a step: all other requests wait for them
 _IDLE_SHARE = 0.5  # of the pool: while running requests hold less, steps are small, and new episodes need not yield
 _MAX_SKIPPED = 256  # bound on the waiting requests that one step passes over because they cannot start yet
@@ -74,13 +72,13 @@ class BatchPlanner:
         self.cache = RadixCache(self.pages, page_size, disable_radix_cache, self.returns)
         self.waiting = WaitingQueue(self.cache, schedule_policy, max_age, clock)
         self._histories = SessionHistories(self.cache, self.returns)
+        self._reserve = Reserve(page_size)
         self._headroom = Headroom(num_pages)
         self._clock = clock
         self.running: list[Req] = []
         self.num_retractions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._reserve_ratio = _RESERVE_START
         self._reported_room = _MOST_REPORTED
         """Log-probabilities of prompt tokens that the step being planned may still report."""
         self._num_retracted = 0
@@ -197,7 +195,7 @@ class BatchPlanner:
                 admit = bool(self.waiting) and not retracted and not self.limits.has_suspects
                 room = self.limits.rows - len(decodes)
                 if reqs := decodes + self._plan_prefills(prefills, room, admit, only_started):
-                    self._adapt_reserve(retracted)
+                    self._reserve.step_planned(retracted)
                     return ScheduleBatch.build(reqs)
                 if not self.running:
                     return None
@@ -265,13 +263,6 @@ class BatchPlanner:
                 chunks.append(req)
         return chunks + self._admit(budget, room - len(chunks), only_started) if admit else chunks
 
-    def _adapt_reserve(self, retracted: bool) -> None:
-        """Reserve more pages at admission after a retraction, and slightly fewer after every step without one."""
-        if retracted:
-            self._reserve_ratio = min(1.0, self._reserve_ratio + _RESERVE_RISE)
-        else:
-            self._reserve_ratio = max(_RESERVE_MIN, self._reserve_ratio - _RESERVE_DECAY)
-
     def _take_chunk(self, req: Req, budget: int) -> int:
         """Plan the next chunk of a prefill, as long as `budget` and pages allow. Return the length in tokens."""
         room = (len(req.pages) + self.available_pages()) * self.page_size - req.cached_len
@@ -307,7 +298,7 @@ class BatchPlanner:
         admitted: list[Req] = []
         if budget <= 0 or room <= 0 or not self.rows.available or (only_started and not self._num_retracted):
             return admitted
-        reserved = self._expected_pages(self.running)
+        reserved = self._reserve.expected_pages(self.running)
         computing = {self._next_page(req) for req in self.running if req.prefilling}
         self.waiting.age()
         skipped = 0
@@ -321,7 +312,7 @@ class BatchPlanner:
                 skipped += 1
             elif self._start(req, node, reserved):
                 budget -= self._take_chunk(req, budget)
-                reserved += self._expected_pages([req])
+                reserved += self._reserve.expected_pages([req])
                 computing.add(self._next_page(req))
                 admitted.append(req)
             else:
@@ -394,29 +385,11 @@ class BatchPlanner:
 
     def _needed_pages(self, req: Req, node: PageNode) -> int:
         """Return the pages that a waiting request needs besides those down to `node`, with what it may sample."""
-        return self._num_pages(len(req.token_ids)) - node.depth + self._reserve_pages(req)
+        return self._reserve.expected_pages([req]) - node.depth
 
     def _has_step_bytes(self, req: Req) -> bool:
         """Return True if a step has memory to sample for one more request."""
         return self._step_budget is None or self._step_bytes + req.step_bytes <= self._step_budget
-
-    def _reserve_pages(self, req: Req) -> int:
-        return self._num_pages(int(self._reserve_ratio * min(req.remain_len, _RESERVE_CLIP)))
-
-    def _expected_pages(self, reqs: list[Req]) -> int:
-        """Return the number of pages that `reqs` will probably still need.
-
-        Written as one loop without calls, because every step with a queue runs it over all running requests.
-        """
-        size, ratio = self.page_size, self._reserve_ratio
-        total = 0
-        for req in reqs:
-            remain = req.max_new_tokens - len(req.output_ids)
-            reserve = int(ratio * (remain if remain < _RESERVE_CLIP else _RESERVE_CLIP))
-            expected = -(-len(req.token_ids) // size) - (-reserve // size) - len(req.pages)
-            if expected > 0:
-                total += expected
-        return total
 
     # -- pages -----------------------------------------------------------------------------------------------
 
