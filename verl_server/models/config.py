@@ -7,8 +7,6 @@ It raises `BadRequestError` that names the architecture or setting, the supporte
 
 from __future__ import annotations
 
-import reprlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +16,7 @@ import torch
 
 from verl_server.errors import BadRequestError
 from verl_server.model_folder import read_json
+from verl_server.models.rope_config import RopeKeys, read_rope
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _BY_MODEL_TYPE = {"llama": SUPPORTED[0], "mistral": SUPPORTED[1], "qwen2": SUPPORTED[2], "qwen3": SUPPORTED[3]}
@@ -40,24 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Architecture -> key -> value if config.json lacks the key, for the keys whose defaults differ between architectures.
 """
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
-"""Supported rope type -> the keys that it needs."""
-_ROPE_NUMBERS = (
-    *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "original_max_position_embeddings"),
-    *("beta_fast", "beta_slow", "rope_theta"),
-)
-"""Keys of all rope types whose values are positive numbers."""
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_ROPE_THETA = 10000.0
-_MOST_POSITIONS = 2**31 - 1
-"""Positions of tokens are int32."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,7 +58,7 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     rope: dict[str, Any]
-    """Keys as in transformers' `rope_parameters`: rope_theta, rope_type and the keys of that rope_type."""
+    """The rotary embedding, as `read_rope` returns it."""
     dtype: torch.dtype
     """The dtype of the checkpoint."""
     tie_word_embeddings: bool
@@ -98,7 +80,7 @@ class ModelConfig:
         return max(self.max_position_embeddings, stretched)
 
 
-class _ConfigFile(msgspec.Struct):
+class _ConfigFile(RopeKeys, kw_only=True):
     """The keys of config.json that the decoder needs, with their types and the defaults of transformers."""
 
     vocab_size: int
@@ -106,7 +88,6 @@ class _ConfigFile(msgspec.Struct):
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: _Count
-    max_position_embeddings: _Count
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
@@ -119,11 +100,6 @@ class _ConfigFile(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
-    original_max_position_embeddings: int | None = None
 
 
 def load_model_config(folder: Path, context_length: int | None = None) -> ModelConfig:
@@ -152,7 +128,7 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         head_dim=head_dim,
         norm_eps=file.rms_norm_eps,
         max_position_embeddings=file.max_position_embeddings,
-        rope=_rope(file, path, head_dim),
+        rope=read_rope(file, path, head_dim),
         dtype=_dtype(file, path),
         tie_word_embeddings=file.tie_word_embeddings,
         qkv_bias=architecture == "Qwen2ForCausalLM" or file.attention_bias,
@@ -193,89 +169,6 @@ def _refuse_unsupported(file: _ConfigFile, architecture: str, context_length: in
         )
 
 
-def _rope(file: _ConfigFile, path: Path, head_dim: int) -> dict[str, Any]:
-    """Return `ModelConfig.rope`. Raises BadRequestError for values from which no frequencies can be computed.
-
-    A key that is null counts as absent. No wrong value is replaced by a default.
-    """
-    source = "rope_scaling" if file.rope_scaling else "rope_parameters"
-    given = file.rope_scaling or file.rope_parameters or {}
-    rope = dict(given)
-    kind = _rope_type(rope, source, path)
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = _ROPE_THETA if file.rope_theta is None else file.rope_theta
-    if kind in ("llama3", "yarn", "longrope"):
-        originals = (file.original_max_position_embeddings, rope.get("original_max_position_embeddings"))
-        found = (original for original in originals if original is not None)
-        rope["original_max_position_embeddings"] = next(found, file.max_position_embeddings)
-
-    def refuse(name: str, problem: str) -> None:
-        key = f"{source}.{name}" if name in given else name
-        raise BadRequestError(
-            f"{path}: {key} of rope type {kind!r} {problem}, but is {reprlib.repr(rope.get(name))}. "
-            "Set it to the value that the model was trained with."
-        )
-
-    partial = rope.get("partial_rotary_factor", file.partial_rotary_factor)
-    if partial not in (None, 1.0):
-        raise BadRequestError(f"{path}: partial_rotary_factor must be 1, but is {partial!r}. Others are not supported.")
-    for name in _ROPE_KEYS[kind]:
-        # transformers computes the factor of YaRN from the two context lengths if the key is there and null.
-        if rope.get(name) is None and not (kind == "yarn" and name in rope):
-            raise BadRequestError(
-                f"{path}: rope type {kind!r} needs {source}.{name}, which is absent or null. "
-                "Set it to the value that the model was trained with."
-            )
-    for name in _ROPE_NUMBERS:
-        if rope.get(name) is not None and not _is_positive(rope[name]):
-            refuse(name, "must be a positive number")
-    for name in ("mscale", "mscale_all_dim"):
-        if rope.get(name) is not None and not (_is_number(rope[name]) and rope[name] >= 0):
-            refuse(name, "must be a positive number or 0")
-    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        refuse("low_freq_factor", f"must be less than high_freq_factor={rope['high_freq_factor']}")
-    if kind == "yarn" and rope["rope_theta"] <= 1:
-        refuse("rope_theta", "must be greater than 1, because YaRN divides by its logarithm")
-    if kind == "yarn" and not isinstance(rope.get("truncate"), bool | None):
-        refuse("truncate", "must be true or false")
-    if kind == "longrope":
-        if rope["original_max_position_embeddings"] <= 1:
-            refuse("original_max_position_embeddings", "must be greater than 1, because its logarithm is a divisor")
-        for name in ("short_factor", "long_factor"):
-            values, half = rope[name], head_dim // 2
-            if not isinstance(values, list) or len(values) != half:
-                refuse(name, f"must hold {half} numbers (head_dim / 2)")
-            for index, value in enumerate(values):
-                if not _is_positive(value):
-                    refuse(name, f"must hold positive numbers (at index {index} it has {reprlib.repr(value)})")
-    if kind in ("yarn", "longrope") and rope.get("factor") is None:
-        rope["factor"] = file.max_position_embeddings / rope["original_max_position_embeddings"]
-    if kind == "yarn" and rope["factor"] * rope["original_max_position_embeddings"] > _MOST_POSITIONS:
-        refuse("factor", f"must stretch original_max_position_embeddings to at most {_MOST_POSITIONS} tokens")
-    return rope
-
-
-def _rope_type(rope: dict[str, Any], source: str, path: Path) -> str:
-    """Return the rope type, and store it as rope["rope_type"], where new configs have it. Old ones have "type"."""
-    if nested := [name for name in rope if name.endswith("_attention") and isinstance(rope[name], dict)]:
-        raise BadRequestError(
-            f"{path}: {source} has other values for each type of layer ({', '.join(nested)}), which is not supported; "
-            "supported: one rope type for all layers."
-        )
-    kind = rope.get("rope_type")
-    if kind is None:
-        kind = rope.pop("type", None)
-    if kind is None:
-        kind = "default"
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise BadRequestError(
-            f"{path}: rope type {kind!r} ({source}.rope_type, or type) is not supported; "
-            f"supported: {', '.join(_ROPE_KEYS)}."
-        )
-    rope["rope_type"] = kind
-    return kind
-
-
 def _head_dim(file: _ConfigFile, path: Path) -> int:
     head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
     if head_dim < 2 or head_dim % 2:
@@ -285,15 +178,6 @@ def _head_dim(file: _ConfigFile, path: Path) -> int:
             "Check it against the shapes of the checkpoint."
         )
     return head_dim
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    """Return True if `value` is a number that a float can hold, other than NaN and infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _dtype(file: _ConfigFile, path: Path) -> torch.dtype:
