@@ -78,6 +78,12 @@ def cpu_kernels() -> CpuKernels:
 
 
 @pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and a byte tokenizer, but no weights, for servers without a model."""
+    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("llama"), "llama")
 

@@ -23,22 +23,9 @@ from verl_server import (
     WeightUpdateError,
 )
 from verl_server import io_struct as io
-from verl_server.models.tiny import make_model_folder
 from verl_server.weight_requests import UpdateWeightsFromTensorReq
 
 FOUR = {"max_new_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -174,8 +161,8 @@ def test_an_accepted_restart(server: Server, attach: Callable[[], HttpServerEngi
     assert other.generate("a", FOUR)
 
 
-def test_only_the_owner_may_accept_for_all(folder: Path) -> None:
-    server = Server(folder)
+def test_only_the_owner_may_accept_for_all(text_folder: Path) -> None:
+    server = Server(text_folder)
     try:
         keys = {"api_key": "k", "admin_api_key": "a"}
         server.restart(**keys)

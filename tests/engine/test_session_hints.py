@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +15,10 @@ from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from verl_server import BadRequestError, Engine, EngineBase, HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import FinishSessionReq, TokenizedGenerateReq
-from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.trajectory import Task
 
 ONE = {"max_new_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
-    yield server
-    server.stop()
 
 
 def in_process(server: Server) -> Engine:

@@ -14,7 +14,6 @@ from tests.engine.restartable_server import Server
 from tests.rollout.fakes import FakeEnvironment, WordRenderer, says
 from verl_server import HttpServerEngineAdapter, ServerUnavailableError
 from verl_server import io_struct as io
-from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import StepResult
 from verl_server.rollout.episode import Limits
@@ -25,14 +24,9 @@ TASKS = [Task(seed=i) for i in range(4)]
 WAIT = 30.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
-
-
 @pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
+def server(text_folder: Path) -> Iterator[Server]:
+    server = Server(text_folder)
     yield server
     server.stop()
 

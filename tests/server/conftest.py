@@ -11,7 +11,6 @@ import pytest
 
 from tests.server.fake_scheduler import INFO, FakeScheduler
 from verl_server.ipc.message_socket import MessageSocket
-from verl_server.models.tiny import make_model_folder
 from verl_server.server.app import create_app
 from verl_server.server.tokenizer import ModelText
 from verl_server.server.tokenizer_manager import TokenizerManager
@@ -84,12 +83,6 @@ class Stack:
 
 
 MakeStack = Callable[..., Stack]
-
-
-@pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config and a byte tokenizer, but no weights: no test here loads weights."""
-    return make_model_folder(tmp_path_factory.mktemp("text"), weights=False)
 
 
 @pytest.fixture
