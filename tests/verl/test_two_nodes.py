@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from conftest import PROMPT, assert_ended, processes_of, run
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -21,6 +23,8 @@ def cluster(ray_folder: str) -> Iterator[Cluster]:
     """Two nodes with a GPU each that does not exist. The first one also runs the driver."""
     node = {"num_cpus": 8, "num_gpus": 1, "object_store_memory": 80 << 20}
     head = node | {"include_dashboard": False, "temp_dir": ray_folder}
+    # Whatever `temp_dir` says, a Cluster writes its address into this folder, and does not make it.
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address)
     yield cluster
