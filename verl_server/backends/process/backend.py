@@ -53,7 +53,7 @@ class Backend:
         self._args, self._driver = server_args, driver
         self.send, self.clock = send, clock
         self.planner = Admission(driver, server_args.random_seed, server_args.control_timeout)
-        self.worker = EngineWorkers(driver, server_args.control_timeout)
+        self.worker = EngineWorkers(driver, server_args.control_timeout, clock)
         self.control = ControlQueue(self, server_args.control_timeout, server_args.weight_update_lease)
         self._stats = SchedulerStats(clock)
         self._is_held = False

@@ -7,6 +7,7 @@ answer counts: all ranks vote inside the call.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -26,17 +27,27 @@ from verl_server.worker.tp_worker import DropStagedCommand, RunStagedCommand, St
 
 WEIGHT_COMMAND = "verl_command"
 """Method of the engine's workers that takes and returns bytes: `WorkerCommands.handle`."""
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _MOST_POLL_SECONDS, _POLL_SHARE = 0.02, 2.0, 0.125
+"""Bounds on the interval between two polls, and the interval as a share of the time that the update has taken so far.
+
+After each poll the engine's workers spin for a while (vLLM's for a second), on cores that the update may need. On Linux
+6.18, a process that joins a trainer's group did not start within a minute beside workers that were polled every 20 ms.
+"""
 
 
 class EngineWorkers:
     """Also the `weights` and the `stager` of the `Worker` protocol: both are answered from the last reply."""
 
-    def __init__(self, driver: EngineDriver, timeout: float) -> None:
-        """`timeout`: most seconds of a call, which runs no longer than a step and a copy of the weights."""
-        self._driver, self._timeout = driver, timeout
+    def __init__(self, driver: EngineDriver, timeout: float, clock: Callable[[], float]) -> None:
+        """`timeout`: most seconds of a call, which runs no longer than a step and a copy of the weights.
+
+        `clock` returns seconds.
+        """
+        self._driver, self._timeout, self._clock = driver, timeout, clock
         self._staging: set[int] = set()
         """Requests that the workers stage now."""
+        self._staged_at = self._poll_at = clock()
+        """When the newest of them began, and when the workers are asked next whether one has ended."""
         self._finished: deque[tuple[int, VerlServerError | None]] = deque()
         self._state: WeightsState = self._call(PollCommand()).state
 
@@ -89,15 +100,16 @@ class EngineWorkers:
     # -- staging -------------------------------------------------------------------------------------------------
 
     def finished(self) -> list[tuple[int, VerlServerError | None]]:
-        if self._staging:
+        if self._staging and (now := self._clock()) >= self._poll_at:
             self._call(PollCommand())
+            self._poll_at = now + min(_MOST_POLL_SECONDS, _POLL_SHARE * (now - self._staged_at))
         outcomes = list(self._finished)
         self._finished.clear()
         return outcomes
 
     def wait_seconds(self) -> float | None:
         """Return the seconds until `finished` should be asked again; None if nothing is staged."""
-        return _POLL_SECONDS if self._staging else None
+        return max(_POLL_SECONDS, self._poll_at - self._clock()) if self._staging else None
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -107,6 +119,7 @@ class EngineWorkers:
     def stage(self, req: StagedReq) -> None:
         self._staging.add(req.id)
         self._call(StageCommand(req))
+        self._staged_at = self._poll_at = self._clock()
 
     def run_staged(self, req: StagedReq) -> ControlReply:
         return self._reply(RunStagedCommand(req.id))
