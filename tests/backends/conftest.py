@@ -7,6 +7,7 @@ engine starts once for each model, because vLLM takes half a minute.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests import fork_server
 from tests.backends.served import ENGINES, Served
 from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder
+
+# By default vLLM pins a worker to the cores on which it computes: to one, if there are two. Its main thread spins
+# there, and under some kernels (seen with Linux 6.18) no other process or thread on that core runs meanwhile.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 INSTALLED = ["embedded", *(name for name in ENGINES if importlib.util.find_spec(name))]
 MODELS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ largest difference of their log-probabilities to those of the trainer's weights.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,5 +77,4 @@ def _compare(served: Any, model: Any, reference: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
