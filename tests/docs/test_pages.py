@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.models import config
+from verl_server.models import rope_config
 from verl_server.rollout.env_server import EnvServer
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +84,9 @@ def test_the_page_of_engines_lists_every_rope_type_with_its_keys() -> None:
     section = page.split("## Long contexts")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE)
     listed = {kind: tuple(re.findall(r"`(\w+)`", keys.partition(";")[0])) for kind, keys in rows}
-    assert listed == config._ROPE_KEYS
+    assert listed == rope_config._KEYS
     optional = {name for _, keys in rows for name in re.findall(r"`(\w+)`", keys)}
-    assert set(config._ROPE_NUMBERS) <= optional | {"rope_theta"}
+    assert set(rope_config._POSITIVE) <= optional | {"rope_theta"}
 
 
 @pytest.mark.timeout(240)
