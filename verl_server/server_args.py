@@ -146,8 +146,8 @@ class ServerArgs:
     recently used pages."""
     schedule_max_age: float = 60.0
     """Seconds after which a waiting request starts before all others of its priority, with `schedule_policy="lpm"`. If
-    many requests wait for that long, one more gets this right in each 64th part of the time, or a 256th of them, the
-    oldest first."""
+    many requests wait for that long, one more of them may do so in each 64th part of the time (or a 256th of them, if
+    that is more), the oldest first."""
     chunked_prefill_size: int | None = None
     """Most prompt tokens in one step. A longer prompt is processed in chunks. Default: 8192 on CUDA, 2048 on the
     CPU."""

@@ -3,8 +3,7 @@
 Processes are killed or stopped, memory is cut off, and calls are misused. Every trainer rank must get a clear error, or
 success, within ten seconds. Afterwards the server serves exactly the old weights or exactly the new ones (checksums of
 every parameter on every rank, and tokens and log-probabilities of transformers), refuses with 503 until a full push, or
-has ended with the cause. Servers have both scheduling policies. In the tests "while requests run", requests with mixed
-sampling settings are in the queue and in the batch when the fault happens.
+has ended with the cause. Servers have both scheduling policies.
 """
 
 from __future__ import annotations

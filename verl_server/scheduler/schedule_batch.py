@@ -1,8 +1,8 @@
 """`Req`, the state of one request in the scheduler, and `ScheduleBatch`, the requests of one step.
 
-Used by the `BatchPlanner` and the `Scheduler`. Four lengths describe the progress of a request:
+Used by the `BatchPlanner` and the `Scheduler`. Three lengths describe the progress of a request:
 
-    token_ids    |<------ cached_len ------>|<- extend_len ->|            |<--- remain_len --->|
+    token_ids    |<------ cached_len ------>|<- extend_len ->|            |
                  KV is in the pool           this step        later steps  may still be sampled
                                                               ^ device_len ends the step
 
@@ -206,10 +206,6 @@ class Req:
     @property
     def extend_len(self) -> int:
         return self.device_len - self.cached_len
-
-    @property
-    def remain_len(self) -> int:
-        return self.max_new_tokens - len(self.output_ids) - self.num_pending
 
     @property
     def num_shared(self) -> int:
