@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
-from benchmarks.served_slices import expected_checksums, served_tensors, whole_tensors
+from benchmarks.served_slices import expected_checksums, tensors_of_engine
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import ControlReply, ControlReq
@@ -96,11 +96,8 @@ class Result:
     """Intervals in which the trainer wrote its parameters or checked those of the server."""
     checked: int = 0
     """Number of pushes after which every parameter of every server rank had the trainer's checksum."""
-    commit_ms: list[float] = field(default_factory=list)
-    """Server's part of each push, as its reply reports it: votes, copy and device synchronization."""
-    http_ms: list[float] = field(default_factory=list)
-    """Time of the request, which includes the commit. In the rest of a push the trainer checks its tensors for changes.
-    """
+    stages: dict[str, list[float]] = field(default_factory=dict)
+    """Name of a stage -> its milliseconds in each push; see `benchmarks.weight_sync`."""
     before: dict[str, int] = field(default_factory=dict)
     """`footprint` of the trainer's rank 0 and of the server after the warm-up."""
     after: dict[str, int] = field(default_factory=dict)
@@ -132,7 +129,7 @@ class _Rank:
         self._rank, self._job, self._device, self._parent = rank, job, device, parent
         self._host: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._model = build_parameters(job, rank, device)
-        self._served = served_tensors(job.folder, job.tp) if job.engine == "embedded" else whole_tensors(job.folder)
+        self._served = tensors_of_engine(job.engine, job.folder, job.tp)
         self._result = Result(bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()))
 
     def run(self) -> None:
@@ -148,8 +145,7 @@ class _Rank:
                 self._parent.send(ready)
                 self._parent.recv()
             dist.barrier(self._host)
-            if isinstance(engine.engine, HttpServerEngineAdapter):
-                _record_requests(engine.engine, result)
+            _record_stages(engine, result.stages)
             start = time.perf_counter()
             push, seconds = self._open(engine)
             for step in range(job.warmup):
@@ -158,8 +154,8 @@ class _Rank:
             self._check(engine)
             result.before = self._footprint(engine)
             result.pushes, result.busy = [], [(start, time.perf_counter())]
-            result.commit_ms.clear()
-            result.http_ms.clear()
+            for milliseconds in result.stages.values():
+                milliseconds.clear()
             if job.source == "registered" and job.interval:
                 self._register_again(engine)
             self._push_all(engine, push)
@@ -240,11 +236,13 @@ class _Rank:
         dist.barrier(self._host)
         start = time.perf_counter()
         push()
-        times = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
+        times = torch.tensor([-start, start, time.perf_counter()], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX, self._host)
-        self._result.pushes.append((-float(times[0]), float(times[1])))
+        first, last, end = -float(times[0]), float(times[1]), float(times[2])
+        self._result.pushes.append((first, end))
+        self._result.stages.setdefault("skew_ms", []).append(1e3 * (last - first))
         time.sleep(self._job.interval)
-        return float(times.sum())
+        return end - first
 
     def _check(self, engine: VerlEngine) -> None:
         """Raise AssertionError unless every parameter on every server rank has the trainer's checksum."""
@@ -367,20 +365,72 @@ def write_parameters(model: nn.Module, step: int) -> None:
         local.add_(0.02 * math.sin(1.0 + step))
 
 
-def _record_requests(adapter: HttpServerEngineAdapter, result: Result) -> None:
-    """Record the times in the server's replies, which the methods of the engine do not return."""
+def _record_stages(engine: VerlEngine, stages: dict[str, list[float]]) -> None:
+    """Record the times of the stages of each push on this rank, which the methods of the engine do not return."""
+    ranks, adapter = engine._pusher._ranks, engine.engine
+    gather, act = ranks.gather, ranks.act
+    clock = time.perf_counter
+
+    def record(stage: str, seconds: float) -> None:
+        stages.setdefault(stage, []).append(1e3 * seconds)
+
+    def recorded_gather(what: str, prepare: Callable[[], bytes]) -> list[bytes]:
+        inspected = 0.0
+
+        def timed_prepare() -> bytes:
+            nonlocal inspected
+            start = clock()
+            prepared = prepare()
+            inspected = clock() - start
+            return prepared
+
+        start = clock()
+        gathered = gather(what, timed_prepare)
+        record("inspect_ms", inspected)
+        record("meet_ms", clock() - start - inspected)
+        return gathered
+
+    def recorded_act(what: str, action: Callable[[], Any]) -> Any:
+        acted = 0.0
+
+        def timed_action() -> Any:
+            nonlocal acted
+            start = clock()
+            result = action()
+            acted = clock() - start
+            return result
+
+        start = clock()
+        result = act(what, timed_action)
+        record("outcome_ms", clock() - start - acted)
+        return result
+
+    ranks.gather, ranks.act = recorded_gather, recorded_act  # type: ignore[method-assign,assignment]
+    if not isinstance(adapter, HttpServerEngineAdapter):
+        return
     control = adapter._control
 
-    def recorded(req: ControlReq) -> ControlReply:
-        start = time.perf_counter()
+    def recorded_control(req: ControlReq) -> ControlReply:
+        start = clock()
         reply = control(req)
+        end = clock()
         seconds = reply.payload.get("seconds") if isinstance(reply.payload, dict) else None
-        if seconds is not None:
-            result.http_ms.append(1e3 * (time.perf_counter() - start))
-            result.commit_ms.append(1e3 * seconds["commit"])
+        if seconds is None:
+            return reply
+        record("http_ms", end - start)
+        record("commit_ms", seconds["commit"])
+        if "start" in seconds:  # on the monotonic clock of the host, as `clock`
+            copy = max(seconds["copy"])
+            record("send_ms", seconds["start"] - start)
+            record("agree_ms", seconds["agreed"])
+            record("copy_ms", copy)
+            record("settle_ms", seconds["commit"] - seconds["agreed"] - copy)
+            record("answer_ms", end - seconds["start"] - seconds["commit"])
+        if "device" in seconds:
+            record("device_ms", seconds["device"])
         return reply
 
-    adapter._control = recorded  # type: ignore[method-assign]
+    adapter._control = recorded_control  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -20,6 +20,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 320,
         "max_position_embeddings": 512,
     },
+    "deep": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+    },
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -56,7 +66,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""Shapes of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B (for engines with experts), and a small dense one."""
+"""Shapes of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B (for engines with experts), and two small dense ones.
+
+"deep" has the layers and thus the number of tensors of "8b": a push of it shows the costs that do not depend on bytes.
+"""
 
 
 def shape_folder(path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:

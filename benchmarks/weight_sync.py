@@ -5,6 +5,7 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --engines 2 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --generate 32
+    python -m benchmarks.weight_sync --device cuda --shape 8b --engine vllm --trainer-ranks 2 --tp 2
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
 through `VerlEngine`. The server first captures its CUDA graphs. Before each push the trainer writes every parameter in
@@ -15,7 +16,19 @@ Prints one JSON line per figure. `push` has these fields: `median_ms` and `worst
 rank; `http_ms`, the time of its HTTP request; `commit_ms`, the server's part (votes, copy, device synchronization);
 `bytes` of the trainer's parameters; `limit_ms`, the time of plain flat copies of the same bytes over the same links in
 this run (with conversion if the dtypes differ; the better of two measurements, before and after); and `ratio`, the
-quotient of `median_ms` and `limit_ms`.
+quotient of `median_ms` and `limit_ms`. The other fields are medians of the stages of a push, in the order in which
+they happen, on the trainer's rank 0:
+
+    skew_ms     from the first trainer rank's call to the last one's
+    inspect_ms  the rank looks whether its tensors moved, and waits for the writes that are queued on its device
+    meet_ms     the ranks exchange what they found; includes the wait for a rank that began or inspected later
+    http_ms     the request, which consists of the next five
+    send_ms       from the trainer to the start of the update on the server's rank 0
+    agree_ms      the server's ranks look up the update and vote
+    copy_ms       the copy of the slowest rank until its device is done; device_ms is that of rank 0 on the device
+    settle_ms     the second vote; includes the difference between the starts of the copies
+    answer_ms     from the end of the update to the trainer
+    outcome_ms  the trainer's other ranks get the outcome and confirm it
 
 With `--generate`, `token_gap` has the milliseconds between two tokens of any of N streaming requests: the `quiet` gaps,
 the gaps that overlap a push, and the time that each push added to its longest gap, and the same for registrations. With
@@ -46,7 +59,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.copy_limit import Limit, Traffic, better, measure
 from benchmarks.push_trainer import Job, Ready, Result, run_rank
-from benchmarks.served_slices import served_tensors, traffic, whole_tensors
+from benchmarks.served_slices import tensors_of_engine, traffic
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.token_gaps import Outcome, Streams, gap_figures
 from verl_server import __version__
@@ -103,7 +116,7 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
 
 def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
     """(reading GPU, owning GPU) -> number of elements that one push reads."""
-    served = served_tensors(folder, args.tp) if args.engine == "embedded" else whole_tensors(folder)
+    served = tensors_of_engine(args.engine, folder, args.tp)
     if args.source == "group":  # every server rank receives all elements; its GPU comes after those of the trainer
         total = sum(math.prod(tensor.shape) for tensor in served)
         return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
@@ -185,8 +198,7 @@ def report_pushes(report: Report, args: argparse.Namespace, result: Result, limi
         limit_ms=round(limit["all_ms"], 3),
         ratio=round(median / limit["all_ms"], 3),
         first_ms=round(result.first_ms, 3),
-        http_ms=round(statistics.median(result.http_ms), 3) if result.http_ms else None,
-        commit_ms=round(statistics.median(result.commit_ms), 3) if result.commit_ms else None,
+        **{stage: round(statistics.median(times), 3) for stage, times in result.stages.items() if times},
         updates=len(result.pushes),
         checked=result.checked,
     )
@@ -293,12 +305,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1.")
     if args.device == "cpu" and args.shape in ("8b", "30b-a3b"):
         parser.error(f"--shape {args.shape} needs a GPU: on the CPU, it would need 33 GB or more. Use --shape 0.6b.")
-    if args.engine == "vllm" and args.tp > 1:
-        parser.error("--engine vllm is measured with --tp 1: only whole tensors are compared.")
+    if args.shape == "30b-a3b" and args.tp > 1:
+        parser.error("--shape 30b-a3b is measured with --tp 1: how several ranks cut experts is not known here.")
     if args.engine == "embedded" and args.shape == "30b-a3b":
         parser.error("--shape 30b-a3b needs --engine vllm: the embedded engine has no experts.")
     if args.trainer_ranks % args.engines or (args.engines > 1 and args.source == "group"):
         parser.error("--engines must divide --trainer-ranks, and must be 1 with --source group.")
+    if args.device == "cuda" and args.engines > 1 and args.tp * args.engines > args.trainer_ranks:
+        parser.error("--engines on GPUs: each engine is on the GPUs of its trainer ranks, which must be --tp or more.")
     gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
     if args.device == "cuda" and torch.cuda.device_count() < gpus:
         parser.error(

@@ -7,6 +7,7 @@ threads stage the same requests in the same order.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,15 +23,18 @@ T = TypeVar("T")
 class _Vote(msgspec.Struct, array_like=True):
     error: str = ""
     status: int = 200
+    seconds: float = 0.0
+    """Duration of the rank's step."""
 
 
-def agree(tp: TpGroup, step: Callable[[], T]) -> T:
+def agree(tp: TpGroup, step: Callable[[], T], seconds: list[float] | None = None) -> T:
     """Run `step` on this rank and return its result if no rank failed.
 
     If a rank failed, raise the same error on all ranks: a `VerlServerError` with the status of the refusal, or with 500
-    for a fault. Raise RuntimeError if a rank is dead.
+    for a fault. Raise RuntimeError if a rank is dead. The durations of all ranks' steps are appended to `seconds`.
     """
     mine, result = _Vote(), None
+    start = time.perf_counter()
     try:
         result = step()
     except VerlServerError as error:
@@ -38,7 +42,10 @@ def agree(tp: TpGroup, step: Callable[[], T]) -> T:
     except Exception as error:
         logger.exception("A weight or memory operation failed on rank %d.", tp.rank)
         mine = _Vote(f"{type(error).__name__}: {error}", 500)
+    mine.seconds = time.perf_counter() - start
     votes = [msgspec.msgpack.decode(vote, type=_Vote) for vote in tp.gather(msgspec.msgpack.encode(mine))]
+    if seconds is not None:
+        seconds.extend(vote.seconds for vote in votes)
     failed = {rank: vote for rank, vote in enumerate(votes) if vote.status != 200}
     if failed:
         raise _common_error(failed, tp.size)

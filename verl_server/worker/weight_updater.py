@@ -171,19 +171,27 @@ class WeightUpdater:
         self._need_weights("updated")
         start = time.perf_counter()
         transaction = self._transaction or self._new_transaction()
-        names = self._write(transaction, req, prepared)
+        # `start` is a moment of the host's monotonic clock, which the trainer can compare with its own. The others are
+        # durations.
+        seconds: dict[str, Any] = {"start": start}
+        names = self._write(transaction, req, prepared, seconds)
         if self._transaction is None:
             self._need_whole_modules(names)  # those of an update that was received in parts are known only now
         transaction.label = req.weight_version or transaction.label
-        payload: dict[str, Any] = {"num_tensors": len(names), "seconds": {"commit": time.perf_counter() - start}}
+        seconds["commit"] = time.perf_counter() - start
+        payload: dict[str, Any] = {"num_tensors": len(names), "seconds": seconds}
         if self._transaction is not None:
             return "Success", payload
         return self._settle(transaction), payload | {"weight_version": self.version}
 
-    def _write(self, transaction: Transaction, req: UpdateReq, prepared: Prepared | None) -> list[str]:
+    def _write(
+        self, transaction: Transaction, req: UpdateReq, prepared: Prepared | None, seconds: dict[str, Any]
+    ) -> list[str]:
         """Copy on all ranks, or raise on all ranks. Return the names of the written parameters.
 
-        The ranks vote before the copy, so that no rank writes if one rank cannot write, and after it.
+        The ranks vote before the copy, so that no rank writes if one rank cannot write, and after it. `seconds` gets
+        the durations: "agreed", from the start to the end of the first vote; "copy", the copy of each rank; and on a
+        GPU "device", the copy of this rank on the device.
         """
 
         def find() -> Prepared:
@@ -198,9 +206,11 @@ class WeightUpdater:
             return update
 
         update = agree(self._tp, find)
+        seconds["agreed"] = time.perf_counter() - seconds["start"]
         self._tear("an update failed before it was complete")
+        seconds["copy"] = []
         try:
-            agree(self._tp, lambda: self._copy(update, req))
+            agree(self._tp, lambda: self._copy(update, req, seconds), seconds["copy"])
         except VerlServerError as error:
             transaction.fail()
             self.epoch += 1
@@ -211,11 +221,13 @@ class WeightUpdater:
         self._tear(_IN_TRANSACTION)
         return update.names
 
-    def _copy(self, update: Prepared, req: UpdateReq) -> None:
+    def _copy(self, update: Prepared, req: UpdateReq, seconds: dict[str, Any]) -> None:
         """Copy on this rank. Raise WeightUpdateError only for NaN and infinity; all other errors are faults."""
         try:
-            update.commit()
+            with _DeviceTimer(self._model.device) as timer:
+                update.commit()
             self._model.synchronize()
+            seconds |= timer.seconds()
             nonfinite = update.nonfinite()
             update.confirm((isinstance(req, UpdateWeightsFromTensorReq) and req.checksums) or {})
         except (WeightUpdateError, BadRequestError) as error:  # these types would promise unchanged weights
@@ -380,6 +392,30 @@ class WeightUpdater:
             with contextlib.suppress(Exception):
                 release()
             raise
+
+
+class _DeviceTimer:
+    """Measures the work that a `with` block enqueues on the current stream of a GPU; nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        count = 2 if device.type == "cuda" else 0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> _DeviceTimer:
+        for event in self._events[:1]:
+            event.record()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for event in self._events[1:]:
+            event.record()
+
+    def seconds(self) -> dict[str, float]:
+        """{"device": seconds of the work}, when the device has finished it; empty on the CPU."""
+        if not self._events:
+            return {}
+        start, end = self._events
+        return {"device": start.elapsed_time(end) / 1e3}
 
 
 def _listed(names: list[str]) -> str:
