@@ -20,7 +20,7 @@ from verl_server.ipc.tp_group import TpGroup
 from verl_server.kernels import compilation, dependent, gpu, sampling
 from verl_server.models import triton_attention
 from verl_server.server_args import ServerArgs
-from verl_server.worker import compile_process, model_runner, step_graphs
+from verl_server.worker import compile_process, graph_sizes, model_runner
 from verl_server.worker.compile_ahead import compile_request
 from verl_server.worker.compile_jobs import Job, TargetOnly, record_jobs
 from verl_server.worker.cuda_context import GpuKind
@@ -70,7 +70,7 @@ def launched_kernels(args: ServerArgs, *, graphs: bool) -> set[str]:
     take_first_tokens()
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture  # type: ignore[assignment, misc]
     triton_attention._MIN_RUN_KEYS, triton_attention._MIN_SAVED_BYTES = 4, 1
-    step_graphs.MOST_GRAPH_TOKENS = 32
+    graph_sizes.MOST_GRAPH_TOKENS = 32
     driver.set_active(TargetOnly(GPU))
     knobs.runtime.jit_cache_hook = record
     cpu = args.replace(device="cpu", max_total_tokens=8192, cpu_threads=1, disable_cuda_graph=not graphs)

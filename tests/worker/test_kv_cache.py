@@ -13,7 +13,8 @@ from verl_server.ipc.tp_group import TpGroup
 from verl_server.models.config import load_model_config
 from verl_server.server_args import ServerArgs
 from verl_server.worker.forward_batch import ForwardBatch
-from verl_server.worker.kv_cache import KVCache, cpu_budget, gpu_budget
+from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.memory_account import MemoryBudget, cpu_budget
 
 CPU = torch.device("cpu")
 
@@ -86,36 +87,10 @@ def test_no_room(tiny_llama: Path) -> None:
         make_cache(tiny_llama, kv_cache_gib=1e-6)
 
 
-GIB = 2**30
-
-
-def test_the_fraction_counts_what_was_free_before_loading() -> None:
-    """A trainer holds half of a GPU of 140 GiB, so 70 GiB are free.
-
-    Of these, 85 % may be static: 16 GiB of weights, and the pool.
-    """
-    budget = gpu_budget(70 * GIB, 54 * GIB, 0.85, step=2 * GIB)
-    assert budget.bytes == pytest.approx((70 * 0.85 - 16) * GIB, rel=1e-6)
-    alone = gpu_budget(140 * GIB, 124 * GIB, 0.85, step=2 * GIB)
-    assert alone.bytes == pytest.approx((140 * 0.85 - 16) * GIB, rel=1e-6)
-
-
-def test_the_largest_step_keeps_its_room_whatever_the_fraction() -> None:
-    budget = gpu_budget(20 * GIB, 10 * GIB, 0.95, step=3 * GIB)
-    assert budget.bytes == 7 * GIB
-    assert "largest step may take 3.00 GiB" in budget.explanation
-
-
 def test_no_room_on_a_gpu_names_what_was_free_and_the_remedy(tiny_llama: Path) -> None:
     args = ServerArgs(model_path=str(tiny_llama), device="cpu")
-    budget = gpu_budget(20 * GIB, 4 * GIB, 0.8, step=GIB)
+    budget = MemoryBudget(0, "20.00 GiB of the GPU were free.", "Raise mem_fraction_static.")
     with pytest.raises(BadRequestError) as error:
         KVCache(load_model_config(tiny_llama), TpGroup(), args, CPU, torch.float32, 40, budget, paged_kernels=False)
-    for words in (
-        "20.00 GiB of the GPU were free before",
-        "4.00 GiB are free after",
-        "weights took 16.00 GiB",
-        "mem_fraction_static=0.8 keeps 4.00 GiB free",
-        "Raise mem_fraction_static",
-    ):
+    for words in (budget.explanation, budget.remedy, "two are needed on each rank"):
         assert words in str(error.value)

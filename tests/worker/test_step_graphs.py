@@ -21,14 +21,19 @@ from tests.parity.harness import Driver, Sequence, make_runner, random_prompt
 from tests.parity.in_process import ModelHarness
 from tests.parity.mixed_requests import FEATURES
 from tests.parity.mixed_runs import Judged, Requests, Run, expect_same_ids
+from tests.worker.test_memory_account import FakeGpu
+from tests.worker.test_model_runner import LonelyRank
 from verl_server.io_struct import ContinueGenerationReq, PauseGenerationReq
+from verl_server.ipc.tp_group import TpGroup
 from verl_server.models import triton_attention
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import PagedBackend
 from verl_server.sampling.fused import FusedOps
 from verl_server.sampling.sampler import Sampler
-from verl_server.worker import capture_budget, model_runner, step_graphs
+from verl_server.server_args import ServerArgs
+from verl_server.worker import capture_budget, graph_sizes, model_runner, step_graphs
 from verl_server.worker.kernel_choice import KernelChoice
+from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, graphs are real: tests/parity/test_cuda.py")
@@ -66,7 +71,7 @@ class FullBeforeShared(OnceOnly):
     """Step graphs without memory for a graph with shared keys."""
 
     def _graph_of(self, key: Any, *arrays: Any) -> Any:
-        self._is_full = key.shared
+        self._excluded = {k for k in self._all if k.shared}
         return super()._graph_of(key, *arrays)
 
 
@@ -81,14 +86,14 @@ def run(driver: Driver) -> list[Sequence]:
 
 @pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 1000, 1024, 3000])
 def test_padding_of_decode_steps_is_bounded(most: int) -> None:
-    sizes = step_graphs._decode_sizes(most)
+    sizes = graph_sizes.decode_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
     for size, larger in itertools.pairwise(sizes):
         assert larger - size <= max(16, size // 8), "less than a tile of a product, or an eighth of the entries"
 
 
 def test_the_number_of_decode_graphs_is_bounded() -> None:
-    assert [len(step_graphs._decode_sizes(most)) for most in (256, 512, 1024)] == [23, 31, 39]
+    assert [len(graph_sizes.decode_sizes(most)) for most in (256, 512, 1024)] == [23, 31, 39]
 
 
 def test_padded_steps_agree(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +249,7 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(step_graphs, "MOST_GRAPH_TOKENS", 32)
+    monkeypatch.setattr(graph_sizes, "MOST_GRAPH_TOKENS", 32)
     runner = make_runner(tiny_llama, page_size=4, max_running_requests=3)
     runner.release_weights()
     assert not runner.can_warm_up, "a warm-up would read weights that are not present"
@@ -272,12 +277,12 @@ def test_every_size_is_captured_ahead_once(tiny_llama: Path, monkeypatch: pytest
     runner.warm_up()
 
 
-@pytest.mark.parametrize("sizes", [[1], [1, 2, 3], step_graphs._decode_sizes(1024), step_graphs._mixed_sizes()])
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 3], graph_sizes.decode_sizes(1024), graph_sizes.mixed_sizes()])
 def test_every_step_may_be_padded_to_a_size_that_is_captured_first(sizes: list[int]) -> None:
-    first = step_graphs._covering(sizes)
+    first = graph_sizes.covering(sizes)
     for tokens in range(1, sizes[-1] + 1):
         exact = next(size for size in sizes if size >= tokens)
-        assert exact in first or any(size > exact and step_graphs._may_pad(tokens, size) for size in first)
+        assert exact in first or any(size > exact and graph_sizes.may_pad(tokens, size) for size in first)
     assert len(first) < len(sizes) or len(sizes) == 1
 
 
@@ -330,7 +335,7 @@ def test_a_busy_engine_pads_instead_of_capturing_in_each_step(recorded: Recorded
 
 def test_without_memory_for_more_graphs_larger_ones_are_used(recorded: Recorded) -> None:
     recorded.replay(256)
-    recorded._is_full = True
+    recorded._excluded = set(recorded._all) - set(recorded._captured)
     assert {recorded.replay(240)[0] for _ in range(2 * step_graphs._CAPTURE_INTERVAL)} == {256}
 
 
@@ -382,8 +387,11 @@ def test_steps_go_on_without_memory_for_graphs(tiny_llama: Path, monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "graph", no_memory)
-    runner = make_runner(tiny_llama, page_size=4)
-    runner.warm_up()
+    monkeypatch.setattr(graph_sizes, "MOST_GRAPH_TOKENS", 32)
+    runner = make_runner(tiny_llama, page_size=4, max_running_requests=2)
+    assert runner._graphs is not None
+    for _ in runner._graphs._all:
+        runner.warm_up()
     assert not runner.can_warm_up, "idle time would be spent on repeated failures"
     driver = Driver(runner)
     sequence = driver.add(random_prompt(6, seed=1))
@@ -403,22 +411,27 @@ class OtherRank:
     rank: int = 0
     seconds: float = 0.0
     """Seconds that the other rank reports for its captures."""
+    room: int = 2**40
+    """Bytes that the other rank has for a capture, if its vote before the capture is True."""
 
     def all_agree(self, ok: bool) -> bool:
         return self.can.pop(0) and ok
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The vote after a capture."""
-        return [data, capture_budget._OUTCOME.pack(self.can.pop(0), self.seconds)]
+        """The vote before a capture (the room of the rank), or after it (an `Outcome`)."""
+        can = self.can.pop(0)
+        if len(data) == step_graphs._ROOM.size:
+            return [data, step_graphs._ROOM.pack(self.room if can else 0)]
+        return [data, capture_budget._OUTCOME.pack(can, self.seconds, 1, self.room)]
 
 
 @pytest.mark.parametrize(
     ("free", "other_can", "holds"),
     [
-        pytest.param(2**31, [True, True], True, id="all-can"),
-        pytest.param(2**31, [False], False, id="other-has-no-room"),
-        pytest.param(2**20, [True], False, id="this-has-no-room"),
-        pytest.param(2**31, [True, False], False, id="other-failed"),
+        pytest.param(2**31, [True, True, True], True, id="all-can"),
+        pytest.param(2**31, [True, False], False, id="other-has-no-room"),
+        pytest.param(2**20, [True, True], False, id="this-has-no-room"),
+        pytest.param(2**31, [True, True, False], False, id="other-failed"),
     ],
 )
 def test_a_graph_is_held_if_all_ranks_hold_it(
@@ -427,21 +440,20 @@ def test_a_graph_is_held_if_all_ranks_hold_it(
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", ComputedAtCapture)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(step_graphs, "_are_free", lambda wanted, _: free >= wanted)
     runner = make_runner(tiny_llama, page_size=4)
     assert runner._graphs is not None
+    runner._graphs._account = Account(free)  # type: ignore[assignment]
     other = OtherRank(other_can)
+    monkeypatch.setattr(runner, "tp", other)
     monkeypatch.setattr(runner._graphs, "_tp", other)
     runner.warm_up()
     assert bool(runner._graphs._captured) is holds
     assert not other.can, "a vote is missing"
-    assert runner.can_warm_up is holds
 
 
 def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ends and names the cause, because the other ranks wait in the step's sums and cannot vote."""
     monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
-    monkeypatch.setattr(step_graphs, "_are_free", lambda wanted, _: wanted <= 2**31)
     runner = make_runner(tiny_llama, page_size=4)
     assert runner._graphs is not None
     other = OtherRank([True, True])
@@ -479,6 +491,9 @@ class Timed(StepGraphs):
         self.clock.now += self.record_seconds
         return step_graphs._Captured(Ignored(), ComputedAtCapture(), torch.empty(0))  # type: ignore[arg-type]
 
+    def clock_per_capture(self, seconds: float) -> None:
+        self.run_seconds = self.record_seconds = seconds / 2
+
     def capture_all(self) -> set[Any]:
         """Capture in idle time until nothing is left. Return the keys of the graphs."""
         while self.num_left:
@@ -493,6 +508,10 @@ class Timed(StepGraphs):
         nothing = Placement(none, none, none, none, none, none, num_decodes=0)
         assert self._graph_of(key, nothing, self._backend.empty_work(shared=False)) is not None
         return key.size, self.num_captured > held
+
+    @property
+    def capture_seconds(self) -> float:
+        return float(self.figures()["cuda_graph_capture_seconds"])
 
     @property
     def needed(self) -> set[Any]:
@@ -580,7 +599,6 @@ def test_ranks_that_take_different_times_capture_the_same_graphs(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The slowest rank counts. A rank that decided by its own clock would not vote where others wait for it."""
-    monkeypatch.setattr(step_graphs, "_are_free", lambda *_: True)
     monkeypatch.setattr(capture_budget, "MOST_SECONDS", 9.5)
     steps, results = [256, 200, 20, 24, 90, 100, 30, 8, 60] * 20, []
     for rank, own, other in ((0, 0.1, 1.0), (1, 1.0, 0.1)):
@@ -594,3 +612,144 @@ def test_ranks_that_take_different_times_capture_the_same_graphs(
         assert len(graphs._captured) < len(graphs._all)
     assert results[0] == results[1]
     assert len(caplog.records) == 1, "rank 0 says it"
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Account:
+    """A stand-in for a `MemoryAccount`."""
+
+    room: int
+
+    def room_for_graphs(self, wanted: int) -> int:
+        return self.room
+
+    def free(self) -> int:
+        return self.room
+
+    def advice(self) -> str:
+        return "Free some memory."
+
+
+def test_a_size_that_does_not_fit_costs_no_other_size(timed: Timed, caplog: pytest.LogCaptureFixture) -> None:
+    """The largest mixed steps take more memory than the largest decode step."""
+    caplog.set_level(logging.INFO, logger="verl_server.worker.step_graphs")
+    timed.clock_per_capture(0.01)
+    largest = timed._all[0]
+    assert largest.kind == "decode" and timed._room(timed._all[1]) < timed._room(_mixed(timed, 4096))
+    timed._account = Account(room=timed._room(_mixed(timed, 1024)))  # type: ignore[assignment]
+    assert timed.capture_all() == {key for key in timed._all if key.kind == "decode" or key.size <= 1024}
+    (record,) = caplog.records
+    assert "Free some memory." in record.getMessage() and "no memory to capture 24 of 113" in record.getMessage()
+    figures = timed.figures()
+    assert figures["cuda_graphs_without_memory"] == 24 and figures["cuda_graphs"] == 113 - 24
+
+
+def _mixed(graphs: StepGraphs, size: int) -> Any:
+    return next(key for key in graphs._all if key.kind == "mixed" and key.size == size)
+
+
+def test_a_failed_capture_excludes_its_own_size_only(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(key: Any, _: Any) -> Any:
+        if key.kind == "mixed" and key.size == 4096:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step_graphs._Captured(Ignored(), ComputedAtCapture(), torch.empty(0))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(timed, "_record", record)
+    captured = timed.capture_all()
+    assert captured == {key for key in timed._all if not (key.kind == "mixed" and key.size == 4096)}
+
+
+def test_sizes_are_tried_again_after_a_resume_and_after_many_steps(timed: Timed) -> None:
+    timed._account = account = Account(room=0)  # type: ignore[assignment]
+    assert timed.capture_all() == set() and timed.num_left == 0
+    account.room = 2**40
+    assert timed.num_left == 0, "nothing says that memory was freed"
+    timed.consider_again()
+    assert timed.num_left == len(timed._all)
+    account.room = 0
+    assert timed.capture_all() == set()
+    account.room = 2**40
+    placement = decodes(3)
+    for _ in range(step_graphs._RETRY_INTERVAL - 1):
+        assert timed.run(placement, [0, 1, 2]) is None
+    assert timed.run(placement, [0, 1, 2]) is not None
+
+
+def decodes(entries: int) -> Placement:
+    """Return a step in which so many requests decode."""
+    ints = np.arange(entries)
+    return Placement(ints, ints, np.ones_like(ints), ints, ints, ints, num_decodes=entries)
+
+
+def test_ranks_exclude_the_same_sizes_though_one_of_them_has_room(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    excluded = []
+    for rank in (0, 1):
+        graphs = make_timed(tiny_llama, monkeypatch)
+        small, large = graphs._room(_mixed(graphs, 1024)), 2**40
+        own, other = (large, small) if rank == 0 else (small, large)
+        graphs._account = Account(own)  # type: ignore[assignment]
+        graphs._tp = OtherRank([True] * 1000, rank=rank, room=other)  # type: ignore[assignment]
+        graphs.capture_all()
+        excluded.append(graphs._excluded)
+        assert [rank["device_free_bytes"] for rank in graphs.figures()["ranks"]] == [own, other]
+    assert excluded[0] == excluded[1] and excluded[0]
+
+
+def test_steps_that_should_have_a_graph_are_counted_and_named(timed: Timed, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="verl_server.worker.graph_use")
+    assert timed.run(decodes(256), list(range(256))) is not None
+    timed._account = Account(room=0)  # type: ignore[assignment]
+    for _ in range(150):
+        timed.run(decodes(3), [0, 1, 2])
+    figures = timed.figures()
+    assert (figures["steps_with_cuda_graph"], figures["steps_without_cuda_graph"]) == (1, 150)
+    texts = [record.getMessage() for record in caplog.records if record.name.endswith("graph_use")]
+    assert [text.split(" steps")[0] for text in texts] == ["1 of 2", "10 of 11", "100 of 101"]
+    assert all("3 requests that decode" in text and "Free some memory." in text for text in texts)
+    timed.run(decodes(256), list(range(256)))
+    timed.release()
+    for _ in range(850):
+        timed.run(decodes(3), [0, 1, 2])
+    assert "Call resume_memory_occupation(['cuda_graph'])" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_runner_keeps_its_graphs_when_another_process_takes_20_gb_later(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tp_size: int
+) -> None:
+    """On a stand-in for a GPU, whose pool takes half of it, and then without memory for anything."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", Timed)
+    Timed.clock = Clock()
+    monkeypatch.setattr(step_graphs, "time", Timed.clock)
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", 1000.0)
+    gpu = FakeGpu(80 * 10**9)
+    args = ServerArgs(str(tiny_llama), device="cpu", mem_fraction_static=0.5, max_total_tokens=4096, tp_size=tp_size)
+    tp = LonelyRank(rank=0, size=tp_size) if tp_size > 1 else TpGroup()
+    runner = ModelRunner(args, tp, torch.device("cpu"), memory=gpu)
+    account = runner.memory_figures()["account"]
+    assert account["free_at_start"] == gpu.total and "special sampling" in caplog.text
+    assert runner.step_budget == (account["special_sampling"] if tp_size > 1 else None)
+    gpu.held = account["weights"] + account["kv_cache"] + 2**28  # a workspace
+    gpu.others = 20 * 10**9
+    graphs = runner._graphs
+    assert isinstance(graphs, Timed) and graphs.capture_all() == set(graphs._all)
+    graphs.release()
+    graphs.resume()
+    gpu.others = gpu.total - gpu.held
+    assert graphs.capture_all() == set()
+    assert "Other processes have taken" in caplog.messages[-1]
+    caplog.clear()
+    runner.release_kv_cache()
+    runner.resume_kv_cache()
+    assert "The largest step may lack" in caplog.messages[-1], "seen when memory is resumed"
+    gpu.others = 0
+    runner.release_kv_cache()
+    runner.resume_kv_cache()
+    assert graphs.capture_all() == set(graphs._all)

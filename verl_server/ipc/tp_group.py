@@ -112,6 +112,18 @@ class TpGroup:
         """True if `ok` is true on every rank."""
         return all(vote == b"1" for vote in self.gather(b"1" if ok else b"0"))
 
+    def connect_collectives(self, device: torch.device) -> None:
+        """Run each collective of the model once on a GPU, small and large: NCCL connects the ranks, and allocates the
+        memory for that, in the first call of each kind. Does nothing on the CPU."""
+        if self.device_group is None or device.type != "cuda":
+            return
+        for nbytes in (2**10, 2**26):
+            part = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            dist.all_reduce(part, group=self.device_group)
+            dist.broadcast(part, src=0, group=self.device_group)
+            _all_gather(part.new_empty(self.size * nbytes), part, group=self.device_group)
+        torch.cuda.synchronize(device)
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of `tensor` over the ranks, which may overwrite `tensor`."""
         if self.size == 1:

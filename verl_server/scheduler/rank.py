@@ -98,7 +98,7 @@ def run_rank(
         peer_memory=not server_args.disable_custom_all_reduce,
     )
     runner = ModelRunner(server_args, tp, device, start)
-    sources = WeightSources(runner, tp, server_args)
+    sources = WeightSources(runner, tp, server_args.replace(weight_receive_bytes=runner.weight_receive_bytes))
     stager = Stager(sources, tp, take_timeout=server_args.sync_timeout)
     worker = TpWorker(runner, WeightUpdater(runner, tp, sources, server_args), stager, tp)
     gc.freeze()  # the model and the imports live as long as the process, so no collection needs to visit them

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from verl_server.ipc.tp_group import TpGroup
 
@@ -18,14 +19,28 @@ logger = logging.getLogger(__name__)
 MOST_SECONDS = 30.0
 """Bound on the captures of all graphs. With 1,024 requests 145 graphs of some 40 ms take 6 s on one H200. Where they
 take five times as long, captures hold up more steps and requests than smaller paddings save."""
-_OUTCOME = struct.Struct("<?d")
-"""Layout of a rank's message after a capture: (True if the capture succeeded, seconds that it took)."""
+_OUTCOME = struct.Struct("<?dqq")
+"""Layout of an `Outcome`, a rank's message after a capture."""
+
+
+class Outcome(NamedTuple):
+    """The outcome of a capture on one rank."""
+
+    ok: bool
+    """True if the capture succeeded."""
+    seconds: float
+    graphs: int
+    """Number of graphs that the rank holds."""
+    free: int
+    """Free bytes of its device."""
 
 
 class CaptureBudget:
     def __init__(self) -> None:
         self.total_seconds = 0.0
         """Seconds of all captures since the start, the same number on all ranks."""
+        self.latest: list[Outcome] = []
+        """The outcomes of the latest capture, by rank."""
         self._spent = 0.0
         """Seconds of the captures since the last `restart`."""
         self._has_warned = False
@@ -39,16 +54,16 @@ class CaptureBudget:
         """Count from zero. Called when all graphs were released, because they will be captured again."""
         self._spent = 0.0
 
-    def all_captured(self, tp: TpGroup, ok: bool, seconds: float) -> bool:
-        """Return True if `ok` is true on every rank of `tp`, and count the longest of their `seconds`.
+    def all_captured(self, tp: TpGroup, outcome: Outcome) -> bool:
+        """Return True if the capture succeeded on every rank of `tp`, and count the seconds of the slowest one.
 
         All ranks call it after each capture.
         """
-        outcomes = [_OUTCOME.unpack(data) for data in tp.gather(_OUTCOME.pack(ok, seconds))]
-        longest = max(seconds for _, seconds in outcomes)
+        self.latest = [Outcome(*_OUTCOME.unpack(data)) for data in tp.gather(_OUTCOME.pack(*outcome))]
+        longest = max(outcome.seconds for outcome in self.latest)
         self.total_seconds += longest
         self._spent += longest
-        return all(ok for ok, _ in outcomes)
+        return all(outcome.ok for outcome in self.latest)
 
     def warn(self, captured: int, omitted: Mapping[str, int]) -> None:
         """Log once which steps are padded more. `captured`: number of graphs so far.

@@ -49,14 +49,25 @@ def set_threads(server_args: ServerArgs, device: torch.device) -> None:
         torch.set_num_threads(server_args.cpu_threads or max(1, cores // server_args.ranks_per_node))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU after torch's allocator freed its unused memory; 0 for other devices."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
+class DeviceMemory:
+    """The memory of one GPU, as this process measures it. Other processes may take and free memory at any time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def free(self) -> int:
+        """Return the free bytes. Memory that torch's allocator keeps unused does not count."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def reclaim(self) -> int:
+        """Return the free bytes after torch's allocator freed its unused memory. Waits for the device."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return self.free()
+
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator of this process holds, used or not. Arenas do not count."""
+        return int(torch.cuda.memory_reserved(self.device))
 
 
 def trim_heap() -> None:

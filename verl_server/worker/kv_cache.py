@@ -7,9 +7,7 @@ released.
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,9 +19,8 @@ from verl_server.models.attention import Placement
 from verl_server.models.config import ModelConfig
 from verl_server.server_args import ServerArgs
 from verl_server.worker.forward_batch import ForwardBatch
+from verl_server.worker.memory_account import MemoryBudget
 from verl_server.worker.memory_arena import MemoryArena
-
-logger = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -177,47 +174,6 @@ class KVCache:
             f"No room for a KV cache: {budget.explanation} A page of {self.page_size} tokens takes "
             f"{self._page_bytes / 2**20:.2f} MiB, and two are needed on each rank. {budget.remedy}"
         )
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """Memory that the KV pool may take, and texts for the error if it is too small."""
-
-    bytes: int
-    explanation: str
-    """Sentences that say how `bytes` was computed."""
-    remedy: str
-    """Sentence that says how to raise `bytes`."""
-
-
-def gpu_budget(free_before: int, free: int, fraction: float, step: int) -> MemoryBudget:
-    """Return the memory of a GPU for the KV pool: `free` - `free_before` x (1 - `fraction`) bytes, as in SGLang.
-
-    `free_before` and `free` are the free bytes before and after the weights were loaded, so memory of other processes
-    does not count. At least `step` bytes, which the largest step may take, stay free in any case.
-    """
-    kept = round(free_before * (1.0 - fraction))
-    explanation = (
-        f"{_gib(free_before)} of the GPU were free before the weights were loaded and {_gib(free)} are free after, so "
-        f"the weights took {_gib(free_before - free)}. mem_fraction_static={fraction:g} keeps {_gib(kept)} free."
-    )
-    if step > kept:
-        explanation += f" The largest step may take {_gib(step)}, so that much stays free instead."
-        logger.info("The KV cache is smaller than mem_fraction_static allows. %s", explanation)
-    remedy = (
-        "Raise mem_fraction_static or lower chunked_prefill_size and max_running_requests, free memory that other "
-        "processes hold on this GPU, or use a smaller model or a larger tp_size."
-    )
-    return MemoryBudget(free - max(kept, step), explanation, remedy)
-
-
-def cpu_budget(gib: float) -> MemoryBudget:
-    """Return the host memory for the KV pool: `gib` GiB."""
-    return MemoryBudget(round(gib * 2**30), f"kv_cache_gib={gib:g}.", "Raise kv_cache_gib.")
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _ints(values: list[int]) -> Ints:

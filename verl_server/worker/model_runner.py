@@ -8,9 +8,10 @@ in stream order, results are copied to pinned memory, and `RunningStep.result` w
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +32,21 @@ from verl_server.sampling.sampler import Sampled, Sampler
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec, TokenMasks
 from verl_server.server_args import ServerArgs
 from verl_server.weight_sync.copying.fused_copy import compile_kernels
-from verl_server.worker.device import free_bytes, set_threads, trim_heap
+from verl_server.worker.device import DeviceMemory, set_threads, trim_heap
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache, MemoryBudget, cpu_budget, gpu_budget
+from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.memory_account import LEAST_SPECIAL, Memory, MemoryAccount, Needs, cpu_budget
 from verl_server.worker.memory_arena import MemoryArena, aligned
 from verl_server.worker.step_attention import StepAttention
-from verl_server.worker.step_memory import SPECIAL_BYTES, StepMemory, log_uncaptured, most_decodes
+from verl_server.worker.step_memory import StepMemory, log_uncaptured, most_decodes
 
 if TYPE_CHECKING:  # these imports need Triton
     from verl_server.models.triton_attention import PagedBackend
     from verl_server.worker.step_graphs import StepGraphs
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,14 +71,26 @@ class RunningStep:
 
 class ModelRunner:
     def __init__(
-        self, server_args: ServerArgs, tp: TpGroup, device: torch.device, start: StartTimes | None = None
+        self,
+        server_args: ServerArgs,
+        tp: TpGroup,
+        device: torch.device,
+        start: StartTimes | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """`start` records the times at which the phases device, weights and kv_cache ended."""
+        """`start` records the times at which the phases device, weights and kv_cache ended.
+
+        `memory` is by default that of `device`, and None if `device` is not a GPU.
+        """
         start = start or StartTimes()
         self.tp, self.device = tp, device
         self._args = server_args
         set_threads(server_args, device)
-        free_before = free_bytes(device)
+        if memory is None and device.type == "cuda":
+            memory = DeviceMemory(device)
+        free_at_start = 0 if memory is None else memory.reclaim()
+        tp.connect_collectives(device)
+        collectives = 0 if memory is None else max(0, free_at_start - memory.reclaim())
         start.mark("device")
         dummy = server_args.load_format == "dummy"
         folder = resolve_model_folder(server_args.model_path, server_args.revision, config_only=dummy)
@@ -83,17 +100,27 @@ class ModelRunner:
         self.dtype = _compute_dtype(server_args, self.config, device)
         self._choice = choice = choose_kernels(server_args, device, self.dtype, self.config, tp)
         paged = choice.attention == "triton"
+        self._step_memory = StepMemory.of(self.config, tp.size, self.dtype, fused=choice.fused and device.type != "cpu")
         self.model = self._build(choice.ops(device))
+        self._account = None
+        if memory is not None:
+            needs, fraction = self._needs(paged), server_args.mem_fraction_static
+            self._account = MemoryAccount(memory, needs, fraction, free=free_at_start, collectives=collectives)
+        self._allocate_weights()
         self.weight_map = self.model.weight_map()
         self._load_weights(folder)
         start.mark("weights")
-        self._step_memory = StepMemory.of(self.config, tp.size, self.dtype, fused=choice.fused and device.type != "cpu")
-        self._largest_step, graphs = self._most_memory(paged)
-        budget = self._kv_budget(free_before, graphs)
+        budget = cpu_budget(server_args.kv_cache_gib) if self._account is None else self._account.kv_budget()
         self.kv = KVCache(
             self.config, tp, server_args, device, self.dtype, self.context_length, budget, paged_kernels=paged
         )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
+        self.step_budget: int | None = None
+        """Bound on the sum of `step_bytes` in a step. None for a single rank, which can retry in smaller steps."""
+        self.weight_receive_bytes = server_args.weight_receive_bytes
+        """Most bytes of tensors from a process group that are not written yet, the same on all ranks."""
+        if self._account is not None:
+            self._close_account(self._account)
         start.mark("kv_cache")
         self.sampler = Sampler(self.vocab_size, device, choice.sampling)
         self.overlaps = device.type == "cuda" and not server_args.disable_overlap_schedule
@@ -101,10 +128,6 @@ class ModelRunner:
         """[rows + 1] token that the latest step sampled for each row. The next step reads it on the device."""
         num_heads = self.config.num_heads // tp.size
         self._attention = StepAttention(choice, num_heads, self.model.rotary, self.kv, server_args)
-        self.step_budget: int | None = None
-        """Bound on the sum of `step_bytes` in a step. None for a single rank, which can retry in smaller steps."""
-        if device.type == "cuda" and tp.size > 1:
-            self.step_budget = max(SPECIAL_BYTES, free_bytes(device) - self._largest_step - graphs)
         self._kernels_left = device.type == "cuda"
         if device.type == "cuda" and (paged or choice.fused):
             compilation.share()
@@ -261,6 +284,7 @@ class ModelRunner:
     def resume_kv_cache(self) -> None:
         """Allocate the KV pool's memory again. No page has valid contents."""
         self.kv.resume()
+        self._measure_again()
 
     @property
     def can_warm_up(self) -> bool:
@@ -300,6 +324,7 @@ class ModelRunner:
         """Permit CUDA graphs again. They are captured when they are needed."""
         if self._graphs is not None:
             self._graphs.resume()
+            self._graphs.consider_again()
 
     def release_weights(self, keep_contents: bool | None = None) -> None:
         """Free the weights' memory, and keep their contents in host memory (None: if `enable_weights_cpu_backup`)."""
@@ -315,17 +340,26 @@ class ModelRunner:
         restored = self._weights_arena.resume()
         if not restored:
             self._clear_weights()
+        self._measure_again()
         return restored
 
-    def memory_figures(self) -> dict[str, float | int]:
-        """Return bytes held for weights and KV pool, KV capacity in tokens, and the numbers of CUDA graphs and the
-        seconds of their captures since the start.
+    def _measure_again(self) -> None:
+        """Consider all graphs again after a resume, and warn if other processes left too little memory for steps."""
+        if self._graphs is not None:
+            self._graphs.consider_again()
+        present = self._weights_arena.is_present and self.kv.is_present
+        if self._account is not None and present and (lacking := self._account.shortage()):
+            logger.warning("The largest step may lack %.2f GiB of memory. %s", lacking / 2**30, self._account.advice())
 
-        On CUDA the result also has the free and total bytes of the device, the number of Triton kernels that this
-        process compiled itself, because the cache lacked them, and the number of allocations for which the allocator
-        had to free the memory that it had kept. Steps are slow while that number grows.
+    def memory_figures(self) -> dict[str, Any]:
+        """Return bytes held for weights and KV pool, KV capacity in tokens, and the figures of `StepGraphs`.
+
+        On CUDA the result also has the bytes of each part of this rank's `MemoryAccount` ("account"), the free and
+        total bytes of the device, the number of Triton kernels that this process compiled itself, because the cache
+        lacked them, and the number of allocations for which the allocator had to free the memory that it had kept.
+        Steps are slow while that number grows.
         """
-        figures: dict[str, float | int] = {
+        figures: dict[str, Any] = {
             "weight_bytes": self._weights_arena.bytes_held,
             "kv_cache_bytes": self.kv.bytes_held,
             "token_capacity": self.num_pages * self.page_size,
@@ -335,9 +369,10 @@ class ModelRunner:
             figures |= {"device_free_bytes": free, "device_total_bytes": total}
             figures["kernels_compiled"] = compilation.num_compiled()
             figures["allocator_retries"] = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
-        if (graphs := self._graphs) is not None:
-            figures |= {"cuda_graphs": graphs.num_captured, "cuda_graphs_to_capture": graphs.num_left}
-            figures["cuda_graph_capture_seconds"] = graphs.capture_seconds
+        if self._account is not None:
+            figures["account"] = self._account.parts()
+        if self._graphs is not None:
+            figures |= self._graphs.figures()
         return figures
 
     def _release_scratch(self) -> None:
@@ -366,52 +401,58 @@ class ModelRunner:
             load_checkpoint(self.weight_map, folder)
 
     def _build(self, ops: Ops) -> Decoder:
-        """Return the decoder with all parameters in the weights arena, zeroed.
-
-        The decoder is built without memory first, to compute the size of the arena.
-        """
+        """Return the decoder with parameters that have no memory yet."""
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device("meta"):
-                model = Decoder(self.config, self.tp, self.context_length, self.device, ops).eval()
+                return Decoder(self.config, self.tp, self.context_length, self.device, ops).eval()
         finally:
             torch.set_default_dtype(previous)
-        self._weights_arena = MemoryArena(sum(aligned(p.nbytes) for p in model.parameters()), self.device)
+
+    def _allocate_weights(self) -> None:
+        """Put all parameters into the weights arena, zeroed."""
+        self._weights_arena = MemoryArena(self._weight_bytes(), self.device)
         self._clear_weights()
         offset = 0
-        for module in model.modules():
+        for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 view = self._weights_arena.view(offset, parameter.shape, parameter.dtype)
                 setattr(module, name, nn.Parameter(view, requires_grad=False))
                 offset += aligned(parameter.nbytes)
-        return model
 
-    def _most_memory(self, paged: bool) -> tuple[int, int]:
-        """Return (bytes that the largest plain step may take, additional bytes for CUDA graphs)."""
+    def _weight_bytes(self) -> int:
+        return sum(aligned(parameter.nbytes) for parameter in self.model.parameters())
+
+    def _needs(self, paged: bool) -> Needs:
+        """Return what the parts of this rank need of its GPU."""
         rows, memory = self._args.max_running_requests, self._step_memory
-        tokens = self._args.prefill_chunk(self.device.type) + rows
+        tokens = self._args.prefill_chunk("cuda") + rows
         has_graphs = paged and not self._args.disable_cuda_graph
-        return memory.largest(tokens, rows), memory.graphs(self._max_graph_bs, rows) if has_graphs else 0
+        return Needs(
+            weights=self._weight_bytes(),
+            step=memory.largest(tokens, rows),
+            graphs=memory.graphs(self._max_graph_bs, rows) if has_graphs else 0,
+            special_least=LEAST_SPECIAL if self.tp.size > 1 else 0,
+            special_most=max(LEAST_SPECIAL, memory.most_special(rows)),
+            received_most=self._args.weight_receive_bytes,
+        )
 
-    def _kv_budget(self, free_before: int, graphs: int) -> MemoryBudget:
-        """Return the memory that the KV pool may take.
-
-        `free_before` bytes were free before the weights were loaded. `graphs` bytes are reserved for CUDA graphs.
-        """
-        if self.device.type != "cuda":
-            return cpu_budget(self._args.kv_cache_gib)
-        special = SPECIAL_BYTES if self.tp.size > 1 else 0
-        step = self._largest_step + graphs + special
-        return gpu_budget(free_before, free_bytes(self.device), self._args.mem_fraction_static, step)
+    def _close_account(self, account: MemoryAccount) -> None:
+        """Close the account when the size of the KV pool is known. Take over the bounds that it sets."""
+        account.close(self.kv.bytes_held)
+        if self.tp.size > 1:
+            self.step_budget = account.special
+        self.weight_receive_bytes = min(int(part) for part in self.tp.gather(str(account.received).encode()))
+        logger.info("%s", account.table())
 
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.worker.step_graphs import StepGraphs
 
-        kept_free = self._largest_step + (self.step_budget or 0)
         if self.tp.rank == 0:
             log_uncaptured(self._max_graph_bs, self.max_rows)
-        return StepGraphs(self._forward, self.kv, backend, self.tp, self._step_memory, self._max_graph_bs, kept_free)
+        memory, account = self._step_memory, self._account
+        return StepGraphs(self._forward, self.kv, backend, self.tp, memory, self._max_graph_bs, account)
 
     @property
     def _max_graph_bs(self) -> int:

@@ -6,8 +6,9 @@ of entries, steps that also prefill by the number of tokens. Both kinds are also
 (cascade attention), which an additional kernel reads. All inputs of a step are in a buffer at a fixed address, which
 one copy fills before the replay. Sizes are captured while the engine is idle, or when a step needs them; each takes
 some ten milliseconds, so a busy engine first uses graphs of larger sizes. The total time of captures has a budget,
-beyond which only sizes are captured to which others may be padded. Several ranks capture the same sizes in the same
-order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
+beyond which only sizes are captured to which others may be padded. A size that does not fit the memory is left out
+until memory is resumed, or for some thousand steps; the others are captured. Several ranks capture the same sizes in
+the same order, and keep a graph only if all of them could capture it, because the collectives in the graph must meet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,15 +33,24 @@ from verl_server.kernels.device_arrays import Ints, PackedInts
 from verl_server.kernels.paged_attention import SharedKeys
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
-from verl_server.worker.capture_budget import CaptureBudget
+from verl_server.worker.capture_budget import CaptureBudget, Outcome
+from verl_server.worker.graph_sizes import covering, decode_sizes, may_pad, mixed_sizes
+from verl_server.worker.graph_use import GraphUse
 from verl_server.worker.kv_cache import KVCache
-from verl_server.worker.step_memory import MOST_GRAPH_TOKENS, StepMemory
+from verl_server.worker.memory_account import MemoryAccount
+from verl_server.worker.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 
 _CAPTURE_INTERVAL = 64
 """Fewest steps between two captures of sizes for which a larger graph can be used. A capture takes the time of a few
 steps."""
+
+_RETRY_INTERVAL = 4096
+"""Steps after which sizes are tried again that did not fit the memory. Other processes may have freed theirs."""
+_ROOM = struct.Struct("<q")
+"""Layout of a rank's message before a capture: bytes that the capture may take."""
+_NO_BOUND = 2**62
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 """(ids [tokens], rows [decodes], last [sampled] or None for all tokens, step): logits [sampled, vocab_size]."""
@@ -76,18 +87,18 @@ class StepGraphs:
         tp: TpGroup,
         memory: StepMemory,
         max_bs: int,
-        kept_free: int,
+        account: MemoryAccount | None,
     ) -> None:
         """`max_bs`: entries of the largest captured decode step, at most `kv.max_rows`.
 
-        `kept_free`: bytes of device memory that captures must leave free for steps without a graph.
+        `account` says how much memory a capture may take. None: any.
         """
-        self._memory, self._kept_free = memory, kept_free
+        self._memory, self._account = memory, account
         self._forward, self._kv, self._backend, self._tp = forward, kv, backend, tp
         self._max_bs = max_bs
-        self._decode_sizes = _decode_sizes(self._max_bs)
-        self._mixed_sizes = _mixed_sizes()
-        self._first = {"decode": _covering(self._decode_sizes), "mixed": _covering(self._mixed_sizes)}
+        self._decode_sizes = decode_sizes(self._max_bs)
+        self._mixed_sizes = mixed_sizes()
+        self._first = {"decode": covering(self._decode_sizes), "mixed": covering(self._mixed_sizes)}
         """Sizes of each kind to which steps of every size may be padded."""
         self._all = self._in_order()
         self._captured: dict[_Key, _Captured] = {}
@@ -95,14 +106,17 @@ class StepGraphs:
         """Memory pool of all graphs, None before the first capture."""
         self._present = True
         self._steps_without_capture = 0
-        self._is_full = False
-        """True after a capture failed for lack of memory. No more graphs are captured then."""
+        self._excluded: set[_Key] = set()
+        """Keys that did not fit the memory when they were last tried. The same on all ranks."""
+        self._most_excluded = 0
+        self._num_steps = 0
+        self.use = GraphUse(tp.rank, self._why_without)
         self._budget = CaptureBudget()
 
     def _in_order(self) -> list[_Key]:
         """Return all keys in the order of capture.
 
-        First come sizes to which a step of any size may be padded (`_may_pad`), then the sizes between them. The
+        First come sizes to which a step of any size may be padded (`may_pad`), then the sizes between them. The
         largest of each kind comes first, because smaller graphs reuse its memory.
         """
         sizes = {"decode": self._decode_sizes, "mixed": self._mixed_sizes}
@@ -118,9 +132,22 @@ class StepGraphs:
         """
         n, tokens = len(placement.rows), len(placement.ids)
         decodes = placement.num_decodes == n
-        if not self._present or tokens > (self._max_bs if decodes else MOST_GRAPH_TOKENS):
+        if tokens > (self._max_bs if decodes else self._mixed_sizes[-1]):
             return None
-        all_sampled = decodes and len(sample) == n
+        captured = self._replayable(placement, sample) if self._present else None
+        self.use.count(tokens, decodes=decodes, has_graph=captured is not None)
+        if captured is None:
+            return None
+        captured.graph.replay()
+        return captured.logits[: len(sample)]
+
+    def _replayable(self, placement: Placement, sample: list[int]) -> _Captured | None:
+        """Return the graph for a step of a size that is captured, with its inputs written. None if there is none."""
+        n, tokens = len(placement.rows), len(placement.ids)
+        self._num_steps += 1
+        if self._num_steps % _RETRY_INTERVAL == 0:
+            self.consider_again()
+        all_sampled = placement.num_decodes == n == len(sample)
         kind, sizes = ("decode", self._decode_sizes) if all_sampled else ("mixed", self._mixed_sizes)
         last = None if all_sampled else placement.last[sample]
         rows, lens = placement.rows[: placement.num_decodes], placement.cached[: placement.num_decodes] + 1
@@ -130,10 +157,7 @@ class StepGraphs:
             captured = self._graph_of(key, placement, work, last)
             if captured is not None or work.shared is None:
                 break
-        if captured is None:
-            return None
-        captured.graph.replay()
-        return captured.logits[: len(sample)]
+        return captured
 
     def _chosen(self, kind: str, sizes: list[int], tokens: int, *, shared: bool) -> _Key:
         """Return the key of the graph for a step of `tokens` tokens: of the next size, or of a larger one.
@@ -148,7 +172,7 @@ class StepGraphs:
             return exact
         can_capture = self._may_capture(exact)
         if not can_capture or self._steps_without_capture < _CAPTURE_INTERVAL:
-            padded = list(itertools.takewhile(lambda key: _may_pad(tokens, key.size), larger))
+            padded = list(itertools.takewhile(lambda key: may_pad(tokens, key.size), larger))
             if found := [key for key in padded if key in self._captured]:
                 return found[0]
             if not can_capture and (found := [key for key in padded if self._may_capture(key)]):
@@ -157,12 +181,29 @@ class StepGraphs:
 
     def _may_capture(self, key: _Key) -> bool:
         """Return True if there is memory and time for the capture of `key`, as far as is known."""
-        return not self._is_full and (not self._budget.is_spent or key.size in self._first[key.kind])
+        return key not in self._excluded and (not self._budget.is_spent or key.size in self._first[key.kind])
 
-    @property
-    def capture_seconds(self) -> float:
-        """Seconds of all captures since the start."""
-        return self._budget.total_seconds
+    def consider_again(self) -> None:
+        """Try sizes again that did not fit the memory. All ranks call it at the same point of the command order."""
+        self._excluded.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the numbers of graphs and of steps with and without one, and the seconds of all captures.
+
+        "steps_without_cuda_graph" counts the steps of sizes that are captured. "ranks" are the number of graphs and the
+        free bytes of each rank after the latest capture.
+        """
+        return {
+            "cuda_graphs": self.num_captured,
+            "cuda_graphs_to_capture": self.num_left,
+            "cuda_graphs_without_memory": len(self._excluded),
+            "cuda_graph_capture_seconds": self._budget.total_seconds,
+            "steps_with_cuda_graph": self.use.num_with,
+            "steps_without_cuda_graph": self.use.num_without,
+            "ranks": [
+                {"cuda_graphs": outcome.graphs, "device_free_bytes": outcome.free} for outcome in self._budget.latest
+            ],
+        }
 
     @property
     def num_captured(self) -> int:
@@ -194,7 +235,8 @@ class StepGraphs:
     def release(self) -> None:
         """Free the graphs and their memory after all work on them has finished. `run` uses none until `resume`."""
         self._captured.clear()
-        self._pool, self._present, self._is_full = None, False, False
+        self._pool, self._present = None, False
+        self.consider_again()
         self._budget.restart()
 
     def resume(self) -> None:
@@ -215,16 +257,13 @@ class StepGraphs:
             return captured
         if not self._may_capture(key):
             return None
+        if not self._has_room(key):
+            return None
         try:
             captured = self._capture(key, arrays)
         except torch.OutOfMemoryError as error:
-            self._is_full = True
-            logger.warning(
-                "There is no memory to capture a %s as a CUDA graph (%s). Steps of sizes without a graph are "
-                "launched operator by operator. A smaller mem_fraction_static leaves memory for all graphs.",
-                key,
-                error,
-            )
+            self._excluded.add(key)
+            logger.warning("There was too little memory to capture a %s as a CUDA graph: %s", key, error)
             return None
         self._captured[key] = captured
         self._steps_without_capture = 0
@@ -235,9 +274,6 @@ class StepGraphs:
 
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         """Capture the graph on all ranks, or raise torch.OutOfMemoryError on all ranks."""
-        room = self._room(key) + self._kept_free
-        if not self._tp.all_agree(_are_free(room, self._kv.device)):
-            raise torch.OutOfMemoryError(f"less than {room >> 20} MiB are left on this or another rank's device")
         start = time.perf_counter()
         inputs = PackedInts(self._capacities(key), self._kv.device)
         inputs.write(arrays)
@@ -251,7 +287,13 @@ class StepGraphs:
         recorded = time.perf_counter() - ran
         # The run launches the kernels that the recording records. What it takes beyond that time is their compilation,
         # for which a step without a graph would wait, too.
-        agreed = self._budget.all_captured(self._tp, captured is not None, min(ran - start, recorded) + recorded)
+        outcome = Outcome(
+            captured is not None,
+            min(ran - start, recorded) + recorded,
+            len(self._captured) + (captured is not None),
+            0 if self._account is None else self._account.free(),
+        )
+        agreed = self._budget.all_captured(self._tp, outcome)
         if not agreed or captured is None:
             raise failure or torch.OutOfMemoryError("another rank ran out of memory")
         logger.debug("Captured a %s in %.0f ms", key, 1e3 * (ran - start + recorded))
@@ -278,10 +320,45 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         return _Captured(inputs, graph, _borrowed(logits))
 
+    def _has_room(self, key: _Key) -> bool:
+        """Return True if every rank has the memory for a capture of `key`. If not, exclude all keys without room.
+
+        The ranks exchange how much each of them has, so that all of them exclude the same keys.
+        """
+        wanted = self._room(key)
+        mine = _NO_BOUND if self._account is None else self._account.room_for_graphs(wanted)
+        room = min(_ROOM.unpack(data)[0] for data in self._tp.gather(_ROOM.pack(mine)))
+        if room >= wanted:
+            return True
+        self._excluded |= {k for k in self._all if k not in self._captured and self._room(k) > room}
+        if len(self._excluded) > self._most_excluded and mine == room:
+            logger.warning(
+                "There is no memory to capture %d of %d CUDA graphs: a %s needs %d MiB, and %d MiB are free in "
+                "addition to the memory of steps. %s",
+                *(len(self._excluded), len(self._all), key, wanted >> 20, room >> 20, self._advice()),
+            )
+        self._most_excluded = max(self._most_excluded, len(self._excluded))
+        return False
+
     def _room(self, key: _Key) -> int:
-        """Return the bytes that are enough to capture the step of `key`."""
+        """Return the bytes that are enough to capture the step of `key`. Smaller graphs of one kind reuse the memory of
+        larger ones."""
+        held = max((self._bytes(k) for k in self._captured if k.kind == key.kind), default=0)
+        return self._memory.graph(0, 0) + max(0, self._bytes(key) - held)
+
+    def _bytes(self, key: _Key) -> int:
+        """Return a bound on the bytes of the tensors of a graph, with the workspaces of libraries."""
         entries = key.size if key.kind == "decode" else min(key.size, self._kv.max_rows)
         return self._memory.graph(key.size, entries)
+
+    def _advice(self) -> str:
+        return "" if self._account is None else self._account.advice()
+
+    def _why_without(self) -> str:
+        """Return sentences that say why steps run without a graph, and a remedy."""
+        if not self._present:
+            return "The CUDA graphs are released. Call resume_memory_occupation(['cuda_graph'])."
+        return f"{len(self._excluded)} sizes could not be captured for lack of memory. {self._advice()}"
 
     # -- the inputs of a graph -----------------------------------------------------------------------------------
 
@@ -346,50 +423,6 @@ def _borrowed(tensor: Tensor) -> Tensor:
     borrowed = construct(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _are_free(wanted: int, device: torch.device) -> bool:
-    """Return True if so many bytes of the device are free. Memory that torch's allocator keeps does not count, because
-    graphs may own it. The allocator gives back what it can only where that decides, since steps need it again."""
-    if device.type == "cpu":
-        return True
-    if torch.cuda.mem_get_info(device)[0] >= wanted:
-        return True
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0] >= wanted
-
-
-def _decode_sizes(max_bs: int) -> list[int]:
-    """Return the captured numbers of entries. They are sparse where padding is cheap: 17 rows take as long as 32.
-
-    Products compute tiles of 64 or 128 rows. So above 64 entries, padding by less than a tile adds at most one tile.
-    Above 128 entries it adds at most an eighth of the entries.
-    """
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
-    return [size for size in [*sizes, *range(1152, max_bs, 128)] if size < max_bs] + [max_bs]
-
-
-def _mixed_sizes() -> list[int]:
-    sizes = [*range(16, 129, 16), *range(192, 1025, 64), *range(1280, 8193, 256)]
-    return [size for size in sizes if size <= MOST_GRAPH_TOKENS]
-
-
-def _may_pad(tokens: int, size: int) -> bool:
-    """Return True if a step of `tokens` tokens may use a graph of `size` rather than capture one in the step.
-
-    A quarter more tokens take a quarter longer at most, and less where attention takes most of the time. With few rows
-    a step takes the time in which the weights are read.
-    """
-    return size - tokens <= max(tokens // 4, 16)
-
-
-def _covering(sizes: list[int]) -> set[int]:
-    """Return the fewest of the ascending `sizes` to which steps of every number of tokens may be padded."""
-    covering = [sizes[-1]]
-    for below, size in reversed(list(itertools.pairwise([0, *sizes[:-1]]))):
-        if not _may_pad(below + 1, covering[-1]):
-            covering.append(size)
-    return set(covering)
 
 
 def _pad(values: Ints, size: int, value: int) -> Ints:

@@ -1,7 +1,7 @@
 """`StepMemory`: computes an upper bound on the device memory that one step takes in addition to weights and KV pool.
 
-Made by the `ModelRunner`. `KVCache` leaves room for the largest step, and `StepGraphs` does not use that room. The
-scheduler admits requests whose sampling takes more than a plain draw as long as their sum fits into the rest.
+Made by the `ModelRunner`, which enters the sums into its `MemoryAccount`. The scheduler admits requests whose sampling
+takes more than a plain draw as long as their sum fits into the account's part for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ kernels take to launch."""
 _MOST_GRAPH_DECODES = 1024
 """Entries of the largest captured decode step if `cuda_graph_max_bs` is not set. They take 39 graphs, and as many again
 with shared keys. A larger step is bound by arithmetic and attention, so it gains little from a graph."""
-SPECIAL_BYTES = 2**29
-"""Least bytes that several ranks reserve for sampling that takes more than a plain draw."""
 _PROMPT_BYTES = 2**29
 """Bound on the bytes for log-probabilities of a prompt. Their logits are computed for a few positions at a time."""
 
@@ -126,6 +124,13 @@ class StepMemory:
         each += 4 * bool(spec.params.logit_bias)
         tokens = spec.top_logprobs_num + spec.sampling_mask_num
         return each * self.vocab_size + self._reported(tokens, spec.token_ids_logprob)
+
+    def most_special(self, rows: int) -> int:
+        """Return the bytes that sampling takes for `rows` requests which use every setting, without long lists of token
+        ids in `token_ids_logprob` and without logits of several kinds of log-probabilities."""
+        of = self.sampling
+        each = of.edited + of.penalties + of.filters + of.mask + of.mode + of.top
+        return rows * each * self.vocab_size
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
         """Return the number of prompt positions whose log-probabilities may be computed at once, at least 1."""

@@ -1,0 +1,201 @@
+"""`MemoryAccount`: decides what each part of an engine may take of one rank's GPU, and answers who has room.
+
+The `ModelRunner` opens it before weights and KV pool are allocated. All sizes are computed from the model and the
+settings, or measured once, so no part gets "what is free now". The KV pool gets the static share without the weights
+(`mem_fraction_static`), or less if the other parts need more than the rest. The parts that can use more than their
+least (`Needs`) share what is left. `StepGraphs` asks before each capture, the scheduler reads the budget of special
+sampling, and `WeightGroups` that of received tensors.
+
+Other processes, such as a trainer on the same GPU, are not part of the account. They may allocate after the start, so
+the free memory is measured again before the KV pool is allocated, before each capture, and when memory is resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+SLACK = 2**29
+"""Bytes for what is neither computed nor measured: kernels that are loaded later, workspaces of libraries, and the
+allocator's rounding."""
+LEAST_SPECIAL = 2**29
+"""Least bytes that several ranks reserve for sampling that takes more than a plain draw."""
+LEAST_RECEIVED = 2**28
+"""Least bytes for tensors that a process group sends, if `weight_receive_bytes` is not smaller."""
+
+
+class Memory(Protocol):
+    """The parts of a `DeviceMemory` that an account uses."""
+
+    def free(self) -> int: ...
+
+    def reclaim(self) -> int: ...
+
+    def reserved(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that the parts of one rank need, computed from the model and the settings."""
+
+    weights: int
+    step: int
+    """The largest step, with plain draws."""
+    graphs: int
+    """All CUDA graphs, which share their memory."""
+    special_least: int
+    """Sampling that takes more than a plain draw: least, and most that all requests together can use."""
+    special_most: int
+    received_most: int
+    """Tensors of a process group that are not written yet, at most."""
+
+    @property
+    def received_least(self) -> int:
+        return min(LEAST_RECEIVED, self.received_most)
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory that the KV pool may take, and texts for the error if it is too small."""
+
+    bytes: int
+    explanation: str
+    """Sentences that say how `bytes` was computed."""
+    remedy: str
+    """Sentence that says how to raise `bytes`."""
+
+
+class MemoryAccount:
+    """The parts of one rank's GPU in bytes. `close` completes it."""
+
+    def __init__(self, memory: Memory, needs: Needs, fraction: float, *, free: int, collectives: int) -> None:
+        """`free`: free bytes at the start of the rank. `collectives`: bytes that its communicators took since then.
+
+        `fraction`: share of `free` for weights and KV pool together (`mem_fraction_static`).
+        """
+        self._memory, self._needs, self._fraction = memory, needs, fraction
+        self.free_at_start, self.collectives = free, collectives
+        self.kv_cache = self.special = self.received = 0
+
+    def kv_budget(self) -> MemoryBudget:
+        """Return the memory for the KV pool. Called after the weights were loaded and before the pool is allocated."""
+        needs, free = self._needs, self.free_at_start
+        static, rest = round(free * self._fraction), free - round(free * self._fraction)
+        needed = self.collectives + self._least_beside()
+        explanation = (
+            f"{_gib(free)} of the GPU were free at the start, and the weights take {_gib(needs.weights)}. "
+            f"mem_fraction_static={self._fraction:g} keeps {_gib(rest)} free."
+        )
+        if needed > rest:
+            explanation += f" The largest step, CUDA graphs and other parts need {_gib(needed)}, so that is kept free."
+        budget = min(static, free - needed) - needs.weights
+        others = self.taken_by_others(held=needs.weights)
+        if others > SLACK:
+            budget = min(budget, self._memory.reclaim() - self._least_beside())
+            explanation += f" Other processes have taken {_gib(others)} since the start."
+        if needed > rest or others > SLACK:
+            logger.info("The KV cache is smaller than mem_fraction_static allows. %s", explanation)
+        remedy = (
+            "Raise mem_fraction_static or lower chunked_prefill_size and max_running_requests, free memory that other "
+            "processes hold on this GPU, or use a smaller model or a larger tp_size."
+        )
+        return MemoryBudget(budget, explanation, remedy)
+
+    def close(self, kv_cache: int) -> None:
+        """Record the bytes of the KV pool, and give what is left to the parts that can use more than their least."""
+        needs, self.kv_cache = self._needs, kv_cache
+        left = self.free_at_start - self.collectives - needs.weights - kv_cache - self._least_beside()
+        more = min(max(left, 0), needs.special_most - needs.special_least)
+        self.special = needs.special_least + max(more, 0)
+        left -= max(more, 0)
+        self.received = min(needs.received_most, needs.received_least + max(left, 0))
+
+    def room_for_graphs(self, wanted: int) -> int:
+        """Return the bytes that a capture may take now: what is free beyond the parts that steps and updates need.
+
+        The allocator's unused memory is freed only if less than `wanted` would be left, because steps need it again.
+        """
+        kept = self._needs.step + self.special + self._needs.received_least
+        room = self._memory.free() - kept
+        if room < wanted:
+            room = self._memory.reclaim() - kept
+        return max(room, 0)
+
+    def free(self) -> int:
+        """Return the free bytes of the GPU."""
+        return self._memory.free()
+
+    def shortage(self) -> int:
+        """Return the bytes that a step may lack now, 0 if the largest one has its memory."""
+        return max(0, self._needs.step + self._needs.special_least - self._memory.reclaim())
+
+    def taken_by_others(self, held: int | None = None) -> int:
+        """Return the bytes that other processes have taken since the start, about, 0 if they freed memory.
+
+        `held`: bytes of this engine's weights and KV pool that are allocated now, by default both.
+        """
+        held = self._needs.weights + self.kv_cache if held is None else held
+        own = self.collectives + held + self._memory.reserved()
+        return max(0, self.free_at_start - self._memory.free() - own)
+
+    def advice(self) -> str:
+        """Return sentences that say why memory is short for graphs, and a remedy that helps.
+
+        Called while weights and KV pool are present.
+        """
+        others = self.taken_by_others()
+        if others <= SLACK:
+            return (
+                "Start the engine with a smaller mem_fraction_static, cuda_graph_max_bs, chunked_prefill_size or "
+                "max_running_requests."
+            )
+        needs = self._needs
+        most_special = max(needs.special_least, needs.special_most)
+        beside = self.collectives + self._least_beside() - needs.special_least + most_special + others
+        fraction = math.floor(100 * (1 - beside / self.free_at_start)) / 100
+        restart = "there is no mem_fraction_static with which both fit this GPU."
+        if fraction * self.free_at_start > needs.weights:
+            restart = f"start the engine with mem_fraction_static={fraction:g}, or while they hold their memory."
+        return (
+            f"Other processes have taken {_gib(others)} of this GPU since the start. Free them (in a trainer: offload, "
+            f"then torch.cuda.empty_cache()), or {restart}"
+        )
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each part, those that no part has ("unassigned") and their sum ("free_at_start")."""
+        needs = self._needs
+        parts = {
+            "collectives": self.collectives,
+            "weights": needs.weights,
+            "kv_cache": self.kv_cache,
+            "step": needs.step,
+            "cuda_graphs": needs.graphs,
+            "special_sampling": self.special,
+            "received_weights": self.received,
+            "slack": SLACK,
+        }
+        unassigned = self.free_at_start - sum(parts.values())
+        return parts | {"unassigned": unassigned, "free_at_start": self.free_at_start}
+
+    def table(self) -> str:
+        """Return the parts as a table in MiB, for the log."""
+        rows = [f"  {name.replace('_', ' '):<18}{nbytes / 2**20:>12,.0f} MiB" for name, nbytes in self.parts().items()]
+        return "\n".join(["Memory of this GPU:", *rows])
+
+    def _least_beside(self) -> int:
+        """Return the bytes that must be left beside collectives, weights and KV pool."""
+        needs = self._needs
+        return needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
+
+
+def cpu_budget(gib: float) -> MemoryBudget:
+    """Return the host memory for the KV pool: `gib` GiB."""
+    return MemoryBudget(round(gib * 2**30), f"kv_cache_gib={gib:g}.", "Raise kv_cache_gib.")
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
