@@ -2,6 +2,7 @@
 
     python -m benchmarks.colocated --device cpu --shape tiny --cycles 100
     python -m benchmarks.colocated --device cuda --shape 8b
+    python -m benchmarks.colocated --device cuda --shape 8b --trainer-ranks 2 --tp 2 --train-batch 2 1024 --cycles 4
 
 One cycle: release weights and KV cache, take a training step, resume the weights, push, resume the KV cache, generate.
 With `--offload`, the trainer's weights are in host memory while the server generates. Each cycle checks four
@@ -9,6 +10,11 @@ conditions: the released memory is free (by the server's resident bytes on the C
 CUDA), the checksum of every served parameter equals the trainer's, the server refuses to generate with 503 between
 resuming and pushing, and on the CPU (float32) the greedy tokens are those of the trainer's own model. Any other result
 ends the run with an error. Prints one JSON line per figure; progress goes to stderr.
+
+With several `--trainer-ranks` the model is sharded (FSDP2), one process and one GPU for each rank. The server's ranks
+are on the same GPUs. Two figures have a `limit` of this run in milliseconds: `colocated_push` that of plain flat copies
+of the same bytes over the same links, and `colocated_train` that of the step's arithmetic, at the rate of a large
+matrix product on all of the trainer's GPUs together (on the CPU: of the machine).
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +37,24 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig
 
+from benchmarks.copy_limit import better
+from benchmarks.copy_limit import measure as measure_copies
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
-from benchmarks.served_slices import ServedTensor, expected_checksums, served_tensors
+from benchmarks.served_slices import ServedTensor, expected_checksums, served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
+from benchmarks.workload import measure_ceilings, training_flop
 from verl_server import HttpServerEngineAdapter, VerlEngine, __version__
 from verl_server.errors import ServerUnavailableError
 from verl_server.models.tiny import random_model
 
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
+_MEASURED = "measured.pt"
 _FREED = 0.95
 """A release must free at least this share of the bytes that the server reports."""
 
@@ -57,7 +71,9 @@ class Cycle:
         *,
         offload: bool = False,
         keep_graphs: bool = False,
+        batch: tuple[int, int] = (2, 64),
     ) -> None:
+        """`batch`: (sequences, tokens of each) that a rank trains on in a cycle."""
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.serving_bytes: list[int] = []
         self.released_bytes: list[int] = []
@@ -65,7 +81,9 @@ class Cycle:
         self._offload = offload
         self._tags = ["kv_cache", "weights"] if keep_graphs else None
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self._generator = torch.Generator().manual_seed(0)
+        self._batch = batch
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._generator = torch.Generator().manual_seed(self._rank)
 
     def run(self) -> None:
         engine = self._engine
@@ -102,6 +120,8 @@ class Cycle:
         cache, on CUDA."""
         if self._device.type == "cuda":
             return device_used_bytes(self._device)
+        if self._rank != 0:  # rank 0 has the server, and counts the memory of all its ranks
+            return 0
         assert isinstance(self._engine.engine, HttpServerEngineAdapter) and self._engine.engine.pid is not None
         return footprint(process_tree(self._engine.engine.pid))["private_bytes"]
 
@@ -119,14 +139,16 @@ class Cycle:
             )
 
     def _held_bytes(self) -> int:
-        """Bytes of weights and KV cache that the server reports. On the CPU only the weights count, because unused KV
-        pages have no memory yet."""
+        """Bytes of weights and KV cache that one rank of the server reports. On the CPU only the weights count, because
+        unused KV pages have no memory yet, and on the trainer's first rank only (`resident_bytes`)."""
         memory = self._engine.get_server_info()["internal_states"][0]["memory"]
-        return int(memory["weight_bytes"] + (memory["kv_cache_bytes"] if self._device.type == "cuda" else 0))
+        if self._device.type == "cuda":
+            return int(memory["weight_bytes"] + memory["kv_cache_bytes"])
+        return int(memory["weight_bytes"]) if self._rank == 0 else 0
 
     def _train(self) -> None:
         vocab = self._model.config.vocab_size
-        ids = torch.randint(5, vocab, (2, 64), generator=self._generator).to(self._device)
+        ids = torch.randint(5, vocab, self._batch, generator=self._generator).to(self._device)
         self._model(input_ids=ids, labels=ids).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -146,9 +168,13 @@ class Cycle:
         raise AssertionError("The server generated with weights that were resumed, but not pushed.")
 
     def _expect_parity(self, tokens: list[int]) -> None:
-        parameters = [(name, parameter.detach()) for name, parameter in self._model.named_parameters()]
-        expected = expected_checksums(self._served, parameters, parameters[0][1].dtype)
         ranks = [rank["checksums"] for rank in self._engine.weights_checker()["ranks"]]
+        expected: list[dict[str, str]] = []
+        if self._rank == 0:
+            expected = expected_checksums(self._served, self._full_tensors(), next(self._model.parameters()).dtype)
+        else:
+            for _ in self._full_tensors():
+                pass
         wrong = [f"{n} on rank {i}" for i, sums in enumerate(expected) for n, own in sums.items() if ranks[i][n] != own]
         if wrong:
             raise AssertionError(f"Served weights differ from the trainer's: {wrong[:4]}")
@@ -160,6 +186,12 @@ class Cycle:
                     f"The server generated {tokens}, but the trainer's model predicts {logits.argmax(-1).tolist()}."
                 )
 
+    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full parameters, which all ranks gather one by one."""
+        for name, parameter in self._model.named_parameters():
+            full = parameter.detach()
+            yield name, full.full_tensor() if isinstance(full, DTensor) else full
+
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -167,37 +199,106 @@ class Cycle:
         self.milliseconds[phase].append(1e3 * (time.perf_counter() - start))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the trainer's first rank found."""
+
+    milliseconds: dict[str, list[float]]
+    """Phase -> its times."""
+    serving_bytes: list[int]
+    released_bytes: list[int]
+    train_limit: float
+    """Milliseconds of the arithmetic of a training step."""
+
+
 def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
-    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-    # On the CPU the weights are large enough that rounding does not decide greedy tokens. On a GPU the model is created
-    # on the device, which is faster for the largest shape.
-    config = AutoConfig.from_pretrained(folder)
-    with device:
-        model = random_model(config, dtype=dtype) if device.type == "cpu" else _fast_random_model(config, dtype)
+    served, dtype = served_tensors(folder, args.tp), _dtype(args)
+    elements = dict(traffic(served, args.trainer_ranks))
+    before = measure_copies(args.device, elements, dtype, dtype)
+    if args.trainer_ranks == 1:
+        run_rank(0, args, folder)
+    else:
+        spawn(run_rank, (args, folder), nprocs=args.trainer_ranks)  # type: ignore[no-untyped-call]
+    measured: Measured = torch.load(folder / _MEASURED, weights_only=False)
+    copies = better(before, measure_copies(args.device, elements, dtype, dtype))
+    report(measured, copies["all_ms"], args.cycles, command)
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """Run the cycles as one rank of the trainer. The first rank writes what it measured to `folder`."""
+    ranks = args.trainer_ranks
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif ranks > 1:
+        torch.set_num_threads(1)  # several threads would wait for each other on cores that others use
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and ranks > 1 else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    host = dist.new_group(backend="gloo")
+    train_limit = train_limit_ms(args, host)
+    model = make_model(args, folder, device)
     settings: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "device": args.device,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(_dtype(args)).removeprefix("torch."),
         "mem_fraction_static": args.mem_fraction_static,
         "kv_cache_gib": 0.5,
         "tp_size": args.tp,
         "log_level": "warning",
     }
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     with VerlEngine(mesh, launch_server=True, **settings) as engine:
         engine.update_weights_from_tensor(model.named_parameters(), partial=False)
-        served = served_tensors(folder, args.tp)
-        cycle = Cycle(engine, model, device, served, offload=args.offload, keep_graphs=args.keep_graphs)
+        served, batch = served_tensors(folder, args.tp), tuple(args.train_batch)
+        options = {"offload": args.offload, "keep_graphs": args.keep_graphs, "batch": batch}
+        cycle = Cycle(engine, model, device, served, **options)
         for number in range(args.cycles):
+            dist.barrier(host)
             cycle.run()
-            if (number + 1) % 10 == 0:
+            if rank == 0 and (number + 1) % 10 == 0:
                 print(f"{number + 1} of {args.cycles} cycles", file=sys.stderr, flush=True)
-        report(cycle, args.cycles, command)
+    if rank == 0:
+        times = dict(cycle.milliseconds)
+        torch.save(Measured(times, cycle.serving_bytes, cycle.released_bytes, train_limit), folder / _MEASURED)
+    dist.barrier(host)
     dist.destroy_process_group()
+
+
+def train_limit_ms(args: argparse.Namespace, host: dist.ProcessGroup) -> float:
+    """Milliseconds of the arithmetic of a training step of all ranks, on all GPUs of the ranks or on the CPU."""
+    rows, length = args.train_batch
+    flop = args.trainer_ranks * training_flop(SHAPES[args.shape], [(length, length)] * rows, recompute=False)
+    rate = torch.tensor([float("inf")], dtype=torch.float64)
+    if args.device == "cuda" or dist.get_rank() == 0:
+        rate[0] = measure_ceilings(args.device, None).flop_per_s
+    dist.all_reduce(rate, dist.ReduceOp.MIN, host)  # all ranks wait for the slowest GPU
+    machine = rate.item() * (args.trainer_ranks if args.device == "cuda" else 1)
+    return float(1e3 * flop / machine)
+
+
+def make_model(args: argparse.Namespace, folder: Path, device: torch.device) -> Any:
+    """The trainer's model with random weights; with several ranks, this rank's shards."""
+    config, dtype = AutoConfig.from_pretrained(folder), _dtype(args)
+    # On the CPU the weights are large enough that rounding does not decide greedy tokens. On a GPU the model is created
+    # on the device, which is faster for the largest shape.
+    torch.manual_seed(0)
+    with device:
+        model = random_model(config, dtype=dtype) if device.type == "cpu" else _fast_random_model(config, dtype)
+    if args.trainer_ranks > 1:
+        mesh = init_device_mesh(device.type, (args.trainer_ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        # Otherwise the root would stay gathered after the forward pass that checks tokens.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the server measures the free memory when it starts
+    return model
+
+
+def _dtype(args: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if args.device == "cuda" else torch.float32
 
 
 def _fast_random_model(config: Any, dtype: torch.dtype) -> Any:
@@ -205,16 +306,18 @@ def _fast_random_model(config: Any, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def report(cycle: Cycle, cycles: int, command: str) -> None:
+def report(measured: Measured, copy_ms: float, cycles: int, command: str) -> None:
     versions = {"verl_server": __version__, "torch": torch.__version__, "python": platform.python_version()}
     run = {"cycles": cycles, "command": command, "versions": versions}
-    for phase, times in cycle.milliseconds.items():
+    limits = {"push": copy_ms, "train": measured.train_limit}
+    for phase, times in measured.milliseconds.items():
         figure = {"name": f"colocated_{phase}", "value": round(statistics.median(times), 3), "unit": "ms"}
-        print(json.dumps(figure | {"worst_ms": round(max(times), 3)} | run), flush=True)
-    freed = [a - b for a, b in zip(cycle.serving_bytes, cycle.released_bytes, strict=True)]
+        limit = {"limit": round(limits[phase], 3)} if phase in limits else {}
+        print(json.dumps(figure | limit | {"worst_ms": round(max(times), 3)} | run), flush=True)
+    freed = [a - b for a, b in zip(measured.serving_bytes, measured.released_bytes, strict=True)]
     for name, values in (
-        ("serving", cycle.serving_bytes),
-        ("released", cycle.released_bytes),
+        ("serving", measured.serving_bytes),
+        ("released", measured.released_bytes),
         ("freed", freed),
     ):
         figure = {"name": f"colocated_{name}_bytes", "value": int(statistics.median(values)), "unit": "bytes"}
@@ -238,6 +341,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--offload", action="store_true", help="move the trainer's weights to the host while the server generates"
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server (1)")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="trainer processes; two or more use FSDP2 (1)")
+    parser.add_argument(
+        "--train-batch",
+        type=int,
+        nargs=2,
+        default=[2, 64],
+        metavar=("SEQUENCES", "TOKENS"),
+        help="sequences that each trainer rank trains on in a cycle, and the tokens of each (2 64)",
+    )
     parser.add_argument(
         "--keep-graphs", action="store_true", help="release weights and KV cache, but keep captured CUDA graphs"
     )
@@ -246,8 +358,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--offload moves weights from a GPU to the host: it needs --device cuda.")
     if args.device == "cpu" and args.shape == "8b":
         parser.error("--shape 8b needs a GPU: on the CPU, trainer and server would need 33 GB each. Use --shape 0.6b.")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs an NVIDIA GPU, but torch sees none.")
+    if args.trainer_ranks > 1 and args.offload:
+        parser.error("--offload needs --trainer-ranks 1: shards are not moved here.")
+    gpus = max(args.tp, args.trainer_ranks)
+    if args.device == "cuda" and torch.cuda.device_count() < gpus:
+        parser.error(f"--device cuda needs {gpus} NVIDIA GPUs here, but torch sees {torch.cuda.device_count()}.")
     return args
 
 

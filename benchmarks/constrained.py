@@ -129,7 +129,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> None:
         report("constrained_ratio", statistics.median(ratios), "of free", spread=spread, goal=0.9)
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("benchmarks.constrained", __doc__)
     parser.add_argument("--requests", type=int, default=256, help="concurrent requests (256)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt (64)")
@@ -140,7 +140,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--any-object", action="store_true", help="any JSON object, in place of the schema")
     parser.add_argument("--runs", type=int, default=3, help="measured pairs of runs (3)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     report_run("benchmarks.constrained", args, argv)
     with tempfile.TemporaryDirectory() as temporary:
         shape = SHAPES[args.shape]

@@ -6,7 +6,8 @@ Prints one JSON line per figure (`name, value, unit, limit, ok`). First the rele
 checked (`benchmarks.memory_cycle`). Then, for each architecture, the mean absolute error of bf16 log-probabilities
 against fp32, of this server and of transformers over the same sequences. The server computes them one by one, in a
 mixed batch, in chunks, and from the prefix cache. Last, this process pushes weights into the server process through
-CUDA IPC handles; served parameters and log-probabilities are compared with those of the pushed model.
+CUDA IPC handles; served parameters and log-probabilities are compared with those of the pushed model. The
+`flat_copy_limit` of the updates is the time of plain copies of the bytes that each rank reads, over the same links.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import transformers
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.copy_limit import measure
 from benchmarks.memory_cycle import check_memory_cycle
+from benchmarks.served_slices import served_tensors, traffic
 from verl_server import HttpServerEngineAdapter
 from verl_server.models.tiny import make_model_folder, random_model
 
@@ -147,27 +150,16 @@ def check_updates(engine: HttpServerEngineAdapter, folder: Path, arch: str, args
         served = torch.tensor(engine.get_weights_by_name(name, truncate_size=2))
         assert torch.equal(served, rows), f"{name} differs after the update"
     gigabytes = sum(p.nbytes for p in last.parameters()) / 1e9
+    elements = dict(traffic(served_tensors(folder, args.tp_size), trainer_ranks=1))
+    limit = measure("cuda", elements, torch.bfloat16, torch.bfloat16)
     ok = report(f"{arch}_update_median", 1e3 * statistics.median(seconds[2:]), "ms")
     report(f"{arch}_update_worst", 1e3 * max(seconds[2:]), "ms")
     report(f"{arch}_update_first", 1e3 * seconds[0], "ms")
     report(f"{arch}_update_bytes", gigabytes, "GB")
-    report(f"{arch}_flat_copy_limit", 1e3 * flat_copy_seconds(int(gigabytes * 1e9)), "ms")
+    report(f"{arch}_flat_copy_limit", limit["all_ms"], "ms")
     with tempfile.TemporaryDirectory() as new:
         last.save_pretrained(new)
         return check_parity(engine, Path(new), arch, "updated", args.tp_size) and ok
-
-
-def flat_copy_seconds(nbytes: int) -> float:
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def main() -> None:

@@ -98,7 +98,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of each request (512)")
     parser.add_argument("--kernels", type=int, nargs="?", const=20, default=0, help="print so many kernels (20)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.tp != 1:
+        parser.error("--tp must be 1: the model runner is driven on one GPU, without other ranks.")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,14 +4,19 @@
     python -m benchmarks.offline --device cuda --shape 8b --single
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --logprobs --set disable_cuda_graph=true
     python -m benchmarks.offline --device cuda --shape 0.6b --prefix-cache --samples 16 --uniform 256 1024 1024
+    python -m benchmarks.offline --device cuda --shape 0.6b --sampling top_p repetition_penalty
 
 The model has random weights in the shape of a Qwen3, and the requests are those of `benchmarks/workload.py`. As in the
 measurements of the peers, the prefix cache is off, and log-probabilities are off except for `tiny`, whose peer returned
 them; both have a switch. Each run is reported, and the last run is the figure, so `--runs 2` reports a warm second run.
 
 `limit` is the rate that the ceilings of this machine allow, which one matrix product and one copy measure in the same
-run. It assumes that prefill takes the time of its arithmetic. Decode takes the larger of two times: that of its
-arithmetic, and that of its memory traffic (weights once a step, keys and values once a token).
+run on each GPU that the engine uses. It assumes that prefill takes the time of its arithmetic. Decode takes the larger
+of two times: that of its arithmetic, and that of its memory traffic (weights once a step, keys and values once a
+token). With `--tp N` the limit is that of N GPUs, each with its part of the weights, keys and values.
+
+`--sampling` adds settings of `benchmarks.rl_shapes` in the same engine, each with the rate of plain sampling beside it.
+On a GPU, `cuda_graphs` is the number of captured graphs at the end, of the rank with the fewest.
 """
 
 from __future__ import annotations
@@ -22,19 +27,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import engine_settings, make_parser, report, report_run
+from benchmarks.options import (
+    engine_settings,
+    gpus_of,
+    make_parser,
+    measured_ceilings,
+    report,
+    report_graphs,
+    report_run,
+)
+from benchmarks.rl_shapes import SETTINGS, report_settings
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workload import (
     Ceilings,
     Workload,
     least_seconds,
     make_workload,
-    measure_ceilings,
     peer_of,
     single_sequence,
     uniform_workload,
 )
 from verl_server import Engine
+
+_SAMPLED = uniform_workload(256, 64, 256)
+"""The work of each of `--sampling`, unless `--requests` limits all work."""
 
 
 def run_once(engine: Engine, work: Workload, logprobs: bool) -> float:
@@ -59,28 +75,40 @@ def measure(engine: Engine, name: str, work: Workload, args: argparse.Namespace,
         seconds = run_once(engine, work, args.logprobs)
         rates.append(work.output_tokens / seconds)
         report(f"{name}_run", rates[-1], "tokens/s", run=run, seconds=round(seconds, 4), **modes)
-    least = least_seconds(SHAPES[args.shape], work, ceilings, itemsize=2 if args.device == "cuda" else 4)
-    limit = round(work.output_tokens / least, 1)
     as_measured = args.requests is None and args.uniform is None and args.samples == 1
-    peer = peer_of(args.device, args.shape, name) if as_measured else {}
-    report(name, rates[-1], "tokens/s", **modes, **peer, limit=limit)
+    peer = peer_of(args.device, args.shape, name, gpus=args.tp) if as_measured else {}
+    report(name, rates[-1], "tokens/s", **modes, **peer, limit=round(limit_of(args, work, ceilings), 1))
     return rates[-1]
 
 
-def benchmark(args: argparse.Namespace, folder: Path) -> None:
+def limit_of(args: argparse.Namespace, work: Workload, ceilings: Ceilings) -> float:
+    """Output tokens per second that the ceilings allow for an engine of `--tp` ranks."""
+    itemsize, gpus = (2, len(gpus_of(args))) if args.device == "cuda" else (4, 1)
+    return work.output_tokens / least_seconds(SHAPES[args.shape], work, ceilings, itemsize, gpus)
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload that the options name."""
     work = uniform_workload(*args.uniform) if args.uniform else make_workload(args.shape).first(args.requests)
-    work = work.in_groups(args.samples)
-    ceilings = measure_ceilings(args.device, dict(args.settings).get("cpu_threads"))
+    return work.in_groups(args.samples)
+
+
+def benchmark(args: argparse.Namespace, folder: Path) -> None:
+    work = workload_of(args)
+    ceilings = measured_ceilings(args)
     report("gemm_ceiling", ceilings.flop_per_s / 1e9, "GFLOP/s")
     report("copy_ceiling", ceilings.bytes_per_s / 1e9, "GB/s")
     settings: dict[str, Any] = {"disable_radix_cache": not args.prefix_cache, "max_running_requests": 256}
     start = time.perf_counter()
     with Engine(**engine_settings(args, folder, **settings)) as engine:
         ready = time.perf_counter() - start
-        report("seconds_to_ready", ready, "s", **peer_of(args.device, args.shape, "seconds_to_ready"))
+        report("seconds_to_ready", ready, "s", **peer_of(args.device, args.shape, "seconds_to_ready", gpus=args.tp))
         measure(engine, "output_tokens_per_s", work, args, ceilings)
         if args.single:
             measure(engine, "single_sequence_tokens_per_s", single_sequence(args.shape), args, ceilings)
+        if args.sampling:
+            report_settings(engine, _SAMPLED if args.requests is None else work, args.sampling, args.runs)
+        report_graphs(engine)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -100,6 +128,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logprobs", action=switch, help="return log-probabilities (no; tiny: yes)")
     parser.add_argument(
         "--single", action="store_true", help="also measure a single sequence of 512 tokens (tiny: 128)"
+    )
+    parser.add_argument(
+        "--sampling", nargs="+", choices=list(SETTINGS), default=[], help="also measure these sampling settings (none)"
     )
     args = parser.parse_args(argv)
     if args.samples < 1:

@@ -20,7 +20,8 @@ import torch
 import transformers
 
 from benchmarks.shapes import SHAPES
-from verl_server import __version__
+from benchmarks.workload import Ceilings, measure_ceilings
+from verl_server import EngineBase, __version__
 from verl_server.models.ops import CPU_NAME
 from verl_server.server_args import ServerArgs
 
@@ -82,10 +83,33 @@ def report(name: str, value: float, unit: str, **more: Any) -> None:
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit} | more), flush=True)
 
 
+def gpus_of(args: argparse.Namespace) -> list[int]:
+    """Ordinals of the GPUs that the engine uses. Empty on the CPU, whose ranks share one machine."""
+    first = dict(args.settings).get("base_gpu_id", 0)
+    return list(range(first, first + args.tp)) if args.device == "cuda" else []
+
+
+def measured_ceilings(args: argparse.Namespace) -> Ceilings:
+    """Measure the rates of the slowest GPU that the engine uses, or of the CPU with the threads of all its ranks."""
+    threads = dict(args.settings).get("cpu_threads")
+    return measure_ceilings(args.device, threads and threads * args.tp, gpus_of(args))
+
+
+def report_graphs(engine: EngineBase) -> None:
+    """Print the number of captured CUDA graphs, of the rank with the fewest. An engine that does not count: nothing."""
+    memory = engine.get_internal_state().get("memory", {})
+    ranks = memory.get("ranks") or [memory]
+    if all("cuda_graphs" in rank for rank in ranks):
+        counts = [rank["cuda_graphs"] for rank in ranks]
+        steps = [rank.get("steps_without_graph") for rank in ranks]
+        left = memory.get("cuda_graphs_to_capture")
+        report("cuda_graphs", min(counts), "graphs", ranks=counts, steps_without_graph=steps, to_capture=left)
+
+
 def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:
     """Print the first line: command, versions and machine."""
     machine = f"{CPU_NAME}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    line = {
+    line: dict[str, Any] = {
         "name": "run",
         "command": " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)]),
         "verl_server": __version__,
@@ -94,6 +118,8 @@ def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) ->
         "python": platform.python_version(),
         "machine": torch.cuda.get_device_name() if args.device == "cuda" else machine,
     }
+    if args.device == "cuda":
+        line["gpus"] = getattr(args, "tp", 1) * getattr(args, "replicas", 1)
     print(json.dumps(line), flush=True)
 
 

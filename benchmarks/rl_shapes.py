@@ -7,6 +7,7 @@ The prefix cache is on, and each output token has its log-probability. Each sett
 the figure. Plain sampling runs between the settings, and a share is relative to the runs before and after.
 `prompt_logprobs` are prompt tokens per second of prompts without output, beside the same prompts without
 log-probabilities. `allocator_retries` says how often the allocator had to free its cache: each time costs milliseconds.
+`benchmarks.offline --sampling` runs some of them beside the workload without them.
 `benchmarks.peers.vllm_rl_shapes` runs the same settings on vLLM.
 """
 
@@ -38,6 +39,7 @@ class Setting:
 
 SETTINGS = {
     "plain": Setting(),
+    "without_logprobs": Setting(options={"return_logprob": False}, vllm={}),
     "top_p": Setting({"top_p": 0.95}),
     "top_p_top_k": Setting({"top_p": 0.95, "top_k": 20}),
     "min_p": Setting({"min_p": 0.05}),
@@ -55,9 +57,10 @@ PROMPTS = {"tiny": (8, 128), "0.6b": (64, 2048), "8b": (64, 2048)}
 def output_rate(engine: Engine, work: Workload, setting: Setting) -> float:
     """Return output tokens per second of the workload, submitted at once."""
     engine.flush_cache(timeout=10)
+    options = {"return_logprob": True} | setting.options
     params = [own | setting.params for own in work.sampling_params()]
     start = time.perf_counter()
-    results = engine.generate(input_ids=work.prompts, sampling_params=params, return_logprob=True, **setting.options)
+    results = engine.generate(input_ids=work.prompts, sampling_params=params, **options)
     seconds = time.perf_counter() - start
     assert [len(result["output_ids"]) for result in results] == work.output_lens
     return work.output_tokens / seconds
@@ -74,27 +77,27 @@ def prompt_rate(engine: Engine, prompts: list[list[int]], logprobs: bool) -> flo
     return sum(map(len, prompts)) / seconds
 
 
+def report_settings(engine: Engine, work: Workload, names: list[str], runs: int) -> None:
+    """Report the rate of each of `names`, with the rate of plain sampling after it (`plain`), the mean of the plain
+    rates before and after it (`limit`), and the share of this mean (`of_plain`)."""
+    gc.freeze()  # a collection while results are built visits no module of this program
+    rates = [output_rate(engine, work, SETTINGS["plain"]) for _ in range(runs)]
+    report("plain", rates[-1], "tokens/s", first=round(rates[0], 1))
+    before = rates[-1]
+    for name in names:
+        rates = [output_rate(engine, work, SETTINGS[name]) for _ in range(runs)]
+        after = output_rate(engine, work, SETTINGS["plain"])
+        around = (before + after) / 2
+        more = {"plain": round(after, 1), "limit": round(around, 1), "of_plain": round(rates[-1] / around, 3)}
+        report(name, rates[-1], "tokens/s", first=round(rates[0], 1), **more)
+        before = after
+
+
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
     work = make_workload(args.shape).first(args.requests)
     names = [name for name in SETTINGS if name in args.only and name != "plain"]
     with Engine(**engine_settings(args, folder, max_running_requests=256)) as engine:
-        gc.freeze()  # a collection while results are built visits no module of this program
-        rates = [output_rate(engine, work, SETTINGS["plain"]) for _ in range(args.runs)]
-        report("plain", rates[-1], "tokens/s", first=round(rates[0], 1))
-        before = rates[-1]
-        for name in names:
-            rates = [output_rate(engine, work, SETTINGS[name]) for _ in range(args.runs)]
-            after = output_rate(engine, work, SETTINGS["plain"])
-            of_plain = 2 * rates[-1] / (before + after)
-            report(
-                name,
-                rates[-1],
-                "tokens/s",
-                first=round(rates[0], 1),
-                plain=round(after, 1),
-                of_plain=round(of_plain, 3),
-            )
-            before = after
+        report_settings(engine, work, names, args.runs)
         if "prompt_logprobs" in args.only:
             prompts = uniform_workload(*PROMPTS[args.shape], 1).prompts
             without, with_ = (

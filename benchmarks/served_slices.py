@@ -72,6 +72,14 @@ def served_tensors(folder: Path, tp_size: int) -> list[ServedTensor]:
     ]
 
 
+def tensors_of_engine(engine: str, folder: Path, tp_size: int) -> list[ServedTensor]:
+    """The tensors that the ranks of an engine ("embedded" or "vllm") serve.
+
+    One rank of vLLM serves whole tensors, of any model. Several ranks cut dense models as the embedded engine does.
+    """
+    return whole_tensors(folder) if engine == "vllm" and tp_size == 1 else served_tensors(folder, tp_size)
+
+
 def whole_tensors(folder: Path) -> list[ServedTensor]:
     """The tensors that one rank of any engine serves whole, under the names of a checkpoint."""
     with torch.device("meta"):

@@ -13,7 +13,8 @@ Prints one line per phase, then one line per run. A phase has its seconds (`valu
 `spawn` (until the first line of the scheduler process), `scheduler_imports` (torch and this package), `device` (the
 rest of the CUDA context's creation, which begins during the imports), `weights`, `kv_cache`, `scheduler_ready`
 (attention, graphs), `ready` (the remaining wait of the front process), `first_token`, and `first_16_tokens`, which
-includes captures and compilations of these tokens and is not part of the figure.
+includes captures and compilations of these tokens and is not part of the figure. `limit` is the time of a bare program
+that imports torch, creates a context on the device and runs one kernel: the median of one before each run.
 
 With `--served`, the benchmark times `verl-server serve` until it prints that it is ready, including tokenizer, HTTP and
 warm-up request. These runs alternate with runs of a Python program that only imports torch. The figure is the median,
@@ -73,6 +74,14 @@ def start_once(settings: dict[str, Any], bound: float) -> dict[str, float]:
     return {phase: moments[name] - start for phase, name in _PHASES.items()}
 
 
+def start_bare(device: str, bound: float) -> float:
+    """Seconds of a Python program that imports torch, creates a context on the device and runs one kernel."""
+    code = f"import torch; print(torch.ones(1, device={device!r}).add_(1).item())"
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=bound, check=True)
+    return time.monotonic() - start
+
+
 def import_torch(bound: float) -> float:
     """Seconds of a Python program that only imports torch."""
     start = time.monotonic()
@@ -118,15 +127,17 @@ def benchmark_served(args: argparse.Namespace, folder: Path, weights: str) -> No
 def benchmark(args: argparse.Namespace, folder: Path, weights: str) -> None:
     load_format = "dummy" if weights == "dummy" else "safetensors"
     settings = engine_settings(args, folder, load_format=load_format)
+    bare = []
     for run in range(1, args.runs + 1):
+        bare.append(start_bare(args.device, args.bound))
         ends = start_once(settings, args.bound)
         for phase, before in zip(ends, [0.0, *ends.values()], strict=False):
             at = round(ends[phase], 3)
             report(f"start_{phase}", ends[phase] - before, "s", run=run, weights=weights, at=at)
         value = ends["first_token"]
         report("seconds_to_first_token_run", value, "s", run=run, weights=weights)
-    peer = peer_of(args.device, args.shape, "seconds_to_ready") if weights == "dummy" else {}
-    report("seconds_to_first_token", value, "s", weights=weights, **peer)
+    peer = peer_of(args.device, args.shape, "seconds_to_ready", gpus=args.tp) if weights == "dummy" else {}
+    report("seconds_to_first_token", value, "s", weights=weights, **peer, limit=round(statistics.median(bare), 3))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from benchmarks.footprint import device_used_bytes, footprint, process_tree
 from benchmarks.options import engine_settings, make_parser, report, report_run
 from benchmarks.shapes import SHAPES, shape_folder
-from benchmarks.workload import Ceilings, measure_ceilings
+from benchmarks.workload import Ceilings, measure_ceilings, training_flop
 from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
@@ -135,19 +135,8 @@ def sample(engine: VerlEngine, work: Work, vocabulary: int, timeout: float) -> l
 
 def least_flop(shape: dict[str, Any], samples: list[Sample], recompute: bool) -> float:
     """FLOP of one forward and backward pass over `samples`, without padding."""
-    hidden, layers, width = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * width, shape["num_key_value_heads"] * width
-    weights = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"])
-    passes = 4 if recompute else 3  # one forward, a backward of twice its FLOP, and perhaps a second forward
-    flop = 0.0
-    for item in samples:
-        length = len(item.trajectory.tokens)
-        attention = (
-            layers * 2 * queries * length * length / 2
-        )  # causal: half of the scores and half of the weighted values, each 2 FLOP (the factor below)
-        flop += 2.0 * passes * (weights * length + attention)
-        flop += 6.0 * hidden * shape["vocab_size"] * len(sampled_positions(item.trajectory))
-    return flop
+    lengths = [(len(item.trajectory.tokens), len(sampled_positions(item.trajectory))) for item in samples]
+    return training_flop(shape, lengths, recompute)
 
 
 def measure(

@@ -105,7 +105,8 @@ class VerlRun:
         if self.has_spans:
             modules.append("benchmarks.verl_spans")
             num_bytes = sum(file.stat().st_size for file in self.model.glob("*.safetensors"))
-            own |= {"VERL_SPANS": str(self.spans), "VERL_SPANS_PARAMETERS": str(num_bytes // 2)}
+            of_rank = num_bytes // 2 // self.tp  # parameters that one rank of a server holds
+            own |= {"VERL_SPANS": str(self.spans), "VERL_SPANS_PARAMETERS": str(of_rank)}
         own["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
         own["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
         return {**os.environ, **own}

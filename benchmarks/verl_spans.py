@@ -3,8 +3,8 @@
 `verl_run` names this module in `VERL_USE_EXTERNAL_MODULES` after the rollout's own, so that verl imports the module in
 every process. The rollout class of the worker is replaced by a subclass that appends one JSON line per call to the file
 `VERL_SPANS`: the call, its start (Unix time in seconds) and its length in seconds. Each worker also measures the lower
-limit of a push, a copy of the same bytes on its GPU. verl looks for finished answers every 2 s, which would hide how
-long a rollout takes: here it looks every 20 ms.
+limit of a push, a copy on its GPU of the bytes that one rank of a server holds. verl looks for finished answers every
+2 s, which would hide how long a rollout takes: here it looks every 20 ms.
 """
 
 from __future__ import annotations

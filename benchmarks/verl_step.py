@@ -11,8 +11,8 @@ which needs verl (docs/verl.md). Variants: "gathered" (verl's FSDP engine, full 
 "offload" (the same with parameters and optimizer in host memory), "separate" (rollout on GPUs of its own, by memory
 handles) and "separate-group" (the same over a process group). verl's own rollouts have "gathered", "offload" and
 "separate". Prints one JSON line per figure of verl's `timing_s/*` and per part of an update
-(`verl_spans`): the median of the last ones, and all. "span flat_copy" is the lower limit of a push: a copy of the same
-parameters from float32 to bfloat16 on one GPU.
+(`verl_spans`): the median of the last ones, and all. "span flat_copy" is the lower limit of a push: a copy from float32
+to bfloat16, on one GPU, of the parameters that one of the `--tp` ranks of a server holds.
 """
 
 from __future__ import annotations

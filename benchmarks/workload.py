@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,10 @@ the peer's name includes them. If a peer was started twice, seconds_to_ready is 
 caches."""
 
 
-def peer_of(device: str, shape: str, figure: str) -> dict[str, Any]:
-    """The fields `peer` and `peer_value` of a figure, None if there is no peer."""
-    name, value = PEERS.get((device, shape), {}).get(figure, (None, None))
+def peer_of(device: str, shape: str, figure: str, gpus: int = 1) -> dict[str, Any]:
+    """The fields `peer` and `peer_value` of a figure, None if there is no peer: all peers were measured on one GPU."""
+    peers = PEERS.get((device, shape), {}) if gpus == 1 else {}
+    name, value = peers.get(figure, (None, None))
     return {"peer": name, "peer_value": value}
 
 
@@ -100,22 +101,33 @@ def peer_of(device: str, shape: str, figure: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured maximum rates of a device: FLOP/s of a matrix product, and bytes/s (read + written) of a copy."""
+    """Measured maximum rates of one GPU, or of the CPU: FLOP/s of a matrix product, and bytes/s (read + written) of a
+    copy."""
 
     flop_per_s: float
     bytes_per_s: float
 
 
-def measure_ceilings(device: str, threads: int | None) -> Ceilings:
-    """Measure the ceilings in this process, and free the memory. `threads`: number of CPU threads; None: torch's."""
-    if device == "cpu" and threads is not None:
-        torch.set_num_threads(threads)
-    on_gpu = device == "cuda"
-    size, dtype, count = (8192, torch.bfloat16, 2**30) if on_gpu else (1024, torch.float32, 2**25)
-    ceilings = Ceilings(_flop_per_s(device, size, dtype), _bytes_per_s(device, count // dtype.itemsize, dtype))
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return ceilings
+def measure_ceilings(device: str, threads: int | None, gpus: Sequence[int] | None = None) -> Ceilings:
+    """Measure the ceilings in this process, and free the memory. `threads`: number of CPU threads; None: torch's.
+
+    `gpus`: ordinals of the GPUs that are used (the current one). The result is that of the slowest, for which the
+    others wait.
+    """
+    if device == "cpu":
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return _ceilings(device, 1024, torch.float32, 2**25)
+    found = []
+    for gpu in [torch.cuda.current_device()] if gpus is None else gpus:
+        with torch.cuda.device(gpu):
+            found.append(_ceilings("cuda", 8192, torch.bfloat16, 2**30))
+            torch.cuda.empty_cache()
+    return Ceilings(min(each.flop_per_s for each in found), min(each.bytes_per_s for each in found))
+
+
+def _ceilings(device: str, size: int, dtype: torch.dtype, nbytes: int) -> Ceilings:
+    return Ceilings(_flop_per_s(device, size, dtype), _bytes_per_s(device, nbytes // dtype.itemsize, dtype))
 
 
 def _flop_per_s(device: str, size: int, dtype: torch.dtype) -> float:
@@ -140,18 +152,49 @@ def _best_seconds(run: Callable[[], object], on_gpu: bool) -> float:
     return best
 
 
-def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, itemsize: int) -> float:
+def rank_shape(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The part of a shape that each of `ranks` tensor-parallel ranks computes. If there are fewer heads of keys and
+    values than ranks, each rank has one."""
+    cut = {name: shape[name] / ranks for name in ("num_attention_heads", "intermediate_size", "vocab_size")}
+    return shape | cut | {"num_key_value_heads": max(1, shape["num_key_value_heads"] // ranks)}
+
+
+def layer_weights(shape: dict[str, Any]) -> float:
+    """Number of weights in the matrices of all layers."""
+    heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+    per_layer = shape["hidden_size"] * (heads * shape["head_dim"] + 3 * shape["intermediate_size"])
+    return float(shape["num_hidden_layers"] * per_layer)
+
+
+def training_flop(shape: dict[str, Any], sequences: list[tuple[int, int]], recompute: bool) -> float:
+    """FLOP of one forward and backward pass, without padding. `sequences`: (tokens, tokens that have logits) of each.
+
+    `recompute`: the backward pass computes the layers of the forward pass again (gradient checkpointing).
+    """
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    passes = 4 if recompute else 3  # one forward, a backward of twice its FLOP, and perhaps a second forward
+    flop = 0.0
+    for length, sampled in sequences:
+        # Causal: half of the scores and half of the weighted values, each 2 FLOP (the factor below).
+        attention = shape["num_hidden_layers"] * 2 * queries * length * length / 2
+        flop += 2.0 * passes * (layer_weights(shape) * length + attention)
+        flop += 6.0 * shape["hidden_size"] * shape["vocab_size"] * sampled
+    return flop
+
+
+def least_seconds(shape: dict[str, Any], work: Workload, ceilings: Ceilings, itemsize: int, gpus: int = 1) -> float:
     """Seconds of the whole workload with all sequences at once, if only arithmetic and memory traffic take time.
 
     Prefill takes the time of its arithmetic. Decode takes the larger of the times of its arithmetic and of its memory
     traffic: weights once a step, keys and values once a token. The prompt of a group is computed once, and read once a
-    step. `itemsize` is the number of bytes of a weight.
+    step. `itemsize` is the number of bytes of a weight. The model is cut over `gpus` GPUs, each with these `ceilings`;
+    what they exchange takes no time here.
     """
+    shape = rank_shape(shape, gpus)
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     q_size = shape["num_attention_heads"] * shape["head_dim"]
     kv_size = shape["num_key_value_heads"] * shape["head_dim"]
-    per_layer = hidden * (2 * q_size + 2 * kv_size + 3 * shape["intermediate_size"])
-    body, head = layers * per_layer, hidden * shape["vocab_size"]
+    body, head = layer_weights(shape), hidden * shape["vocab_size"]
     group_prompts = work.prompts[:: work.samples]
     prompt_tokens = sum(map(len, group_prompts))
     # The prefill produces the first output token.

@@ -14,7 +14,8 @@ SMALL = ["--set", "cpu_threads=1", "--set", "kv_cache_gib=0.1"]
 
 
 def test_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    offline.main([*SMALL, "--uniform", "2", "8", "4", "--prefix-cache", "--single"])
+    work = ["--uniform", "2", "8", "4", "--requests", "2"]
+    offline.main([*SMALL, *work, "--prefix-cache", "--single", "--sampling", "without_logprobs", "top_p"])
     found = figures(capsys)
     assert found["run"]["command"].startswith("python -m benchmarks.offline --set cpu_threads=1")
     rate = found["output_tokens_per_s"]
@@ -23,6 +24,9 @@ def test_offline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peer" not in rate, "there is no measurement of another engine for this work"
     assert 0 < rate["value"] < rate["limit"]
     assert found["single_sequence_tokens_per_s"]["value"] > 0
+    for setting in ("without_logprobs", "top_p"):
+        line = found[setting]
+        assert line["of_plain"] == pytest.approx(line["value"] / line["limit"], rel=1e-2)
 
 
 def test_a_run_that_generates_less_does_not_pass() -> None:
@@ -39,8 +43,9 @@ def test_rl_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     rl_shapes.main([*SMALL, "--requests", "2", "--runs", "1"])
     found = figures(capsys)
     assert set(found) == {"run", *rl_shapes.SETTINGS, "prompts", "prompt_logprobs"}
-    around = (found["plain"]["value"] + found["top_p"]["plain"]) / 2
-    assert found["top_p"]["of_plain"] == pytest.approx(found["top_p"]["value"] / around, rel=1e-2)
+    first, second = (found[name] for name in list(rl_shapes.SETTINGS)[1:3])
+    assert second["limit"] == pytest.approx((first["plain"] + second["plain"]) / 2, abs=0.1)
+    assert second["of_plain"] == pytest.approx(second["value"] / second["limit"], rel=1e-2)
 
 
 def test_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +112,7 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     startup.main([*SMALL, "--runs", "1", "--weights", "safetensors"])
     found = figures(capsys)
     value = found["seconds_to_first_token"]["value"]
+    assert found["seconds_to_first_token"]["limit"] > 0
     assert value == found["seconds_to_first_token_run"]["value"]
     phases = [line for name, line in found.items() if name.startswith("start_")]
     assert [line["name"] for line in phases[-2:]] == ["start_first_token", "start_first_16_tokens"]

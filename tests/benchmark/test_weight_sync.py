@@ -153,11 +153,16 @@ def _tiny_parameters() -> list[torch.Tensor]:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("real_processes")  # with forks, the counted memory would be shared
-@pytest.mark.parametrize("more", [[], ["--tp", "2", "--keep-graphs"]], ids=["plain", "tp2-keep-graphs"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--tp", "2", "--keep-graphs"], ["--tp", "2", "--trainer-ranks", "2"]],
+    ids=["plain", "tp2-keep-graphs", "fsdp2-tp2"],
+)
 def test_colocated_cycles_pass_and_are_measured(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     colocated.main(["--cycles", "2", *more])
     found = figures(capsys)
     assert found["colocated_push"]["cycles"] == 2
+    assert all(found[f"colocated_{phase}"]["limit"] > 0 for phase in ("push", "train"))
     assert found["colocated_freed_bytes"]["value"] > 15e6
 
 
