@@ -101,8 +101,8 @@ check-wheel: wheel  ## install the wheel into an environment of its own and run 
 bench: $(STAMP)  ## CPU benchmarks, one JSON line a figure
 	$(BIN)/python -m benchmarks.offline --device cpu --shape tiny $(ARGS)
 
-bench-engine: $(STAMP)  ## every engine benchmark, bounded and resumable, judged at the end (ARGS="--device cuda")
-	$(BIN)/python -m benchmarks.engine_gates --out runs/engine-gates.jsonl $(ARGS)
+bench-engine: $(STAMP)  ## the figures that a change must keep, compared at the end (ARGS="--gpus 1", ARGS="--gpus 2")
+	$(BIN)/python -m benchmarks.gates --gpus 0 $(ARGS)
 
 bench-sync: $(STAMP)  ## weight pushes on the CPU, and what they cost requests that run
 	$(BIN)/python -m benchmarks.weight_sync --device cpu --shape tiny --generate 4 $(ARGS)

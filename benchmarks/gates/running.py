@@ -1,0 +1,132 @@
+"""Runs parts as processes, and keeps their lines in the file `--out`, so that a run can be resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gates.figures import Lines
+from benchmarks.gates.parts import Part
+
+_TAIL = 4000
+"""Characters of a failed part's stderr that are kept."""
+_DUMP_SECONDS = 3.0
+"""Time in which a part that is late writes its stack to stderr, before it is killed."""
+
+
+def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> bool:
+    """Run the part, at most `bound` seconds (its own bound), and append its lines to `out`.
+
+    Returns True if its exit status is 0. The last line, "part_end", has the exit status, whether the part was killed at
+    its bound, its seconds, and the end of its stderr if it failed.
+    """
+    start = time.monotonic()
+    command = [sys.executable, "-X", "faulthandler", "-m", *f"benchmarks.{part.command} --device {device}".split()]
+    is_late = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # so that its children end with it
+        ) as process,
+    ):
+        timer = threading.Timer(part.bound if bound is None else bound, _end, (process, is_late))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                write_line(out, {"part": part.name} | _parsed(line))
+            code = process.wait()
+        except BaseException:  # such as an interrupt, which does not reach a session of its own
+            _kill(process)
+            raise
+        finally:
+            timer.cancel()
+        errors.seek(0)
+        tail = errors.read()[-_TAIL:]
+    end = {"code": code, "timed_out": is_late.is_set(), "seconds": round(time.monotonic() - start, 1)}
+    write_line(out, {"part": part.name, "name": "part_end"} | end | ({"stderr": tail} if code else {}))
+    return code == 0
+
+
+def _end(process: subprocess.Popen[str], is_late: threading.Event) -> None:
+    is_late.set()
+    process.send_signal(signal.SIGABRT)  # the fault handler writes the stacks of all threads
+    time.sleep(_DUMP_SECONDS)
+    _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill the process and the children of its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # all have ended
+        return
+
+
+def leave_part(part: Part, out: Path, reason: str, is_failure: bool) -> None:
+    """Note in `out` that the part was not run."""
+    write_line(out, {"part": part.name, "name": "part_left", "reason": reason, "failure": is_failure})
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """A line of a benchmark as an object. A line that is not an object, as a library may print it, becomes a note."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    return found if isinstance(found, dict) else {"name": "note", "text": line.rstrip()}
+
+
+def write_line(out: Path, line: dict[str, Any]) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_lines(out: Path) -> Lines:
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return {(line.get("part", ""), line["name"]): line for line in lines if "name" in line}
+
+
+def parts_to_run(parts: list[Part], only: list[str] | None, is_long: bool, lines: Lines) -> list[Part]:
+    """The parts that `only` names; without `only`, the parts that have not succeeded yet."""
+    if only is not None:
+        return [part for part in parts if part.name in only]
+    chosen = [part for part in parts if is_long or not part.is_long]
+    return [part for part in chosen if lines.get((part.name, "part_end"), {}).get("code") != 0]
+
+
+def find_card(gpus: int) -> str:
+    """The name of the GPUs, as torch prints it; with `gpus` = 0, that of the CPU. Raises RuntimeError if they are
+    missing or of several kinds."""
+    if gpus == 0:
+        from verl_server.models.ops import CPU_NAME
+
+        return CPU_NAME
+    # In another process: a CUDA context here would take memory of a GPU while the parts run.
+    code = "import json, torch; n = torch.cuda.device_count(); "
+    code += "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    names: list[str] = json.loads(done.stdout)[:gpus]
+    if len(names) < gpus:
+        raise RuntimeError(f"--gpus {gpus} needs as many NVIDIA GPUs, but torch sees {len(names)}.")
+    if len(set(names)) > 1:
+        raise RuntimeError(f"--gpus {gpus} needs GPUs of one kind, but torch sees {', '.join(names)}.")
+    return names[0]
