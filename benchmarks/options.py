@@ -101,9 +101,8 @@ def report_graphs(engine: EngineBase) -> None:
     ranks = memory.get("ranks") or [memory]
     if all("cuda_graphs" in rank for rank in ranks):
         counts = [rank["cuda_graphs"] for rank in ranks]
-        steps = [rank.get("steps_without_graph") for rank in ranks]
-        left = memory.get("cuda_graphs_to_capture")
-        report("cuda_graphs", min(counts), "graphs", ranks=counts, steps_without_graph=steps, to_capture=left)
+        names = ("cuda_graphs_to_capture", "cuda_graph_capture_seconds", "steps_without_cuda_graph")
+        report("cuda_graphs", min(counts), "graphs", ranks=counts, **{name: memory.get(name) for name in names})
 
 
 def report_run(module: str, args: argparse.Namespace, argv: list[str] | None) -> None:

@@ -39,7 +39,7 @@ PARTS: dict[int, list[Part]] = {
         Part("constrained_0.6b", "constrained --shape 0.6b --output 128 --runs 2", 120),
         Part("offline_8b", "offline --shape 8b --single", 200),
         Part("push_8b", "weight_sync --shape 8b --updates 10 --warmup 3", 150),
-        Part("start_8b", "startup --shape 8b --bound 60", 120),
+        Part("start_8b", "startup --shape 8b --bound 100", 120),
         Part("offline_0.6b_both", "offline --shape 0.6b --single --logprobs --prefix-cache", 150, is_long=True),
         Part("offline_8b_both", "offline --shape 8b --single --logprobs --prefix-cache", 200, is_long=True),
         Part("serving_0.6b", "serving --shape 0.6b --runs 3", 200, is_long=True),

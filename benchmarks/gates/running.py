@@ -83,7 +83,9 @@ def leave_part(part: Part, out: Path, reason: str, is_failure: bool) -> None:
 
 
 def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    """Return True if there is such a package. A mere folder of this name, without a module, has no origin."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _parsed(line: str) -> dict[str, Any]:

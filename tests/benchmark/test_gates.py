@@ -24,7 +24,7 @@ from benchmarks.gates import __main__ as gates
 from benchmarks.gates import shares
 from benchmarks.gates.figures import FIGURES, Figure, Lines, _of_limit, _read, _time
 from benchmarks.gates.parts import PARTS, Part
-from benchmarks.gates.running import parts_to_run, read_lines, run_part
+from benchmarks.gates.running import is_installed, parts_to_run, read_lines, run_part
 from benchmarks.gates.shares import Row, judge, read_shares, record_shares
 from benchmarks.gates.table import make_table
 
@@ -230,6 +230,12 @@ def test_parts_that_cannot_run_are_left(
     printed = capsys.readouterr().out
     assert "left: no time for its bound" in printed and "no_such is not installed" in printed
     assert [part for part, name in read_lines(out) if name == "part_end"] == ["short"]
+
+
+def test_a_folder_without_a_module_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_module").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_installed("json") and not is_installed("no_module") and not is_installed("no_such")
 
 
 def test_a_set_on_gpus_ends_in_time(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
