@@ -153,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = judge_all(args, lines, read_shares(card, args.gpus))
     for row in rows:
         write_line(args.out, as_line(row))
-    print(f"{card}, {f'{args.gpus} GPUs' if args.gpus != 1 else '1 GPU'}; {args.out}\n\n{make_table(rows)}")
+    cards = f"{args.gpus} x {card}" if args.gpus else card
+    print(f"{cards}; {args.out}\n\n{make_table(rows)}")
     failed = failed_parts(args, lines)
     if failures := describe_failures(failed, lines):
         print(f"\n{failures}")
