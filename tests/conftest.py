@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, chosen before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import fork_server
+from tests import fork_server, gpu_plugin
 from verl_server.kernels.cpu.kernels import CpuKernels
 from verl_server.kernels.cpu.library import KernelsUnavailableError
 from verl_server.models.tiny import make_model_folder
@@ -36,12 +36,19 @@ def real_processes() -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(gpu_plugin, "gpu_plugin")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-        for item in items:
-            if "cuda" in item.keywords:
-                item.add_marker(skip)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("cuda") is None:
+            continue
+        if gpus == 0:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        elif gpus == 1 and item.get_closest_marker("two_gpus") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 @pytest.fixture(
