@@ -276,42 +276,67 @@ def test_kept_contents_come_back_from_host_memory(monkeypatch: pytest.MonkeyPatc
 
 # -- on a GPU --------------------------------------------------------------------------------------------------
 
+ARENA = 1024 * MIB
+"""Bytes of an arena on the GPU. An arena is freed as a whole or not at all, so half of it tells the two apart.
 
-@pytest.fixture
-def free_before() -> Iterator[int]:
-    """Return the bytes that are free on the device.
-
-    At the end of the test, assert that they are free again, except for memory of modules and graphs.
-    """
-    torch.cuda.synchronize(CUDA)
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(CUDA)[0]
-    yield before
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info(CUDA)[0] < 256 * MIB
+The other half is for what these tests do not measure, such as code that CUDA loads at the first launch of a kernel.
+"""
 
 
 def free_bytes() -> int:
+    torch.cuda.synchronize(CUDA)
     return int(torch.cuda.mem_get_info(CUDA)[0])
 
 
+def use_once(arena: MemoryArena) -> None:
+    """Use an arena as the tests do: CUDA loads code and reserves stacks at the first launch, and keeps both."""
+    numbers = arena.view(0, (1024,), torch.int64)
+    torch.arange(1024, device=CUDA, out=numbers)
+    arena.release(keep_contents=True)
+    arena.resume()
+    assert (numbers == 1).sum() == 1
+    arena.contents.fill_(0)
+    graph, _ = multiply_in_a_graph(arena.view(0, (256, 256), torch.float32).fill_(1.0))
+    graph.replay()
+    torch.cuda.synchronize(CUDA)
+
+
+def multiply_in_a_graph(matrix: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture the product of the matrix [n, n] and a vector of ones. Return (graph, product [n])."""
+    ones = torch.ones(len(matrix), device=CUDA)
+    out = torch.zeros_like(ones)
+    out.copy_(matrix @ ones)  # the set-up of the first call must not be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(matrix @ ones)
+    return graph, out
+
+
+@pytest.fixture
+def free_before() -> Iterator[int]:
+    """Return the free bytes of the device. At the end of the test, assert that no arena is left."""
+    use_once(MemoryArena(4 * MIB, CUDA))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = free_bytes()
+    yield before
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert before - free_bytes() < ARENA // 2
+
+
 @pytest.mark.cuda
+@pytest.mark.gpu_alone
 def test_a_graph_survives_release_and_resume(free_before: int) -> None:
-    arena = MemoryArena(1024 * MIB, CUDA)
+    arena = MemoryArena(ARENA, CUDA)
     matrix = arena.view(aligned(10_000), (1024, 1024), torch.float32)
     address = matrix.data_ptr()
     assert matrix.device == CUDA and address % 512 == 0
-    matrix.fill_(1.0)
-    x, out = torch.ones(1024, device=CUDA), torch.zeros(1024, device=CUDA)
-    graph = torch.cuda.CUDAGraph()
-    out.copy_(matrix @ x)  # the set-up of the first call must not be captured
-    with torch.cuda.graph(graph):
-        out.copy_(matrix @ x)
+    graph, out = multiply_in_a_graph(matrix.fill_(1.0))
     for value in (2.0, 3.0):
         held = free_bytes()
         arena.release()
-        assert free_bytes() - held >= 1024 * MIB
+        assert free_bytes() - held > ARENA // 2
         arena.resume()
         assert matrix.data_ptr() == address
         matrix.fill_(value)
@@ -321,21 +346,24 @@ def test_a_graph_survives_release_and_resume(free_before: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_alone
 def test_many_cycles_leak_nothing(free_before: int) -> None:
-    arena = MemoryArena(512 * MIB, CUDA)
+    """Cycles that keep only one page of the device each (2 MiB) keep twice the bound in all."""
+    arena, cycles = MemoryArena(ARENA // 2, CUDA), 100
     held = free_bytes()
-    for i in range(50):
+    for i in range(cycles):
         arena.contents.fill_(i)
         arena.release()
         arena.resume()
-    assert abs(free_bytes() - held) < 16 * MIB
+    assert abs(held - free_bytes()) < cycles * MIB
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_alone
 def test_memory_short_on_the_device(free_before: int) -> None:
-    arena = MemoryArena(2048 * MIB, CUDA)
+    arena = MemoryArena(2 * ARENA, CUDA)
     arena.release()
-    hog = MemoryArena(free_bytes() - 1024 * MIB, CUDA)
+    hog = MemoryArena(free_bytes() - ARENA, CUDA)
     with pytest.raises(ServerUnavailableError, match=r"2\.00 GiB are needed"):
         arena.resume()
     assert not arena.is_present
@@ -347,9 +375,11 @@ def test_memory_short_on_the_device(free_before: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize("released", [True, False])
 def test_the_end_of_an_arena_frees_the_device(free_before: int, released: bool) -> None:
-    arena = MemoryArena(1024 * MIB, CUDA)
+    arena = MemoryArena(ARENA, CUDA)
+    assert free_before - free_bytes() > ARENA // 2
     view = arena.view(0, (16,), torch.float32).fill_(1.0)
     if released:
         arena.release()
@@ -357,19 +387,21 @@ def test_the_end_of_an_arena_frees_the_device(free_before: int, released: bool) 
     gc.collect()
     if not released:
         assert (view == 1.0).all(), "a view keeps the memory"
+        assert free_before - free_bytes() > ARENA // 2
     del view
     gc.collect()
-    assert free_before - free_bytes() < 256 * MIB
+    assert free_before - free_bytes() < ARENA // 2
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_alone
 def test_contents_come_back_from_pinned_memory(free_before: int) -> None:
-    arena = MemoryArena(256 * MIB, CUDA)
+    arena = MemoryArena(ARENA, CUDA)
     numbers = arena.view(0, (1 << 20,), torch.int64)
     for start in (0, 5):
         torch.arange(start, start + (1 << 20), device=CUDA, out=numbers)
         held = free_bytes()
         arena.release(keep_contents=True)
-        assert free_bytes() - held >= 256 * MIB
+        assert free_bytes() - held > ARENA // 2
         assert arena.resume() is True
         assert torch.equal(numbers.cpu(), torch.arange(start, start + (1 << 20)))
