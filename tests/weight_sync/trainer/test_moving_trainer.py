@@ -7,6 +7,7 @@ foreign memory.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.busy_gpu import queue_late
 from tests.depth import at_depth
 from verl_server import Engine
 from verl_server.weight_sync.checksum import tensor_checksum
@@ -195,6 +197,11 @@ def test_served_weights_are_what_the_trainer_meant(engine: Engine, tiny_llama: P
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 
+def copy_all(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])
+
+
 @pytest.mark.cuda
 def test_a_delayed_step_on_a_side_stream_is_served_whole(tiny_llama: Path) -> None:
     """A push includes an optimizer step that is still queued on a side stream, for which no code waits.
@@ -204,7 +211,7 @@ def test_a_delayed_step_on_a_side_stream_is_served_whole(tiny_llama: Path) -> No
     auto: Any = AutoModelForCausalLM
     model: nn.Module = auto.from_pretrained(tiny_llama, dtype=torch.float32).cuda()
     generator, stream = torch.Generator().manual_seed(0), torch.cuda.Stream()
-    settings = {"device": "cuda", "dtype": "float32", "mem_fraction_static": 0.3, "log_level": "warning"}
+    settings = {"device": "cuda", "dtype": "float32", "max_total_tokens": 4096, "log_level": "warning"}
     with Engine(model_path=str(tiny_llama), **settings) as engine:
         engine.register_weights(model)
         for push in range(12):
@@ -219,13 +226,7 @@ def test_a_delayed_step_on_a_side_stream_is_served_whole(tiny_llama: Path) -> No
                 engine.register_weights(model)
             meant = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
             ready = {name: values.cuda() for name, values in meant.items()}
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream), torch.no_grad():
-                torch.cuda._sleep(300_000_000)
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(ready[name])
-                written = stream.record_event()
-            assert not written.query(), "the step was not delayed"
+            queue_late(stream, functools.partial(copy_all, model, ready))
             if push % 2:
                 engine.push_weights(partial=False)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.busy_gpu import queue_late
 from tests.fake_engine import FakeEngine
 from verl_server.weight_sync.trainer.cuda_queries import allocation_id
 from verl_server.weight_sync.trainer.sender import WeightSender
@@ -17,6 +19,12 @@ from verl_server.weight_sync.trainer.sender import WeightSender
 pytestmark = pytest.mark.cuda
 SEGMENT = 64 << 20
 """Size in bytes for which the allocator makes a segment of its own."""
+
+
+def allocated_without_garbage() -> int:
+    """Return the bytes that tensors of this process use. Garbage of earlier tests would be freed at any time later."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
 
 
 def test_an_allocation_has_one_number_for_life() -> None:
@@ -79,18 +87,13 @@ def test_writes_of_any_stream_are_done_before_the_ranks_meet() -> None:
         torch.cuda._sleep(1)
         tensor.add_(0)  # load the kernel now, because loading waits for the device
     for _ in range(2):  # the first description is new, the second one is reused
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(500_000_000)
-            tensor.add_(1)
-            written = stream.record_event()
-        assert not written.query()
+        written = queue_late(stream, lambda: tensor.add_(1))
         sender.describe([("w", tensor)])
         assert written.query()
 
 
 def test_registered_memory_is_held_until_the_server_has_closed_it() -> None:
-    engine, before = FakeEngine(), torch.cuda.memory_allocated()
+    engine, before = FakeEngine(), allocated_without_garbage()
     weights = {"w": torch.zeros(SEGMENT, dtype=torch.uint8, device="cuda")}
     engine.register_weights(lambda: weights.items())
     weights["w"] = torch.zeros(4, device="cuda")
@@ -103,7 +106,7 @@ def test_registered_memory_is_held_until_the_server_has_closed_it() -> None:
 
 
 def test_one_shot_memory_is_not_held() -> None:
-    engine, before = FakeEngine(), torch.cuda.memory_allocated()
+    engine, before = FakeEngine(), allocated_without_garbage()
     for _ in range(3):
         engine.update_weights_from_tensor([("w", torch.zeros(SEGMENT, dtype=torch.uint8, device="cuda"))])
     assert torch.cuda.memory_allocated() <= before
