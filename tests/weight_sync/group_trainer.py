@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import socket
 import sys
 
 import torch
@@ -22,6 +21,8 @@ from torch.distributed.distributed_c10d import (
     rendezvous,
 )
 
+from tests.reserved_port import reserved_port
+
 SHAPES = {"a": [40, 50], "b": [7], "c": [3, 3]}
 
 
@@ -32,11 +33,10 @@ def tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
 def main() -> None:
     backend, world_size, group_name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     device = "cuda:1" if backend == "nccl" else "cpu"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    print(port, flush=True)
     timeout = datetime.timedelta(seconds=60)
-    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+    with reserved_port() as port:
+        print(port, flush=True)
+        store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
     group, _ = _new_process_group_helper(
         size, rank, [], backend, PrefixStore(group_name, store), group_name=group_name, timeout=timeout
     )

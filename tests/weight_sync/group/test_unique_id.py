@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
+from tests.reserved_port import reserved_port
 from tests.weight_sync.prime_rl_trainer import broadcasts
 from tests.weight_sync.sglang_payloads import stub_modules
 from verl_server.errors import BadRequestError, WeightUpdateError
@@ -133,6 +133,9 @@ def test_packed_broadcasts_end_with_the_tensor_that_fills_the_buffer() -> None:
 
 # -- two GPUs -------------------------------------------------------------------------------------------------
 
+BOUND = 120.0
+"""Longest wait in seconds for NCCL, which meets for the first time while other tests use the cores."""
+
 
 class PyNccl:
     """Rank 0 of two, as vLLM's trainer is it: NCCL through ctypes, on the second GPU."""
@@ -143,7 +146,7 @@ class PyNccl:
         self._check(self._nccl.ncclGetUniqueId(ctypes.byref(self._id)))
         self._comm = ctypes.c_void_p()
         # The constructor returns when the other rank has connected, as in vLLM.
-        self._store = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=60), use_libuv=False)
+        self._store = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=BOUND), use_libuv=False)
         self._store.set("broadcast_from/0/0", pickled(bytes(self._id)))  # type: ignore[arg-type]
         torch.cuda.set_device(1)
         self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), 2, self._id, 0))
@@ -165,11 +168,10 @@ class PyNccl:
 
 
 def join_on_two_gpus() -> tuple[PyNccl, WeightGroup]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    starting = in_thread(lambda: PyNccl(port))
-    joining = in_thread(lambda: WeightGroup.join(request(port), 0, torch.device("cuda:0"), 60.0))
-    return starting.result(60), joining.result(60)
+    with reserved_port() as port:
+        starting = in_thread(lambda: PyNccl(port))
+        joining = in_thread(lambda: WeightGroup.join(request(port), 0, torch.device("cuda:0"), BOUND))
+        return starting.result(BOUND), joining.result(BOUND)
 
 
 def weights_on_the_second_gpu() -> dict[str, torch.Tensor]:
@@ -180,11 +182,8 @@ def weights_on_the_second_gpu() -> dict[str, torch.Tensor]:
     }
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
-
-
 @pytest.mark.cuda
-@two_gpus
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("load_format", [None, "packed"])
 def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
     weights = weights_on_the_second_gpu()
@@ -202,13 +201,13 @@ def test_tensors_of_a_vllm_trainer_arrive(load_format: str | None) -> None:
     flat = [tensor.contiguous().view(torch.uint8).view(-1) for tensor in tensors]
     for part in tensors if load_format is None else [flat[0], torch.cat(flat[1:])]:  # 8400 bytes fill a buffer of 8000
         trainer.broadcast(part)
-    received = dict(arriving.result(60))
+    received = dict(arriving.result(BOUND))
     group.close()
     assert all(torch.equal(received[name].cpu(), weights[name].cpu()) for name in names)
 
 
 @pytest.mark.cuda
-@two_gpus
+@pytest.mark.two_gpus
 def test_state_dicts_of_a_prime_rl_trainer_arrive() -> None:
     weights = weights_on_the_second_gpu()
     trainer, group = join_on_two_gpus()
@@ -216,7 +215,7 @@ def test_state_dicts_of_a_prime_rl_trainer_arrive() -> None:
         arriving = in_thread(lambda: [entry for window in group.receive_state_dicts() for entry in window])
         for part in broadcasts([weights, {"d": torch.ones(4, device="cuda:1")}]):
             trainer.broadcast(part.to("cuda:1"))
-        received = dict(arriving.result(60))
+        received = dict(arriving.result(BOUND))
         assert list(received) == ["a", "c", "b", "d"], "the tensors of one dtype are sent together"
         assert all(torch.equal(received[name].cpu(), weights[name].cpu()) for name in weights)
     group.close()
