@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
+INTERPRETER ?=
 
 .PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
@@ -70,8 +71,9 @@ test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
-test-cuda: $(STAMP)  ## only the tests that need an NVIDIA GPU
-	$(BIN)/python -m pytest -m cuda $(ARGS)
+# With INTERPRETER nothing is created, installed or downloaded. PYTHONPATH passes through.
+test-cuda: $(if $(INTERPRETER),,$(STAMP))  ## only the tests that need an NVIDIA GPU (INTERPRETER=python3: without .venv)
+	$(or $(INTERPRETER),$(BIN)/python) -m tests.run_cuda $(ARGS)
 
 lint: $(STAMP)  ## ruff (lint and format), mypy --strict, and which folder may import which
 	$(BIN)/ruff check .
