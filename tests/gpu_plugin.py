@@ -152,8 +152,8 @@ def _wide_fixtures(item: pytest.Item) -> dict[str, str]:
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     scopes = {}
     for name, (*_, last) in definitions.items():
-        file = Path(inspect.unwrap(last.func).__code__.co_filename)
-        if last.scope != "function" and file.is_relative_to(TESTS):
+        code = getattr(inspect.unwrap(last.func), "__code__", None)  # other plugins' fixtures need not be functions
+        if last.scope != "function" and code is not None and Path(code.co_filename).is_relative_to(TESTS):
             scopes[name] = last.scope
     return scopes
 
