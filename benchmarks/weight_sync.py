@@ -8,7 +8,7 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --engine vllm --trainer-ranks 2 --tp 2
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
-through `VerlEngine`. The server first captures its CUDA graphs. Before each push the trainer writes every parameter in
+through `VerlEngine`. With `--generate` the server first captures its CUDA graphs. Before each push the trainer writes every parameter in
 place, as an optimizer does. After the push, outside the measured time, it compares the checksum of every parameter on
 every server rank with its own. A difference ends the run with exit code 1.
 
@@ -145,6 +145,9 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
         "max_running_requests": max(args.generate, 8),
         "log_level": args.log_level,
     }
+    if not args.generate:  # no step runs, so captures of CUDA graphs would only take time
+        no_graphs = {"disable_cuda_graph": True}
+        settings |= no_graphs if args.engine == "embedded" else {"engine_args": {"enforce_eager": True}}
     if on_gpu and args.source == "group":  # NCCL needs a GPU for each rank: the server's come after the trainer's
         gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
         settings["gpu_uuids"] = tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
