@@ -302,13 +302,17 @@ def use_once(arena: MemoryArena) -> None:
 
 
 def multiply_in_a_graph(matrix: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture the product of the matrix [n, n] and a vector of ones. Return (graph, product [n])."""
+    """Capture the product of the matrix [n, n] and a vector of ones. Return (graph, product [n]).
+
+    The graph reads the ones at their address, so it keeps them.
+    """
     ones = torch.ones(len(matrix), device=CUDA)
     out = torch.zeros_like(ones)
     out.copy_(matrix @ ones)  # the set-up of the first call must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out.copy_(matrix @ ones)
+    graph.input = ones  # type: ignore[attr-defined]
     return graph, out
 
 
