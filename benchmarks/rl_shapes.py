@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -78,19 +79,24 @@ def prompt_rate(engine: Engine, prompts: list[list[int]], logprobs: bool) -> flo
 
 
 def report_settings(engine: Engine, work: Workload, names: list[str], runs: int) -> None:
-    """Report the rate of each of `names`, with the rate of plain sampling after it (`plain`), the mean of the plain
-    rates before and after it (`limit`), and the share of this mean (`of_plain`)."""
+    """Report the rate of each of `names`, with the rate of plain sampling in runs between its own (`limit`).
+
+    Both are medians of `runs` runs that take turns, after one of each that captures graphs and compiles kernels.
+    `of_plain` is their ratio, and `spread` are the least and the largest ratio of neighbouring runs.
+    """
     gc.freeze()  # a collection while results are built visits no module of this program
     rates = [output_rate(engine, work, SETTINGS["plain"]) for _ in range(runs)]
     report("plain", rates[-1], "tokens/s", first=round(rates[0], 1))
-    before = rates[-1]
     for name in names:
-        rates = [output_rate(engine, work, SETTINGS[name]) for _ in range(runs)]
-        after = output_rate(engine, work, SETTINGS["plain"])
-        around = (before + after) / 2
-        more = {"plain": round(after, 1), "limit": round(around, 1), "of_plain": round(rates[-1] / around, 3)}
-        report(name, rates[-1], "tokens/s", first=round(rates[0], 1), **more)
-        before = after
+        output_rate(engine, work, SETTINGS[name])
+        pairs = [
+            (output_rate(engine, work, SETTINGS["plain"]), output_rate(engine, work, SETTINGS[name]))
+            for _ in range(runs)
+        ]
+        ratios = [rate / plain for plain, rate in pairs]
+        rate, limit = statistics.median(rate for _, rate in pairs), statistics.median(plain for plain, _ in pairs)
+        spread = [round(min(ratios), 3), round(max(ratios), 3)]
+        report(name, rate, "tokens/s", limit=round(limit, 1), of_plain=round(rate / limit, 3), spread=spread)
 
 
 def benchmark(args: argparse.Namespace, folder: Path) -> None:
