@@ -215,7 +215,8 @@ class InternalState(TypedDict, total=False):
     """GiB of `weight` and `kvcache`, and `token_capacity`, under SGLang's names."""
     memory: dict[str, Any]
     """Memory figures of rank 0: bytes of weights and KV cache, capacity in tokens; on CUDA also bytes of the device,
-    CUDA graphs and the seconds of their captures, kernels compiled, and allocations that had to free cached memory."""
+    CUDA graphs and the seconds of their captures, steps with and without a graph, the bytes of each part of the GPU
+    ("account"), kernels compiled, and allocations that had to free cached memory."""
 
 
 class ServerInfo(TypedDict, total=False):

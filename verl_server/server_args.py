@@ -130,7 +130,8 @@ class ServerArgs:
     """UUIDs of CUDA devices, one for each rank of this node. They replace `base_gpu_id`."""
     mem_fraction_static: float = 0.85
     """Share of the free GPU memory for weights and KV cache together. The free memory is measured before the weights
-    are loaded. The rest stays free for activations, and is always large enough for the largest step."""
+    are loaded. The rest is for activations, CUDA graphs, sampling and received weights. If it is too small for the
+    largest step and all graphs, the KV cache gets less than this share. The log shows the parts as a table."""
     kv_cache_gib: float = 2.0
     """Most GiB for the KV cache on the CPU. (On CUDA, `mem_fraction_static` determines the size.)"""
     max_total_tokens: int | None = None
@@ -213,7 +214,8 @@ class ServerArgs:
     """Seconds without a call after which an open weight-update transaction is abandoned."""
     weight_receive_bytes: int = 2 * 2**30
     """Memory for tensors from a process group, in bytes. Tensors that fit are received while generation continues. For
-    larger updates generation waits, and tensors are received and copied in windows of half this size."""
+    larger updates generation waits, and tensors are received and copied in windows of half this size. On a GPU it is
+    less if the other parts of the memory leave less, but at least 256 MiB of it; the log warns then."""
     enable_weights_cpu_backup: bool = False
     """Keep the contents of released weights in host memory, and restore them on resume. Off: they need an update."""
     fused_weight_copy: bool = True

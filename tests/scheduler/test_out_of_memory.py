@@ -10,8 +10,8 @@ import torch
 from tests.scheduler.fakes import Harness, generate, prompt
 from verl_server.io_struct import FinishReason
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
-from verl_server.worker.tp_worker import is_out_of_memory
 
 ROOMY: dict[str, Any] = {"num_pages": 400, "max_rows": 16, "chunked_prefill_size": 256}
 
@@ -160,4 +160,5 @@ def test_which_errors_are_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**62, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(RuntimeError("device-side assert"))

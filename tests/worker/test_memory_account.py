@@ -13,6 +13,7 @@ import torch
 from tests.worker.test_step_memory import QWEN3_8B, spec
 from verl_server.models.config import load_model_config
 from verl_server.models.tiny import make_model_folder
+from verl_server.worker.device import DeviceMemory
 from verl_server.worker.memory_account import (
     LEAST_RECEIVED,
     LEAST_SPECIAL,
@@ -52,6 +53,7 @@ class FakeGpu:
 def needs_of(memory: StepMemory, *, tp_size: int = 2, rows: int = 256, weights: int = 15 * GIB // 2) -> Needs:
     return Needs(
         weights=weights,
+        tables=2**28,
         step=memory.largest(8192 + rows, rows),
         graphs=memory.graphs(rows, rows),
         special_least=LEAST_SPECIAL if tp_size > 1 else 0,
@@ -146,6 +148,22 @@ def test_without_other_processes_the_advice_names_the_engine_settings(memory: St
     assert "smaller mem_fraction_static, cuda_graph_max_bs" in opened(FakeGpu(79 * GIB), needs_of(memory)).advice()
 
 
+def test_freeing_memory_does_not_wait_for_the_streams_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stager's stream may wait for a trainer that sends nothing yet."""
+    calls = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            calls.append("stream")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("device"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 8))
+    assert DeviceMemory(torch.device("cuda", 0)).reclaim() == 7
+    assert calls == ["stream", "empty"]
+
+
 def test_unused_memory_of_the_allocator_is_freed_only_if_that_decides(memory: StepMemory) -> None:
     gpu, needs = FakeGpu(79 * GIB), needs_of(memory)
     account = opened(gpu, needs)
@@ -173,13 +191,18 @@ def test_memory_that_others_took_while_the_weights_were_loaded_is_not_given_to_t
     budget = account.kv_budget()
     assert budget.bytes < gpu.free() - needs.step - needs.graphs
     assert "Other processes have taken 40.00 GiB" in caplog.text and "40.00 GiB" in budget.explanation
+    gpu.held += budget.bytes
+    account.close(budget.bytes)
+    assert account.special == LEAST_SPECIAL, "nor to special sampling"
+    assert account.received == LEAST_RECEIVED, "nor to received weights"
+    assert account.parts()["other_processes"] == 40 * GIB and sum(account.parts().values()) == 2 * 79 * GIB
 
 
 # -- the size of the KV pool ---------------------------------------------------------------------------------------
 
 
 def budget_of(free: int, weights: int, fraction: float, step: int) -> MemoryAccount:
-    needs = Needs(weights, step, graphs=0, special_least=0, special_most=0, received_most=1)
+    needs = Needs(weights, tables=0, step=step, graphs=0, special_least=0, special_most=0, received_most=1)
     gpu = FakeGpu(free * GIB, held=weights)
     return MemoryAccount(gpu, needs, fraction, free=free * GIB, collectives=0)
 
@@ -206,6 +229,12 @@ def test_a_gpu_that_is_too_small_names_what_was_free_and_the_remedy() -> None:
     for words in ("20.00 GiB of the GPU were free", "weights take 16.00 GiB", "mem_fraction_static=0.8 keeps 4.00 GiB"):
         assert words in budget.explanation
     assert "Raise mem_fraction_static" in budget.remedy
+
+
+def test_a_larger_share_is_no_remedy_if_the_other_parts_take_the_rest() -> None:
+    budget = budget_of(20, 18 * GIB, 0.95, 3 * GIB).kv_budget()
+    assert budget.bytes <= 0
+    assert budget.remedy.startswith("Lower chunked_prefill_size") and "mem_fraction_static" not in budget.remedy
 
 
 def test_received_weights_get_their_least_and_then_what_is_left(memory: StepMemory) -> None:

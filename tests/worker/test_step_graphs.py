@@ -33,6 +33,7 @@ from verl_server.sampling.sampler import Sampler
 from verl_server.server_args import ServerArgs
 from verl_server.worker import capture_budget, graph_sizes, model_runner, step_graphs
 from verl_server.worker.kernel_choice import KernelChoice
+from verl_server.worker.memory_account import LEAST_RECEIVED
 from verl_server.worker.model_runner import ModelRunner
 from verl_server.worker.step_graphs import StepGraphs
 
@@ -421,8 +422,10 @@ class OtherRank:
         """The vote before a capture (the room of the rank), or after it (an `Outcome`)."""
         can = self.can.pop(0)
         if len(data) == step_graphs._ROOM.size:
-            return [data, step_graphs._ROOM.pack(self.room if can else 0)]
-        return [data, capture_budget._OUTCOME.pack(can, self.seconds, 1, self.room)]
+            others = step_graphs._ROOM.pack(self.room if can else 0)
+        else:
+            others = capture_budget._OUTCOME.pack(can, self.seconds, 1, self.room)
+        return [data, others] if self.rank == 0 else [others, data]
 
 
 @pytest.mark.parametrize(
@@ -466,6 +469,10 @@ def test_a_rank_that_fails_inside_a_step_does_not_vote(tiny_llama: Path, monkeyp
     with pytest.raises(RuntimeError, match=r"other ranks wait for it .* smaller mem_fraction_static"):
         runner.warm_up()
     assert other.can == [True], "one vote, on the memory"
+    monkeypatch.setattr(step_graphs, "PackedInts", no_memory)
+    with pytest.raises(RuntimeError, match="other ranks wait for it"):
+        runner.warm_up()
+    assert not other.can, "nor does a rank without memory for the inputs"
 
 
 @dataclass
@@ -662,6 +669,56 @@ def test_a_failed_capture_excludes_its_own_size_only(timed: Timed, monkeypatch: 
     assert captured == {key for key in timed._all if not (key.kind == "mixed" and key.size == 4096)}
 
 
+def test_a_driver_without_memory_for_the_graph_excludes_the_size_and_says_so_once(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def record(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(timed, "_record", record)
+    timed._account = Account(2**40)  # type: ignore[assignment]
+    for _ in range(2):
+        timed.capture_next()
+        assert len(timed._excluded) == 1
+        timed.consider_again()
+    (record,) = [r.getMessage() for r in caplog.records if r.name.endswith("step_graphs")]
+    assert "CUDA error: out of memory" in record and "Free some memory." in record
+
+
+def test_another_error_of_the_driver_is_raised(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(timed, "_record", record)
+    with pytest.raises(RuntimeError, match="illegal"):
+        timed.capture_next()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_all_graphs_fit_the_part_of_the_account_that_is_theirs(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """Everything else is taken, the slack included, and graphs take all that was estimated: workspaces, too."""
+    gpu = FakeGpu(80 * 10**9)
+    runner = runner_on(gpu, tiny_llama, monkeypatch, tp_size)
+    account, graphs = runner.memory_figures()["account"], runner._graphs
+    assert isinstance(graphs, Timed)
+    kept = account["step"] + account["special_sampling"] + min(account["received_weights"], LEAST_RECEIVED)
+    others = gpu.total - kept - account["cuda_graphs"]
+    workspaces = graphs._memory.graph(0, 0)
+
+    def record(key: Any, _: Any) -> Any:
+        largest = {}
+        for held in [*graphs._captured, key]:
+            largest[held.kind] = max(largest.get(held.kind, 0), graphs._bytes(held) - workspaces)
+        gpu.held = others + workspaces + sum(largest.values())
+        return step_graphs._Captured(Ignored(), ComputedAtCapture(), torch.empty(0))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graphs, "_record", record)
+    gpu.held = others
+    assert graphs.capture_all() == set(graphs._all)
+
+
 def test_sizes_are_tried_again_after_a_resume_and_after_many_steps(timed: Timed) -> None:
     timed._account = account = Account(room=0)  # type: ignore[assignment]
     assert timed.capture_all() == set() and timed.num_left == 0
@@ -696,7 +753,9 @@ def test_ranks_exclude_the_same_sizes_though_one_of_them_has_room(
         graphs._tp = OtherRank([True] * 1000, rank=rank, room=other)  # type: ignore[assignment]
         graphs.capture_all()
         excluded.append(graphs._excluded)
-        assert [rank["device_free_bytes"] for rank in graphs.figures()["ranks"]] == [own, other]
+        assert [rank["device_free_bytes"] for rank in graphs.figures()["ranks"]] == [large, small]
+        assert ("Free some memory." in graphs._why_without()) is (own == small)
+        assert ("Rank 1 has the least; its log" in graphs._why_without()) is (rank == 0)
     assert excluded[0] == excluded[1] and excluded[0]
 
 
@@ -718,21 +777,49 @@ def test_steps_that_should_have_a_graph_are_counted_and_named(timed: Timed, capl
     assert "Call resume_memory_occupation(['cuda_graph'])" in caplog.messages[-1]
 
 
+def runner_on(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, **changes: Any) -> ModelRunner:
+    """Return a runner on the CPU whose account is that of `gpu`, with `Timed` graphs."""
+    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
+    monkeypatch.setattr(step_graphs, "StepGraphs", Timed)
+    Timed.clock = Clock()
+    monkeypatch.setattr(step_graphs, "time", Timed.clock)
+    monkeypatch.setattr(capture_budget, "MOST_SECONDS", 1000.0)
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 4096,
+        "tp_size": tp_size,
+    } | changes
+    tp = LonelyRank(rank=0, size=tp_size) if tp_size > 1 else TpGroup()
+    return ModelRunner(ServerArgs(str(folder), **settings), tp, torch.device("cpu"), memory=gpu)
+
+
+def test_buffers_of_constant_size_are_in_the_account(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_on(FakeGpu(80 * 10**9), tiny_llama, monkeypatch, 1)
+    paged = runner._attention.paged
+    assert paged is not None
+    tensors = [*runner.model.rotary.tables, runner.kv.device_page_table, *paged.kernels._shared]
+    assert runner.memory_figures()["account"]["tables"] == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_smaller_buffer_for_received_weights_is_named(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = FakeGpu(80 * 10**9)
+    assert runner_on(gpu, tiny_llama, monkeypatch, 1).weight_receive_bytes == 2**31 and not caplog.records
+    runner = runner_on(gpu, tiny_llama, monkeypatch, 1, weight_receive_bytes=2**40)
+    assert runner.weight_receive_bytes < gpu.total
+    assert f"weight_receive_bytes is {runner.weight_receive_bytes}, not {2**40}" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_runner_keeps_its_graphs_when_another_process_takes_20_gb_later(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tp_size: int
 ) -> None:
     """On a stand-in for a GPU, whose pool takes half of it, and then without memory for anything."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(model_runner, "choose_kernels", lambda *_: KernelChoice("triton"))
-    monkeypatch.setattr(step_graphs, "StepGraphs", Timed)
-    Timed.clock = Clock()
-    monkeypatch.setattr(step_graphs, "time", Timed.clock)
-    monkeypatch.setattr(capture_budget, "MOST_SECONDS", 1000.0)
     gpu = FakeGpu(80 * 10**9)
-    args = ServerArgs(str(tiny_llama), device="cpu", mem_fraction_static=0.5, max_total_tokens=4096, tp_size=tp_size)
-    tp = LonelyRank(rank=0, size=tp_size) if tp_size > 1 else TpGroup()
-    runner = ModelRunner(args, tp, torch.device("cpu"), memory=gpu)
+    runner = runner_on(gpu, tiny_llama, monkeypatch, tp_size)
     account = runner.memory_figures()["account"]
     assert account["free_at_start"] == gpu.total and "special sampling" in caplog.text
     assert runner.step_budget == (account["special_sampling"] if tp_size > 1 else None)
@@ -744,7 +831,7 @@ def test_a_runner_keeps_its_graphs_when_another_process_takes_20_gb_later(
     graphs.resume()
     gpu.others = gpu.total - gpu.held
     assert graphs.capture_all() == set()
-    assert "Other processes have taken" in caplog.messages[-1]
+    assert "Other processes" in caplog.messages[-1] and "have taken" in caplog.messages[-1]
     caplog.clear()
     runner.release_kv_cache()
     runner.resume_kv_cache()

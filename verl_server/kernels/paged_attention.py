@@ -280,6 +280,11 @@ class PagedAttention:
         return out
 
 
+def shared_bytes(entries: int, num_heads: int, head_dim: int) -> int:
+    """Return the bytes of the workspace for the shared keys of up to `entries` decodes."""
+    return LEVELS * entries * num_heads * (head_dim + 2) * 4
+
+
 def _softmax_parts(rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Workspace for softmaxes over a part of the keys: weighted values [rows, head_dim], maxima [rows], sums [rows],
     all fp32."""

@@ -43,7 +43,8 @@ from verl_server.scheduler.profiler import StepProfiler
 from verl_server.scheduler.schedule_batch import BatchOutput, Req, ScheduleBatch
 from verl_server.scheduler.stats import SchedulerStats
 from verl_server.server_args import ServerArgs
-from verl_server.worker.tp_worker import Step, TpWorker, is_out_of_memory
+from verl_server.worker.device import is_out_of_memory
+from verl_server.worker.tp_worker import Step, TpWorker
 
 logger = logging.getLogger(__name__)
 

@@ -60,14 +60,27 @@ class DeviceMemory:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def reclaim(self) -> int:
-        """Return the free bytes after torch's allocator freed its unused memory. Waits for the device."""
-        torch.cuda.synchronize(self.device)
+        """Return the free bytes after torch's allocator freed its unused memory.
+
+        Waits for the work of this thread's stream only: a stager's stream may wait for a trainer.
+        """
+        torch.cuda.current_stream(self.device).synchronize()
         torch.cuda.empty_cache()
         return self.free()
 
     def reserved(self) -> int:
         """Return the bytes that torch's allocator of this process holds, used or not. Arenas do not count."""
         return int(torch.cuda.memory_reserved(self.device))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True if `error` is a failed allocation, on the device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # An allocation of the driver, such as that of a graph's nodes, and one of torch's allocator of the host.
+    return str(error).startswith("CUDA error: out of memory") or "can't allocate memory" in str(error)
 
 
 def trim_heap() -> None:

@@ -176,5 +176,10 @@ class KVCache:
         )
 
 
+def page_table_bytes(max_rows: int, context_length: int, page_size: int) -> int:
+    """Return the bytes of `KVCache.device_page_table`."""
+    return (max_rows + 1) * math.ceil(context_length / page_size) * 4
+
+
 def _ints(values: list[int]) -> Ints:
     return np.asarray(values, dtype=np.int64)

@@ -6,6 +6,9 @@ settings, or measured once, so no part gets "what is free now". The KV pool gets
 least (`Needs`) share what is left. `StepGraphs` asks before each capture, the scheduler reads the budget of special
 sampling, and `WeightGroups` that of received tensors.
 
+The communicators of `init_weights_update_group` are not part of it: they do not exist at the start, and NCCL does not
+say how much memory they take. They look like memory of another process.
+
 Other processes, such as a trainer on the same GPU, are not part of the account. They may allocate after the start, so
 the free memory is measured again before the KV pool is allocated, before each capture, and when memory is resumed.
 """
@@ -43,6 +46,8 @@ class Needs:
     """Bytes that the parts of one rank need, computed from the model and the settings."""
 
     weights: int
+    tables: int
+    """Buffers of constant size that steps use: rotary embedding, page table, partial results of attention."""
     step: int
     """The largest step, with plain draws."""
     graphs: int
@@ -79,7 +84,7 @@ class MemoryAccount:
         """
         self._memory, self._needs, self._fraction = memory, needs, fraction
         self.free_at_start, self.collectives = free, collectives
-        self.kv_cache = self.special = self.received = 0
+        self.kv_cache = self.special = self.received = self.others = 0
 
     def kv_budget(self) -> MemoryBudget:
         """Return the memory for the KV pool. Called after the weights were loaded and before the pool is allocated."""
@@ -92,23 +97,28 @@ class MemoryAccount:
         )
         if needed > rest:
             explanation += f" The largest step, CUDA graphs and other parts need {_gib(needed)}, so that is kept free."
-        budget = min(static, free - needed) - needs.weights
+        allowed = static - needs.weights
+        budget = min(allowed, free - needed - needs.weights)
         others = self.taken_by_others(held=needs.weights)
         if others > SLACK:
             budget = min(budget, self._memory.reclaim() - self._least_beside())
             explanation += f" Other processes have taken {_gib(others)} since the start."
         if needed > rest or others > SLACK:
             logger.info("The KV cache is smaller than mem_fraction_static allows. %s", explanation)
+        lower = "chunked_prefill_size, max_running_requests and cuda_graph_max_bs"
         remedy = (
-            "Raise mem_fraction_static or lower chunked_prefill_size and max_running_requests, free memory that other "
+            f"{'Lower' if budget < allowed else 'Raise mem_fraction_static, lower'} {lower}, free memory that other "
             "processes hold on this GPU, or use a smaller model or a larger tp_size."
         )
         return MemoryBudget(budget, explanation, remedy)
 
     def close(self, kv_cache: int) -> None:
-        """Record the bytes of the KV pool, and give what is left to the parts that can use more than their least."""
+        """Record the bytes of the allocated KV pool, and give what is left to the parts that can use more than their
+        least. What other processes have taken since the start is not left."""
         needs, self.kv_cache = self._needs, kv_cache
-        left = self.free_at_start - self.collectives - needs.weights - kv_cache - self._least_beside()
+        others = self.taken_by_others()
+        self.others = others if others > SLACK else 0
+        left = self.free_at_start - self.collectives - needs.weights - kv_cache - self._least_beside() - self.others
         more = min(max(left, 0), needs.special_most - needs.special_least)
         self.special = needs.special_least + max(more, 0)
         left -= max(more, 0)
@@ -161,22 +171,25 @@ class MemoryAccount:
         if fraction * self.free_at_start > needs.weights:
             restart = f"start the engine with mem_fraction_static={fraction:g}, or while they hold their memory."
         return (
-            f"Other processes have taken {_gib(others)} of this GPU since the start. Free them (in a trainer: offload, "
-            f"then torch.cuda.empty_cache()), or {restart}"
+            f"Other processes, or process groups of weight updates, have taken {_gib(others)} of this GPU since the "
+            f"start. Free that memory (in a trainer: offload, then torch.cuda.empty_cache()), or {restart}"
         )
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of each part, those that no part has ("unassigned") and their sum ("free_at_start")."""
+        """Return the bytes of each part, those that other processes took while this engine started, those that nothing
+        has ("unassigned"), and their sum ("free_at_start")."""
         needs = self._needs
         parts = {
             "collectives": self.collectives,
             "weights": needs.weights,
             "kv_cache": self.kv_cache,
+            "tables": needs.tables,
             "step": needs.step,
             "cuda_graphs": needs.graphs,
             "special_sampling": self.special,
             "received_weights": self.received,
             "slack": SLACK,
+            "other_processes": self.others,
         }
         unassigned = self.free_at_start - sum(parts.values())
         return parts | {"unassigned": unassigned, "free_at_start": self.free_at_start}
@@ -189,7 +202,7 @@ class MemoryAccount:
     def _least_beside(self) -> int:
         """Return the bytes that must be left beside collectives, weights and KV pool."""
         needs = self._needs
-        return needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
+        return needs.tables + needs.step + needs.graphs + needs.special_least + needs.received_least + SLACK
 
 
 def cpu_budget(gib: float) -> MemoryBudget:

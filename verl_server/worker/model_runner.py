@@ -35,7 +35,7 @@ from verl_server.weight_sync.copying.fused_copy import compile_kernels
 from verl_server.worker.device import DeviceMemory, set_threads, trim_heap
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.kernel_choice import choose_kernels
-from verl_server.worker.kv_cache import KVCache
+from verl_server.worker.kv_cache import KVCache, page_table_bytes
 from verl_server.worker.memory_account import LEAST_SPECIAL, Memory, MemoryAccount, Needs, cpu_budget
 from verl_server.worker.memory_arena import MemoryArena, aligned
 from verl_server.worker.step_attention import StepAttention
@@ -431,6 +431,7 @@ class ModelRunner:
         has_graphs = paged and not self._args.disable_cuda_graph
         return Needs(
             weights=self._weight_bytes(),
+            tables=self._table_bytes(paged),
             step=memory.largest(tokens, rows),
             graphs=memory.graphs(self._max_graph_bs, rows) if has_graphs else 0,
             special_least=LEAST_SPECIAL if self.tp.size > 1 else 0,
@@ -438,13 +439,33 @@ class ModelRunner:
             received_most=self._args.weight_receive_bytes,
         )
 
+    def _table_bytes(self, paged: bool) -> int:
+        """Return the bytes of the buffers that steps use besides weights and KV pool, and that do not grow."""
+        args, config = self._args, self.config
+        rotary = sum(table.nbytes for table in self.model.rotary.tables)
+        pages = page_table_bytes(args.max_running_requests, self.context_length, args.page_size)
+        if not paged or args.disable_cascade_attention or args.disable_radix_cache:
+            return rotary + pages
+        from verl_server.kernels.paged_attention import shared_bytes
+
+        num_heads = config.num_heads // self.tp.size
+        return rotary + pages + shared_bytes(args.max_running_requests, num_heads, config.head_dim)
+
     def _close_account(self, account: MemoryAccount) -> None:
-        """Close the account when the size of the KV pool is known. Take over the bounds that it sets."""
+        """Close the account when the KV pool is allocated. Take over the bounds that it sets."""
         account.close(self.kv.bytes_held)
         if self.tp.size > 1:
             self.step_budget = account.special
+        wanted = self.weight_receive_bytes
         self.weight_receive_bytes = min(int(part) for part in self.tp.gather(str(account.received).encode()))
         logger.info("%s", account.table())
+        if self.weight_receive_bytes < wanted and self.tp.rank == 0:
+            logger.warning(
+                "weight_receive_bytes is %d, not %d: the GPU has no more memory for received weights. Larger updates "
+                "from process groups stop generation while they are received. A smaller mem_fraction_static leaves "
+                "more.",
+                *(self.weight_receive_bytes, wanted),
+            )
 
     def _step_graphs(self, backend: PagedBackend) -> StepGraphs:
         from verl_server.worker.step_graphs import StepGraphs

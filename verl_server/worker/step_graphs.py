@@ -14,12 +14,13 @@ the same order, and keep a graph only if all of them could capture it, because t
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from verl_server.kernels.paged_attention import SharedKeys
 from verl_server.models.attention import Placement
 from verl_server.models.triton_attention import DecodePart, DecodeWork, ExtendPart, PagedBackend, PagedStep
 from verl_server.worker.capture_budget import CaptureBudget, Outcome
+from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.graph_sizes import covering, decode_sizes, may_pad, mixed_sizes
 from verl_server.worker.graph_use import GraphUse
 from verl_server.worker.kv_cache import KVCache
@@ -109,6 +111,8 @@ class StepGraphs:
         self._excluded: set[_Key] = set()
         """Keys that did not fit the memory when they were last tried. The same on all ranks."""
         self._most_excluded = 0
+        self._shortest = tp.rank
+        """Rank that lacked memory for the latest capture that failed."""
         self._num_steps = 0
         self.use = GraphUse(tp.rank, self._why_without)
         self._budget = CaptureBudget()
@@ -262,8 +266,10 @@ class StepGraphs:
         try:
             captured = self._capture(key, arrays)
         except torch.OutOfMemoryError as error:
-            self._excluded.add(key)
-            logger.warning("There was too little memory to capture a %s as a CUDA graph: %s", key, error)
+            if self._exclude({key}):
+                logger.warning(
+                    "There was too little memory to capture a %s as a CUDA graph: %s %s", key, error, self._advice()
+                )
             return None
         self._captured[key] = captured
         self._steps_without_capture = 0
@@ -275,15 +281,16 @@ class StepGraphs:
     def _capture(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> _Captured:
         """Capture the graph on all ranks, or raise torch.OutOfMemoryError on all ranks."""
         start = time.perf_counter()
-        inputs = PackedInts(self._capacities(key), self._kv.device)
-        inputs.write(arrays)
+        inputs = self._inputs(key, arrays)
         self._run_once(key, inputs)
         ran = time.perf_counter()
-        captured, failure = None, None
+        captured, failure = None, "another rank ran out of memory"
         try:
             captured = self._record(key, inputs)
-        except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # a traceback keeps what was allocated alive
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error)  # the error keeps what was allocated alive
         recorded = time.perf_counter() - ran
         # The run launches the kernels that the recording records. What it takes beyond that time is their compilation,
         # for which a step without a graph would wait, too.
@@ -295,14 +302,28 @@ class StepGraphs:
         )
         agreed = self._budget.all_captured(self._tp, outcome)
         if not agreed or captured is None:
-            raise failure or torch.OutOfMemoryError("another rank ran out of memory")
+            self._shortest = [outcome.ok for outcome in self._budget.latest].index(False)
+            raise torch.OutOfMemoryError(failure)
         logger.debug("Captured a %s in %.0f ms", key, 1e3 * (ran - start + recorded))
         return captured
 
+    def _inputs(self, key: _Key, arrays: list[npt.NDArray[np.integer]]) -> PackedInts:
+        """Return the buffer of the graph's inputs with `arrays` written."""
+        with self._fatal_for_others(key):
+            inputs = PackedInts(self._capacities(key), self._kv.device)
+            inputs.write(arrays)
+        return inputs
+
     def _run_once(self, key: _Key, inputs: PackedInts) -> None:
         """Run the step once, to compile kernels and allocate workspaces, neither of which can be captured."""
-        try:
+        with self._fatal_for_others(key):
             self._step(key, inputs)
+
+    @contextlib.contextmanager
+    def _fatal_for_others(self, key: _Key) -> Iterator[None]:
+        """Raise RuntimeError instead of torch.OutOfMemoryError if there are several ranks, which then cannot vote."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             if self._tp.size == 1:
                 raise
@@ -327,24 +348,33 @@ class StepGraphs:
         """
         wanted = self._room(key)
         mine = _NO_BOUND if self._account is None else self._account.room_for_graphs(wanted)
-        room = min(_ROOM.unpack(data)[0] for data in self._tp.gather(_ROOM.pack(mine)))
+        rooms = [_ROOM.unpack(data)[0] for data in self._tp.gather(_ROOM.pack(mine))]
+        room = min(rooms)
         if room >= wanted:
             return True
-        self._excluded |= {k for k in self._all if k not in self._captured and self._room(k) > room}
-        if len(self._excluded) > self._most_excluded and mine == room:
+        self._shortest = rooms.index(room)
+        has_more = self._exclude({k for k in self._all if k not in self._captured and self._room(k) > room})
+        if has_more and self._shortest == self._tp.rank:
             logger.warning(
                 "There is no memory to capture %d of %d CUDA graphs: a %s needs %d MiB, and %d MiB are free in "
                 "addition to the memory of steps. %s",
                 *(len(self._excluded), len(self._all), key, wanted >> 20, room >> 20, self._advice()),
             )
-        self._most_excluded = max(self._most_excluded, len(self._excluded))
         return False
+
+    def _exclude(self, keys: set[_Key]) -> bool:
+        """Leave out `keys`. Return True if more sizes are left out than ever before, which the log says then."""
+        self._excluded |= keys
+        has_more = len(self._excluded) > self._most_excluded
+        self._most_excluded = max(self._most_excluded, len(self._excluded))
+        return has_more
 
     def _room(self, key: _Key) -> int:
         """Return the bytes that are enough to capture the step of `key`. Smaller graphs of one kind reuse the memory of
-        larger ones."""
-        held = max((self._bytes(k) for k in self._captured if k.kind == key.kind), default=0)
-        return self._memory.graph(0, 0) + max(0, self._bytes(key) - held)
+        larger ones. The workspaces of libraries count once. `StepMemory.graphs` is enough for all sizes."""
+        workspaces = self._memory.graph(0, 0)
+        held = max((self._bytes(k) for k in self._captured if k.kind == key.kind), default=workspaces)
+        return workspaces + max(0, self._bytes(key) - held)
 
     def _bytes(self, key: _Key) -> int:
         """Return a bound on the bytes of the tensors of a graph, with the workspaces of libraries."""
@@ -358,7 +388,9 @@ class StepGraphs:
         """Return sentences that say why steps run without a graph, and a remedy."""
         if not self._present:
             return "The CUDA graphs are released. Call resume_memory_occupation(['cuda_graph'])."
-        return f"{len(self._excluded)} sizes could not be captured for lack of memory. {self._advice()}"
+        short = self._shortest != self._tp.rank
+        advice = f"Rank {self._shortest} has the least; its log has a remedy." if short else self._advice()
+        return f"{len(self._excluded)} sizes could not be captured for lack of memory. {advice}"
 
     # -- the inputs of a graph -----------------------------------------------------------------------------------
 

@@ -111,8 +111,10 @@ class StepMemory:
 
     def graphs(self, max_bs: int, rows: int) -> int:
         """Return the bytes of the graphs of an engine with `rows` rows: those of the largest decode step, which has
-        `max_bs` entries, and of the largest mixed step. Smaller graphs reuse their memory."""
-        return self.graph(MOST_GRAPH_TOKENS + max_bs, rows + max_bs)
+        `max_bs` entries, and of the largest mixed step. Smaller graphs reuse their memory.
+
+        The workspaces count twice: captures took some already, and the next capture needs room for more."""
+        return _WORKSPACES + self.graph(MOST_GRAPH_TOKENS + max_bs, rows + max_bs)
 
     def special(self, spec: SampleSpec) -> int:
         """Return the bytes that sampling takes for one request beyond a plain draw."""

@@ -18,6 +18,7 @@ from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
 from verl_server.sampling.spec import ForwardOutput, MakeMasks, SampleSpec
 from verl_server.weight_requests import StagedReq, WeightReq
+from verl_server.worker.device import is_out_of_memory
 from verl_server.worker.forward_batch import ForwardBatch
 from verl_server.worker.prepared import Prepared
 from verl_server.worker.stager import Staged
@@ -228,10 +229,3 @@ class TpWorker:
     def _broadcast(self, command: Command) -> None:
         if self.tp.size > 1:
             self.tp.broadcast_command(msgspec.msgpack.encode(command))
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return True if `error` is a failed allocation, on the device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator of the host
