@@ -178,6 +178,15 @@ def test_a_step_that_lacks_memory_after_a_resume_is_seen(memory: StepMemory) -> 
     account = opened(gpu, needs)
     gpu.others += gpu.free() - needs.step
     assert account.shortage() == LEAST_SPECIAL
+    assert account.special_now() == LEAST_SPECIAL < account.special
+
+
+def test_special_sampling_gets_less_while_other_processes_hold_of_its_part(memory: StepMemory) -> None:
+    gpu, needs = FakeGpu(79 * GIB), needs_of(memory)
+    account = opened(gpu, needs)
+    assert account.special_now() == account.special
+    gpu.others += gpu.free() - needs.step - GIB
+    assert account.special_now() == GIB < account.special
 
 
 def test_memory_that_others_took_while_the_weights_were_loaded_is_not_given_to_the_pool(

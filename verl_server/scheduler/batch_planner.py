@@ -62,7 +62,8 @@ class BatchPlanner:
         """
         self.page_size = page_size
         self.limits = StepLimits(max_rows, chunked_prefill_size)
-        self._step_budget = step_budget
+        self.step_budget = step_budget
+        """Bound on the sum of `Req.step_bytes` of all running requests, None for no bound."""
         self._step_bytes = 0
         """Sum of `Req.step_bytes` of all running requests."""
         self.pages = PagePool(num_pages)
@@ -389,7 +390,7 @@ class BatchPlanner:
 
     def _has_step_bytes(self, req: Req) -> bool:
         """Return True if a step has memory to sample for one more request."""
-        return self._step_budget is None or self._step_bytes + req.step_bytes <= self._step_budget
+        return self.step_budget is None or self._step_bytes + req.step_bytes <= self.step_budget
 
     # -- pages -----------------------------------------------------------------------------------------------
 

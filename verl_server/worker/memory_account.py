@@ -139,6 +139,11 @@ class MemoryAccount:
         """Return the free bytes of the GPU."""
         return self._memory.free()
 
+    def special_now(self) -> int:
+        """Return the bytes that special sampling may take now: its part, or less if other processes took of it."""
+        left = self._memory.reclaim() - self._needs.step
+        return max(self._needs.special_least, min(self.special, left))
+
     def shortage(self) -> int:
         """Return the bytes that a step may lack now, 0 if the largest one has its memory."""
         return max(0, self._needs.step + self._needs.special_least - self._memory.reclaim())

@@ -116,7 +116,8 @@ class ModelRunner:
         )
         self.page_size, self.max_rows, self.num_pages = self.kv.page_size, self.kv.max_rows, self.kv.num_pages
         self.step_budget: int | None = None
-        """Bound on the sum of `step_bytes` in a step. None for a single rank, which can retry in smaller steps."""
+        """Bound on the sum of `step_bytes` in a step, measured again when memory is resumed. None for a single rank,
+        which can retry in smaller steps."""
         self.weight_receive_bytes = server_args.weight_receive_bytes
         """Most bytes of tensors from a process group that are not written yet, the same on all ranks."""
         if self._account is not None:
@@ -344,11 +345,14 @@ class ModelRunner:
         return restored
 
     def _measure_again(self) -> None:
-        """Consider all graphs again after a resume, and warn if other processes left too little memory for steps."""
+        """Consider all graphs again after a resume, and measure what other processes left for steps."""
         if self._graphs is not None:
             self._graphs.consider_again()
-        present = self._weights_arena.is_present and self.kv.is_present
-        if self._account is not None and present and (lacking := self._account.shortage()):
+        if self._account is None or not (self._weights_arena.is_present and self.kv.is_present):
+            return
+        if self.step_budget is not None:
+            self.step_budget = self._account.special_now()
+        if lacking := self._account.shortage():
             logger.warning("The largest step may lack %.2f GiB of memory. %s", lacking / 2**30, self._account.advice())
 
     def memory_figures(self) -> dict[str, Any]:
