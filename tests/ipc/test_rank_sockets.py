@@ -44,11 +44,6 @@ class Star:
         self._threads.shutdown()
 
 
-@pytest.fixture(autouse=True, params=["sleeps", "spins"])
-def spins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.ipc.readiness.may_spin", lambda: request.param == "spins")
-
-
 @pytest.fixture
 def make_star() -> Iterator[Callable[..., Star]]:
     stars: list[Star] = []

@@ -20,12 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl_server.errors import BadRequestError
-from verl_server.ipc.readiness import spin_until_readable
 
 _MAX_IDLE = 8
 """Most idle connections that are kept for later calls."""
-_ANSWER_SPIN = 0.02
-"""Seconds of the wait for an answer without sleep: a weight push takes some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class ControlConnections:
             connection.settimeout(timeout)
             # Head and body in one write: two writes would wake the server twice.
             connection.sendall(self._head(method, path, headers, body) + (body or b""))
-            spin_until_readable(connection, _ANSWER_SPIN)
             with http.client.HTTPResponse(connection, method=method) as response:
                 response.begin()
                 answer = Answer(response.status, response.headers, response.read())

@@ -36,8 +36,6 @@ RANK_TIMEOUT = 7200.0
 an episode while the others wait, so the value exceeds the longest episode (`Limits.trajectory_timeout`, an hour)."""
 _HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats of the acting rank."""
-_OUTCOME_SPIN = 0.02
-"""Seconds that a rank waits for the outcome of a call without sleep: a weight push takes some milliseconds."""
 _BUILTIN_ERRORS = ("ValueError", "TypeError", "KeyError", "RuntimeError", "AssertionError", "NotImplementedError")
 
 
@@ -73,7 +71,7 @@ class RankGroup:
         if self.size == 1:
             return  # one rank needs no connections
         meeting = _new_group(ranks, rank_timeout)
-        channel = RankSockets.connect(meeting, rank_timeout, silence_timeout, _OUTCOME_SPIN)
+        channel = RankSockets.connect(meeting, rank_timeout, silence_timeout)
         self._channel: RankSockets | GlooChannel = channel or GlooChannel(
             meeting, _new_group(ranks, silence_timeout), ranks[0], gather_timeout=rank_timeout
         )

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from verl_server.ipc.collectives import all_gather_bytes, broadcast_bytes
-from verl_server.ipc.readiness import spin, spin_until_readable
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,8 +37,6 @@ confirmation, and the error of a gather in which ranks are missing."""
 _RANK = struct.Struct("<I")
 _MISSING_GRACE = 10.0
 """Seconds beyond the timeout of a gather that the other ranks wait for the first rank, which reports missing ranks."""
-_GATHER_SPIN = 0.001
-"""Seconds that a rank waits for the others' data without sleep: ranks make their calls at about the same time."""
 
 
 class RankSockets:
@@ -53,30 +50,24 @@ class RankSockets:
         is_hub: bool,
         gather_timeout: float | None,
         broadcast_timeout: float | None,
-        broadcast_spin: float = 0.0,
     ) -> None:
         """`peers`: on the first rank the sockets to all other ranks in order, on other ranks the one to the first rank.
 
         This object owns the sockets. `ranks` are the global ranks of the peers, for error messages. Timeouts are in
-        seconds; None waits without a bound. A rank waits for a broadcast without sleep for `broadcast_spin` seconds.
+        seconds; None waits without a bound.
         """
         self._peers = peers
         self._ranks = ranks
         self._is_hub = is_hub
         self._gather_timeout, self._broadcast_timeout = gather_timeout, broadcast_timeout
-        self._broadcast_spin = broadcast_spin
 
     @classmethod
     def connect(
-        cls,
-        group: dist.ProcessGroup,
-        gather_timeout: float | None,
-        broadcast_timeout: float | None,
-        broadcast_spin: float = 0.0,
+        cls, group: dist.ProcessGroup, gather_timeout: float | None, broadcast_timeout: float | None
     ) -> RankSockets | None:
         """Connect the ranks of a CPU group. Returns None on all ranks if they are not all on one host.
 
-        Timeouts are in seconds, and so is `broadcast_spin`, see `__init__`.
+        Timeouts are in seconds.
         """
         import torch.distributed as dist
 
@@ -102,12 +93,7 @@ class RankSockets:
         first_rank, *other_ranks = dist.get_process_group_ranks(group)
         ranks = other_ranks if rank == 0 else [first_rank]
         return cls(
-            peers,
-            ranks=ranks,
-            is_hub=rank == 0,
-            gather_timeout=gather_timeout,
-            broadcast_timeout=broadcast_timeout,
-            broadcast_spin=broadcast_spin,
+            peers, ranks=ranks, is_hub=rank == 0, gather_timeout=gather_timeout, broadcast_timeout=broadcast_timeout
         )
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -140,7 +126,6 @@ class RankSockets:
     def receive_broadcast(self) -> bytes:
         """The data of the next `broadcast` of the first rank; the other ranks call it."""
         with self._lost_on_error():
-            spin_until_readable(self._peers[0], self._broadcast_spin)
             kind, data = _receive(self._peers[0], self._broadcast_timeout)
             if kind == _BROADCAST_TO_CONFIRM:
                 self._send_to_all(_CONFIRMED, b"")
@@ -191,7 +176,7 @@ class RankSockets:
             poller.register(fd, select.POLLIN)
         while len(received) < len(peers):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = spin(poller, _GATHER_SPIN) or poller.poll(None if left is None else 1000.0 * left)
+            ready = poller.poll(None if left is None else 1000.0 * left)
             if not ready:
                 silent = [str(rank) for rank, fd in zip(self._ranks, peers, strict=True) if fd not in received]
                 raise _MissingRanksError(f"rank(s) {', '.join(silent)} sent nothing within {timeout:g} s")
