@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -152,3 +153,49 @@ def test_line_breaks_cannot_make_headers(server: Server, connections: ControlCon
     with pytest.raises(BadRequestError, match="line break"):
         connections.request("POST", "/path", b"", {"Authorization": "Bearer a\r\nX-Evil: 1"}, 5)
     assert ask(connections).text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "stays_open"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n", "hi", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, "hi", True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", "", True),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", "hi", False),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\nX-Kind: a\r\nx-kind: b\r\n\r\n", "", True),
+    ],
+)
+def test_answers_of_every_form_are_read(
+    server: Server, connections: ControlConnections, answer: bytes, text: str, stays_open: bool
+) -> None:
+    server.behave = lambda request: answer
+    for _ in range(2):
+        assert ask(connections).text == text
+    assert len(server.connections) == (1 if stays_open else 2)
+
+
+def test_an_answer_may_come_in_parts(server: Server, connections: ControlConnections) -> None:
+    body = bytes(300_000)
+    whole = b"HTTP/1.1 200 OK\r\nX-Kind: first\r\nX-Kind: second\r\nContent-Length: 300000\r\n\r\n" + body
+
+    def behave(request: bytes) -> bytes:
+        for start in (0, 20, 90):  # inside of the head, and at the body
+            server.connections[0].sendall(whole[start : {0: 20, 20: 90, 90: 1000}[start]])
+            time.sleep(0.02)
+        return whole[1000:]
+
+    server.behave = behave
+    for _ in range(2):
+        answer = ask(connections)
+        assert (answer.content, answer.headers.get("x-kind")) == (body, "first")
+    assert len(server.connections) == 1
+
+
+def test_an_answer_that_breaks_off_is_no_answer(server: Server, connections: ControlConnections) -> None:
+    def behave(request: bytes) -> str:
+        server.connections[0].sendall(OK[:-1])
+        return "close"
+
+    server.behave = behave
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(connections)

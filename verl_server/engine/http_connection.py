@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import overload
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,6 +24,26 @@ from verl_server.errors import BadRequestError
 
 _MAX_IDLE = 8
 """Most idle connections that are kept for later calls."""
+_PEEKED = 1 << 16
+"""Bytes in which the head of an answer is looked for. The head of a longer one is left to `http.client`."""
+
+
+class Headers:
+    """The headers of an answer. Of a repeated header, the first value counts."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._values: dict[str, str] = {}
+        for name, value in pairs:
+            self._values.setdefault(name.lower(), value)
+
+    @overload
+    def get(self, name: str) -> str | None: ...
+
+    @overload
+    def get(self, name: str, default: str) -> str: ...
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        return self._values.get(name.lower(), default)
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,7 @@ class Answer:
     """A complete HTTP response."""
 
     status_code: int
-    headers: http.client.HTTPMessage
+    headers: Headers
     content: bytes
 
     @property
@@ -66,10 +87,7 @@ class ControlConnections:
             connection.settimeout(timeout)
             # Head and body in one write: two writes would wake the server twice.
             connection.sendall(self._head(method, path, headers, body) + (body or b""))
-            with http.client.HTTPResponse(connection, method=method) as response:
-                response.begin()
-                answer = Answer(response.status, response.headers, response.read())
-                keep = not response.will_close
+            answer, keep = _read_plain(connection) or _read_any(connection, method)
         finally:
             self._give_back(connection, keep)
         return answer
@@ -123,6 +141,43 @@ class ControlConnections:
             return connection if self._tls is None else self._tls.wrap_socket(connection, server_hostname=address[0])
         except TimeoutError as error:  # TimeoutError would mean a server that is silent during a call
             raise ConnectionError(f"no connection within {self._connect_timeout} s") from error
+
+
+def _read_plain(connection: socket.socket) -> tuple[Answer, bool] | None:
+    """Read an answer as verl-server sends it: HTTP/1.1, with a length. Return the answer, and True: it stays open.
+
+    `http.client` needs a quarter of a millisecond or more for an answer, which it parses as an e-mail. Return None for
+    any other answer, and read nothing of it.
+    """
+    if isinstance(connection, ssl.SSLSocket):  # which cannot be looked into
+        return None
+    start = connection.recv(_PEEKED, socket.MSG_PEEK)
+    head, end, _ = start.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    if not end or not status.startswith("HTTP/1.1 ") or not status[9:12].isdigit() or status[9:12] < "200":
+        return None
+    headers = Headers((name, value.strip()) for name, _, value in (line.partition(":") for line in lines))
+    length = headers.get("content-length", "")
+    unusual = headers.get("transfer-encoding") or headers.get("connection") or status[9:12] in ("204", "304")
+    if unusual or not (length.isascii() and length.isdigit()):
+        return None
+    left = len(head) + len(end) + int(length)
+    parts = []
+    while left:
+        data = connection.recv(min(left, _PEEKED))
+        if not data:
+            raise http.client.IncompleteRead(b"", left)
+        parts.append(data)
+        left -= len(data)
+    return Answer(int(status[9:12]), headers, b"".join(parts)[len(head) + len(end) :]), True
+
+
+def _read_any(connection: socket.socket, method: str) -> tuple[Answer, bool]:
+    """Read an answer of any form. Return the answer, and whether the connection stays open."""
+    with http.client.HTTPResponse(connection, method=method) as response:
+        response.begin()
+        answer = Answer(response.status, Headers(response.headers.items()), response.read())
+        return answer, not response.will_close
 
 
 def _was_closed(connection: socket.socket) -> bool:

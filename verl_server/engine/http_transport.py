@@ -166,18 +166,18 @@ class HttpTransport:
 
     def get(self, path: str) -> Any:
         """Send a GET request and return the JSON body of the answer."""
-        answer = self._send("GET", path, self._request(self._api_key, None, INFO_TIMEOUT), INFO_TIMEOUT)
+        answer = self._send("GET", path, self._api_key, None, INFO_TIMEOUT)
         raise_for(answer)
         return orjson.loads(answer.content)
 
     def probe(self, path: str) -> Answer:
         """Send a GET request and return the answer, whatever its status and whichever run answers."""
         with self._instance.addressing(None):
-            return self._send("GET", path, self._request(self._api_key, None, INFO_TIMEOUT), INFO_TIMEOUT)
+            return self._send("GET", path, self._api_key, None, INFO_TIMEOUT)
 
     def post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Answer:
         """Send a POST request to a control route, with the admin key."""
-        return self._send("POST", path, self._request(self._control_key, body, timeout), timeout)
+        return self._send("POST", path, self._control_key, body, timeout)
 
     async def async_post(self, path: str, body: dict[str, Any], timeout: float) -> None:
         """Send a POST request to a control route on the running event loop. Raise the error of an error answer."""
@@ -191,26 +191,36 @@ class HttpTransport:
 
     # -- shared ---------------------------------------------------------------------------------------------
 
-    def _send(self, method: str, path: str, request: dict[str, Any], timeout: float) -> Answer:
+    def _send(self, method: str, path: str, key: str | None, body: dict[str, Any] | None, timeout: float) -> Answer:
         """Send a control request and return the answer.
 
         If the call ends early, its connection closes; the server then withdraws the request if it has not begun.
         """
+        headers, content = self._headers_and_content(key, body)
         with self._translated(timeout, UnansweredError):
-            answer = self._controls.request(method, path, request.get("content"), request["headers"], timeout)
+            answer = self._controls.request(method, path, content, headers, timeout)
         self._instance.check(answer.status_code, answer.headers.get(INSTANCE_HEADER))
         return answer
 
     def _request(self, key: str | None, body: dict[str, Any] | bytes | None, timeout: float | None) -> dict[str, Any]:
         """Return the keyword arguments of an httpx request: headers, timeout, and `body` as JSON unless it is bytes."""
+        headers, content = self._headers_and_content(key, body)
+        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
+        if content is not None:
+            request["content"] = content
+        return request
+
+    def _headers_and_content(
+        self, key: str | None, body: dict[str, Any] | bytes | None
+    ) -> tuple[dict[str, str], bytes | None]:
+        """Return the headers of a request, and `body` as JSON unless it is bytes."""
         headers = self._instance.headers()
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        request: dict[str, Any] = {"headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-            request["content"] = body if isinstance(body, bytes) else encode(body)
-        return request
+        if body is None:
+            return headers, None
+        headers["Content-Type"] = "application/json"
+        return headers, body if isinstance(body, bytes) else encode(body)
 
     @contextlib.contextmanager
     def _translated(
