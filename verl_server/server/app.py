@@ -19,7 +19,7 @@ from verl_server.errors import VerlServerError
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
-from verl_server.server.dialects.operation import Operation
+from verl_server.server.dialects.operation import Operation, exact_first
 from verl_server.server.dialects.sessions.routes import SessionApi
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.health_routes import HealthApi
@@ -50,7 +50,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
     mounted = operations(manager, server_args, rules, sessions)
     control_paths = {path for operation in mounted if operation.control for path in operation.paths}
     app = Starlette(
-        routes=[route for operation in mounted for route in operation.routes()],
+        routes=exact_first([route for operation in mounted for route in operation.routes()]),
         exception_handlers={
             VerlServerError: _on_error,
             HTTPException: _on_http_exception,

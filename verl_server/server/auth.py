@@ -18,16 +18,17 @@ need an owner's key, which is either key; they exist only if a key is set.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import ForbiddenError
+from verl_server.server.first_headers import first_headers
 from verl_server.server.responses import error_headers, error_object, json_response
 from verl_server.server.sessions.access import (
     SessionAccess,
@@ -57,67 +58,53 @@ class AccessRules:
 
     def refusal(self, scope: Scope) -> Response | None:
         """Check a request to a route that affects that request only. If `api_key` is set, either key is sufficient."""
-        return None if self._api_key is None or self.is_owner(scope) else unauthorized()
+        return None if self._api_key is None or self.is_owner(_sent_keys(scope)) else unauthorized()
 
     def control_refusal(self, scope: Scope) -> Response | None:
         """Check a request to a route that affects the whole server."""
-        headers = Headers(scope=scope)
         key = self._api_key if self._admin_api_key is None else self._admin_api_key
-        if key is not None and not _sends_one_of(headers, [key]):
+        if key is not None and not _is_one_of(_sent_keys(scope), [key]):
             return unauthorized()
-        return self._page_refusal(headers, scope["path"])
+        return self._page_refusal(first_headers(scope), scope["path"])
 
     def owner_refusal(self, scope: Scope) -> Response | None:
         """Check a request to a session route: it needs a key, also where ordinary routes are open."""
         if not self.owner_keys:
             return without_owner_key()
-        headers = Headers(scope=scope)
-        if not _sends_one_of(headers, self.owner_keys):
+        if not self.is_owner(_sent_keys(scope)):
             return unauthorized()
-        return self._page_refusal(headers, scope["path"])
+        return self._page_refusal(first_headers(scope), scope["path"])
 
     @property
     def owner_keys(self) -> list[str]:
         """The keys that own sessions."""
         return [key for key in (self._api_key, self._admin_api_key) if key is not None]
 
-    def is_owner(self, scope: Scope) -> bool:
-        """Return True if the request has one of the server's keys."""
-        return _sends_one_of(Headers(scope=scope), self.owner_keys)
+    def is_owner(self, sent: list[bytes]) -> bool:
+        """Return True if one of the keys that a request has is a key of the server."""
+        return _is_one_of(sent, self.owner_keys)
 
-    def _page_refusal(self, headers: Headers, path: str) -> Response | None:
+    def _page_refusal(self, headers: dict[bytes, bytes], path: str) -> Response | None:
         """Refuse a request that a web page of another origin may have sent."""
-        site = headers.get("sec-fetch-site", "").lower()
+        site = headers.get(b"sec-fetch-site", b"").decode("latin-1").lower()
         if site in _FOREIGN_SITES:
             return _forbidden(f"{path} refuses requests from web pages of another origin (Sec-Fetch-Site: {site}).")
         if not self._is_loopback:
             return None
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if host and not self._is_own_name(host):
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers[b"origin"].decode("latin-1") if b"origin" in headers else None
+        if host and not _is_own_name(host, self._host):
             return _forbidden(
                 f"{path} refuses the Host {host!r}: this server listens on {self._host}, and a web page may have sent "
                 "the request. Use localhost or 127.0.0.1 in the URL. A proxy must send one of these names as Host."
             )
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return _forbidden(f"{path} refuses requests from web pages of the origin {origin!r}.")
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if media_type in _FORM_TYPES:
             message = f"{path} refuses {media_type}, which web forms send. Set Content-Type: application/json."
             return json_response(error_object(message, 415, "UnsupportedMediaType"), 415)
         return None
-
-    def _is_own_name(self, host: str) -> bool:
-        """Return True if a Host header names the loopback interface."""
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        except ValueError:
-            return False
-        if name in ("localhost", self._host.lower()) or name.endswith(".localhost"):
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return False
 
 
 class AuthMiddleware:
@@ -135,8 +122,8 @@ class AuthMiddleware:
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        sent = _sent_keys(Headers(scope=scope))
-        found = self._sessions.resolve(scope, sent, self._rules.is_owner(scope))
+        sent = _sent_keys(scope)
+        found = self._sessions.resolve(scope, sent, self._rules.is_owner(sent))
         path: str = scope["path"]
         if not isinstance(found, bool):
             return found
@@ -149,19 +136,35 @@ class AuthMiddleware:
         return self._rules.refusal(scope)
 
 
-def _sends_one_of(headers: Headers, keys: list[str]) -> bool:
-    """Return True if either header holds one of the keys. Both headers have the same rights."""
-    sent = _sent_keys(headers)
+@functools.lru_cache(maxsize=64)
+def _is_own_name(host: str, own: str) -> bool:
+    """Return True if a Host header names the loopback interface. `own`: the host on which the server listens."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if name in ("localhost", own.lower()) or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_one_of(sent: list[bytes], keys: list[str]) -> bool:
+    """Return True if one of the sent keys is one of `keys`."""
     return any(hmac.compare_digest(each, key.encode()) for each in sent for key in keys)
 
 
-def _sent_keys(headers: Headers) -> list[bytes]:
-    """Return the keys of both headers."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    given = [bearer] if scheme.lower() == "bearer" else []
-    given += headers.getlist("x-api-key")
-    # Bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
-    return [key.strip().encode("latin-1") for key in given]
+def _sent_keys(scope: Scope) -> list[bytes]:
+    """Return the keys of both headers, which have the same rights.
+
+    They are bytes: a header is latin-1 text, and compare_digest accepts only ASCII text.
+    """
+    scheme, _, bearer = first_headers(scope).get(b"authorization", b"").partition(b" ")
+    given = [bearer] if scheme.lower() == b"bearer" else []
+    given += [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return [key.strip() for key in given]
 
 
 def _forbidden(message: str) -> Response:

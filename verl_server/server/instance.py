@@ -9,17 +9,20 @@ Any run serves a request without the header.
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import ServerRestartedError
 from verl_server.io_struct import EXPECTED_INSTANCE_HEADER, INSTANCE_HEADER
+from verl_server.server.first_headers import first_headers
 from verl_server.server.responses import status_error
+
+_EXPECTED = EXPECTED_INSTANCE_HEADER.lower().encode()
 
 
 class InstanceMiddleware:
     def __init__(self, app: ASGIApp, instance_id: str) -> None:
         self._app, self._instance_id = app, instance_id
+        self._header = INSTANCE_HEADER.lower().encode(), instance_id.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -28,11 +31,13 @@ class InstanceMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[INSTANCE_HEADER] = self._instance_id
+                message["headers"] = [*message.get("headers", ()), self._header]
             await send(message)
 
-        expected = Headers(scope=scope).get(EXPECTED_INSTANCE_HEADER, self._instance_id)
-        app = self._app if expected == self._instance_id else status_error(self._restarted(expected))
+        expected = first_headers(scope).get(_EXPECTED)
+        app = self._app
+        if expected is not None and expected != self._header[1]:
+            app = status_error(self._restarted(expected.decode("latin-1")))
         await app(scope, receive, send_with_id)
 
     def _restarted(self, expected: str) -> ServerRestartedError:

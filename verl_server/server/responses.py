@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
+from verl_server.server.first_headers import first_headers
 from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
@@ -143,7 +144,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raise ClientDisconnectedError if the client disconnects before the end of the body.
     """
-    declared = request.headers.get("content-length", "")
+    declared = first_headers(request.scope).get(b"content-length", b"").decode("latin-1")
     if declared.isdigit() and int(declared) > limit:
         if "100-continue" not in request.headers.get("expect", "").lower():
             await _discard(request)
@@ -151,19 +152,21 @@ async def read_body(request: Request, limit: int) -> bytes:
             f"The body has {declared} bytes; this server accepts at most {limit} (max_request_bytes)."
         )
     chunks: list[bytes] = []
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                chunks.clear()
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+            if more:
                 await _discard(request)
-                raise BodyTooLargeError(
-                    f"The body has more than {limit} bytes, which is this server's limit (max_request_bytes)."
-                )
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise ClientDisconnectedError from None
+            raise BodyTooLargeError(
+                f"The body has more than {limit} bytes, which is this server's limit (max_request_bytes)."
+            )
+        chunks.append(chunk)
     return b"".join(chunks)
 
 
@@ -193,21 +196,26 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     The body must have been read before.
     """
-    task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnectedError
-        return task.result()
-    finally:
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
         task.cancel()
-        disconnected.cancel()
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    watcher = asyncio.ensure_future(watch())
+    try:
+        return await work  # in this task: a task of its own would take two more turns of the loop
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:  # else somebody cancelled this task, too
+            raise ClientDisconnectedError from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 class EventStream(StreamingResponse):

@@ -11,10 +11,10 @@ names a request of `/inference/v1/generate`.
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError
+from verl_server.server.first_headers import first_headers
 from verl_server.server.responses import bad_request
 
 _RANK_HEADER = "X-data-parallel-rank"
@@ -27,9 +27,10 @@ class RoutingHeadersMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rank = Headers(scope=scope).get(_RANK_HEADER) if scope["type"] == "http" else None
-        if rank is None or rank.strip() == "0":
+        rank = first_headers(scope).get(_RANK_HEADER.lower().encode()) if scope["type"] == "http" else None
+        if rank is None or rank.strip() == b"0":
             await self._app(scope, receive, send)
             return
-        message = f"{_RANK_HEADER}: {rank[:20]} is not served: this server has one data-parallel rank, 0."
+        shown = rank[:20].decode("latin-1")
+        message = f"{_RANK_HEADER}: {shown} is not served: this server has one data-parallel rank, 0."
         await bad_request(BadRequestError(message))(scope, receive, send)

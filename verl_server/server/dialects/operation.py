@@ -7,14 +7,15 @@ places: in the struct (implemented), in `refused`, or in `without_effect`. Other
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Receive, Scope, Send
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -65,3 +66,36 @@ class Operation:
 
     def routes(self) -> list[Route]:
         return [Route(path, self.handler, methods=list(self.methods)) for path in self.paths]
+
+
+def exact_first(routes: Sequence[Route]) -> list[BaseRoute]:
+    """Return `routes` with a table of all paths without parameters before them.
+
+    Starlette compares a path with one route after the other, which takes 0.1 ms for a hundred routes.
+    """
+    return [_ExactRoutes(routes), *routes]
+
+
+class _ExactRoutes(BaseRoute):
+    """A table of routes by method and path. What it does not find is left to the routes behind it."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes: dict[tuple[str, str], Route] = {}
+        for exact in (route for route in routes if "{" not in route.path):
+            for method in exact.methods or ():
+                # The first route that matches serves the path, as without the table.
+                found = (r for r in routes if method in (r.methods or ()) and r.path_regex.match(exact.path))
+                self._routes[method, exact.path] = next(found)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        route = self._find(scope)
+        return (Match.NONE, {}) if route is None else route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._find(scope)
+        assert route is not None
+        scope["route"] = route
+        await route.handle(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Route | None:
+        return self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None

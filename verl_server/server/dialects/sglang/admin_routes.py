@@ -221,14 +221,14 @@ class ControlApi:
             body = {}
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
-        known = [name for name in kind.__struct_fields__ if name != "id"]
-        ignored = [key for key in body if key not in known and key not in _BASE_FIELDS]
-        self._manager.metrics.fields_ignored(request.url.path, len(ignored))
+        known = kind.__struct_fields__
+        if ignored := [key for key in body if (key not in known and key not in _BASE_FIELDS) or key == "id"]:
+            self._manager.metrics.fields_ignored(request.scope["path"], len(ignored))
         try:
-            given = {key: body[key] for key in known if body.get(key) is not None}
+            given = {key: value for key, value in body.items() if value is not None and key in known and key != "id"}
             return msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise BadRequestError(f"{request.url.path}: {error}".replace("`$.", "`")) from None
+            raise BadRequestError(f"{request.scope['path']}: {error}".replace("`$.", "`")) from None
 
 
 def _operation(
