@@ -6,7 +6,7 @@ decides which calls a transaction admits, and when it ends: see `scheduler/trans
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +21,7 @@ class Transaction:
     """State of the weights before the first write."""
     torn_by: str
     """Reason why the weights were torn before the first write, if they were."""
-    unwritten: dict[str, None]
+    unwritten: Collection[str]
     """Parameters that, before the first write, were missing for the weights to serve."""
     full: bool = False
     """True if the caller promised to push every parameter."""
@@ -50,6 +50,6 @@ class Transaction:
             return []
         return [name for name in parameters if name not in self.written]
 
-    def still_unwritten(self) -> dict[str, None]:
+    def still_unwritten(self) -> list[str]:
         """Return the parameters that must still be written after the transaction before the weights can serve."""
-        return {name: None for name in self.unwritten if name not in self.written}
+        return [name for name in self.unwritten if name not in self.written]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -76,11 +76,11 @@ class WeightUpdater:
         self._model, self._tp, self._sources = model, tp, sources
         self._inspector = WeightInspector(model.weight_map, tp)
         self._transaction: Transaction | None = None
-        self._unwritten: dict[str, None] = {}
-        """Parameters that must be written before torn or not loaded weights can serve."""
+        self._unwritten: Collection[str] = ()
+        """Parameters that must be written before torn or not loaded weights can serve. Replaced, never changed."""
         self._torn_by = ""
         self._released: dict[str, None] = {}
-        self._before_sleep: tuple[State, dict[str, None]] | None = None
+        self._before_sleep: tuple[State, Collection[str]] | None = None
         """State and unwritten parameters before the release, which a restored backup brings back."""
 
     def check(self, req: WeightReq) -> None:
@@ -248,7 +248,7 @@ class WeightUpdater:
 
     def _settle(self, transaction: Transaction) -> str:
         """Make the written weights the new version. Return the message of the reply."""
-        self._unwritten = transaction.still_unwritten() if not transaction.failed else {}
+        self._unwritten = transaction.still_unwritten() if not transaction.failed else ()
         self.state = transaction.state if self._unwritten else "serving"
         self._torn_by = transaction.torn_by
         self.epoch += 1
@@ -309,7 +309,7 @@ class WeightUpdater:
 
     def _tear(self, reason: str) -> None:
         self.state, self._torn_by = "torn", reason
-        self._unwritten = dict.fromkeys(self._model.weight_map.slots)
+        self._unwritten = self._model.weight_map.slots
 
     def _label(self, version: str) -> None:
         """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
@@ -368,7 +368,7 @@ class WeightUpdater:
                 if everywhere and self._before_sleep is not None:
                     self.state, self._unwritten = self._before_sleep
                 else:
-                    self.state, self._unwritten = "not_loaded", dict.fromkeys(self._model.weight_map.slots)
+                    self.state, self._unwritten = "not_loaded", self._model.weight_map.slots
             elif tag == "kv_cache":
                 self._resume_all(memory.resume_kv_cache, memory.release_kv_cache)
             else:
