@@ -154,6 +154,7 @@ class Cycle:
         self._optimizer.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # else the allocator keeps the activations, and the server cannot resume
 
     def _generate(self) -> list[int]:
         sampling = {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True}
