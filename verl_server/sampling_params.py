@@ -20,6 +20,19 @@ TOP_K_ALL = 1 << 30
 LogprobsMode = Literal["default", "raw", "sampling"]
 """The distribution of the log-probabilities of output tokens; see `SamplingParams.logprobs_mode`."""
 
+PolicyLogprobs = Literal["same", "given", "unknown"]
+"""Where the policy's log-probabilities of the output tokens are: log-softmax(model's logits / temperature), which is
+what a trainer computes. "same": they are the reported ones. "given": they stand beside the reported ones, because these
+are of edited logits. "unknown": the reported ones are of edited logits, and nobody computed the policy's."""
+
+EDITS = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    *("min_new_tokens", "allowed_token_ids", "bad_words"),
+)
+"""Fields that edit the model's logits before a token is drawn. A grammar edits them, too."""
+FILTERS = ("top_p", "top_k", "min_p")
+"""Fields that remove tokens from the distribution, whose log-probabilities are those before the removal by default."""
+
 _GREEDY_BELOW = 1e-6
 _INT_BOUND = 1 << 31
 _MOST_STOP_REGEX, _MOST_STOP_REGEX_BYTES = 32, 256
@@ -213,9 +226,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return self.temperature > 0 and (self.top_p < 1 or self.top_k != TOP_K_ALL or self.min_p > 0)
 
     @property
+    def edits(self) -> list[str]:
+        """The `EDITS` that are set."""
+        return [name for name in EDITS if getattr(self, name) and getattr(self, name) != _UNEDITED[name]]
+
+    @property
+    def reports_policy(self) -> bool:
+        """True if the reported log-probabilities are the policy's, unless a grammar edits the logits."""
+        mode = self.logprobs_mode
+        if mode == "raw" and self.temperature not in (0.0, 1.0):
+            return False
+        return not (mode == "sampling" and (self.is_filtered or self.is_greedy)) and not self.edits
+
+    @property
     def is_greedy(self) -> bool:
         """True if every step takes the most likely token."""
         return self.top_k == 1
+
+
+_UNEDITED = {name: getattr(SamplingParams(), name) for name in EDITS}
 
 
 def _is_utf8(text: str) -> bool:

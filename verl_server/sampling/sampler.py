@@ -12,6 +12,11 @@ for a greedy row the sampled token alone. The default is over the allowed vocabu
 `min_new_tokens` count. Temperature 0 counts as 1. Log-probabilities of prompt tokens (`logprobs.PromptCandidates`) are
 always raw.
 
+Where the reported log-probability is not that of the policy (`SampleSpec.adds_policy`), the policy's is reported
+beside it: the fp32 log-softmax of the model's logits / temperature, which is what a trainer computes. And where a mask
+may leave a single token, it is reported whether it did: such a token says nothing about the policy. Both are computed
+on the device from a copy of the model's logits of these rows. Other rows pay nothing.
+
 A draw (`kernels.draw`) is a function of the request's seed, the position of the token and the distribution. It does not
 depend on the other rows of the batch or on earlier steps.
 
@@ -63,6 +68,7 @@ class Sampled:
     host_logprobs: Tensor
     """fp32 [n] log-probabilities of `ids` on the host, valid once the step is done."""
     more: _More | None = None
+    edited: _EditedValues | None = None
 
     def read(self) -> ForwardOutput:
         """The result as Python lists. Call it after the device has done the work that `launch` submitted."""
@@ -71,6 +77,8 @@ class Sampled:
         output = ForwardOutput(ids, logprobs, _by_row(more.top, n), _by_row(more.requested, n))
         for rows, candidates in more.masks:
             output.sampling_masks.update(zip(rows, candidates.read(), strict=True))
+        if self.edited is not None:
+            self.edited.read(output)
         return output
 
 
@@ -88,6 +96,23 @@ class _More:
     """The log-probabilities of requested token ids."""
     masks: list[_Rows] = field(default_factory=list)
     """The tokens that could be drawn."""
+
+
+@dataclass
+class _EditedValues:
+    """What is reported of rows whose logits were edited. Tensors are on the host, valid once the step is done."""
+
+    rows: list[int]
+    policy_logprobs: Tensor
+    """fp32 [len(rows)]"""
+    counted_rows: list[int]
+    has_choice: Tensor
+    """bool [len(counted_rows)]"""
+
+    def read(self, output: ForwardOutput) -> None:
+        """Fill in `output`. Call it after the step is done."""
+        output.policy_logprobs.update(zip(self.rows, self.policy_logprobs.tolist(), strict=True))
+        output.has_choice.update(zip(self.counted_rows, self.has_choice.tolist(), strict=True))
 
 
 def _by_row(parts: list[_Rows], n: int) -> list[TokenLogprobs | None]:
@@ -111,6 +136,21 @@ class _Batch:
     mixed_seeds: Ints
     """int64 [n]: `draw.mix` of the seeds."""
     special: _Special | None
+    edited: _Edited | None
+
+
+@dataclass
+class _Edited:
+    """The rows of the batch with `SampleSpec.adds_policy`, and those with `SampleSpec.counts_choice`."""
+
+    rows: list[int]
+    index: Tensor
+    """`rows` on the device."""
+    scales: Tensor
+    """fp32 [len(rows)]: 1 / temperature."""
+    counted_rows: list[int]
+    counted: Tensor
+    """`counted_rows` on the device."""
 
 
 @dataclass
@@ -189,17 +229,22 @@ class Sampler:
         batch = self._batch
         if batch is None or specs != batch.specs:  # specs are compared by identity
             batch = self._batch = self._prepare(list(specs))
-        special = batch.special
+        special, edited = batch.special, batch.edited
+        unedited = None if edited is None else logits.index_select(0, edited.index)
         raw = None if special is None or special.raw_rows is None else logits.index_select(0, special.raw_rows)
         if masks is not None:
             rows = self._tensor(np.array(masks.rows, dtype=np.int64))
             token_mask.apply(logits, rows, masks.words.to(self._device, non_blocking=True))
         keys = to_device(draw.row_keys(batch.mixed_seeds, positions), self._device)
+        more, has_choice = None, None
+        if special is not None:
+            self._masks.apply(logits, positions)
+        if edited is not None:  # now, because penalties and filters may overwrite the logits
+            allowed = logits.index_select(0, edited.counted) > -torch.inf
+            has_choice = allowed.sum(-1) > 1
         if special is None:
             ids, logprobs = self.ops.choose(logits, batch.scales, batch.greedy, keys)
-            return Sampled(ids, to_host(ids), to_host(logprobs))
-        self._masks.apply(logits, positions)
-        if special.index is None:
+        elif special.index is None:
             ids, logprobs, more = self._sample_special(logits, raw, special, positions, keys)
         else:
             # The special rows are drawn with all others first, then again with their parameters.
@@ -208,7 +253,12 @@ class Sampler:
             own_ids, own_logprobs, more = self._sample_special(logits, raw, special, positions[special.rows], own_keys)
             ids.index_copy_(0, special.index, own_ids)
             logprobs.index_copy_(0, special.index, own_logprobs)
-        return Sampled(ids, to_host(ids), to_host(logprobs), more)
+        values = None
+        if edited is not None and unedited is not None and has_choice is not None:
+            policy = self.ops.distribution(unedited, None, edited.scales)
+            policy_logprobs = policy.of(ids.index_select(0, edited.index).unsqueeze(1)).squeeze(1)
+            values = _EditedValues(edited.rows, to_host(policy_logprobs), edited.counted_rows, to_host(has_choice))
+        return Sampled(ids, to_host(ids), to_host(logprobs), more, values)
 
     def _sample_special(
         self, logits: Tensor, raw: Tensor | None, special: _Special, positions: Ints, keys: Tensor
@@ -263,7 +313,15 @@ class Sampler:
             self._tensor(greedy),
             draw.mix(np.array([s.seed for s in specs], dtype=np.int64)),
             self._prepare_special(specs, rows, scales, greedy, penalized) if rows else None,
+            self._prepare_edited(specs, scales),
         )
+
+    def _prepare_edited(self, specs: list[SampleSpec], scales: npt.NDArray[np.float32]) -> _Edited | None:
+        rows = [i for i, s in enumerate(specs) if s.adds_policy]
+        if not rows:
+            return None
+        counted = [i for i, s in enumerate(specs) if s.counts_choice]
+        return _Edited(rows, self._indices(rows), self._tensor(scales[rows]), counted, self._indices(counted))
 
     def _prepare_special(
         self,

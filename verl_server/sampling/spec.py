@@ -55,6 +55,10 @@ class SampleSpec:
     """True if sampling needs the values of all earlier output tokens on the host."""
     filtered: bool = field(init=False)
     """True if top-k, top-p or min-p may remove tokens."""
+    adds_policy: bool = field(init=False)
+    """True if the reported log-probability is not the policy's, which is reported beside it."""
+    counts_choice: bool = field(init=False)
+    """True if a mask may leave a single token, so that it is reported whether there was a choice."""
     special: bool = field(init=False)
     """True if sampling needs more than a temperature and a draw."""
 
@@ -72,6 +76,8 @@ class SampleSpec:
             "sampling": self.filtered or p.is_greedy,
         }
         self.logprobs_mode = p.logprobs_mode if self.return_logprob and differs[p.logprobs_mode] else "default"
+        self.adds_policy = self.return_logprob and (self.has_grammar or self.masked or not p.reports_policy)
+        self.counts_choice = self.return_logprob and (self.has_grammar or self.masked or p.min_new_tokens > 0)
         reported = self.top_logprobs_num > 0 or self.token_ids_logprob is not None or self.sampling_mask_num > 0
         self.special = self.filtered or edited or reported or self.logprobs_mode != "default"
 
@@ -106,6 +112,11 @@ class ForwardOutput:
     """Log-probabilities of the most likely tokens; None for entries that did not request them."""
     token_ids_logprobs: list[TokenLogprobs | None]
     """Log-probabilities of requested token ids; None for entries that did not request them."""
+    policy_logprobs: dict[int, float] = field(default_factory=dict)
+    """Index -> log-probability of the sampled token under the policy: log-softmax(model's logits / temperature),
+    without mask, penalty or bias. For entries with `SampleSpec.adds_policy`; that of the others is in `logprobs`."""
+    has_choice: dict[int, bool] = field(default_factory=dict)
+    """Index -> True if masks allowed at least two tokens, for entries with `SampleSpec.counts_choice`."""
     sampling_masks: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Index -> all tokens that could be drawn, with their log-probabilities among each other, for entries that
     requested them. No tokens if there are more than `SampleSpec.sampling_mask_num`."""

@@ -44,17 +44,22 @@ class _Bytes(NamedTuple):
     """`allowed_token_ids`: the mask, old and new while a batch changes, and a copy of the logits."""
     mode: int
     """Log-probabilities that are not the default ones."""
+    policy: int
+    """Log-probabilities of the policy beside the reported ones, and whether masks left a choice."""
     top: int
     """Rows that request more than `few` most likely tokens."""
     few: int
 
 
-_TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12, top=4, few=0)
+_TORCH = _Bytes(edited=12, penalties=36, filters=60, mask=14, mode=12, policy=17, top=4, few=0)
 """Edited rows: two copies of the logits in fp32, and the exponentials. Penalties: the counts, old and new while their
-table grows, and six temporaries. Filters: sorted logits, their ids, the sort's workspace, and probabilities in fp64."""
-_KERNELS = _Bytes(edited=2, penalties=18, filters=1, mask=14, mode=4, top=12, few=32)
+table grows, and six temporaries. Filters: sorted logits, their ids, the sort's workspace, and probabilities in fp64. A
+policy: a copy of the model's logits until the draw, and then scaled logits and exponentials in fp32; for the choice a
+copy of the masked logits and a bool before the draw."""
+_KERNELS = _Bytes(edited=2, penalties=18, filters=1, mask=14, mode=4, policy=8, top=12, few=32)
 """Edited rows: the weights of blocks. Penalties: the counts, old and new while their table grows, and the logits in
-fp32. A mode: a copy of the logits."""
+fp32. A mode: a copy of the logits. A policy: a copy of the model's logits until the end; for the choice a copy of the
+masked logits and a bool, or the weights of blocks."""
 _TILE = 128
 """Prompt positions that the product with the vocabulary computes at once."""
 _TOP = 40
@@ -118,10 +123,11 @@ class StepMemory:
 
     def special(self, spec: SampleSpec) -> int:
         """Return the bytes that sampling takes for one request beyond a plain draw."""
-        if not spec.special:
-            return 0
         of = self.sampling
-        each = of.edited + of.penalties * spec.penalized + of.filters * spec.filtered
+        policy = of.policy * spec.adds_policy
+        if not spec.special:
+            return policy * self.vocab_size
+        each = policy + of.edited + of.penalties * spec.penalized + of.filters * spec.filtered
         each += of.mask * spec.masked + of.mode * ((spec.logprobs_mode != "default") + (spec.sampling_mask_num > 0))
         each += 4 * bool(spec.params.logit_bias)
         tokens = spec.top_logprobs_num + spec.sampling_mask_num
@@ -131,7 +137,7 @@ class StepMemory:
         """Return the bytes that sampling takes for `rows` requests which use every setting, without long lists of token
         ids in `token_ids_logprob` and without logits of several kinds of log-probabilities."""
         of = self.sampling
-        each = of.edited + of.penalties + of.filters + of.mask + of.mode + of.top
+        each = of.edited + of.penalties + of.filters + of.mask + of.mode + of.policy + of.top
         return rows * each * self.vocab_size
 
     def prompt_positions(self, top_num: int, requested: Sequence[int] | None) -> int:
