@@ -9,8 +9,19 @@ The log-probabilities that the server returns with each token are those of the b
 algorithm, copy this file. The other modules of this folder are not part of the algorithm: `policy` (the model),
 `batches` (packing), `metrics`, `run_folder` and `checkpoints` (files), `ranks` (processes).
 
-Exit status: 0 if the run is complete, 1 after an error (with a message), 2 for wrong options, 3 if several steps in a
-row had nothing to train on. After status 3 everything is saved, and `--resume` continues the run.
+Exit status:
+
+    0           the run is complete
+    1           an error, or the run could not be saved (the message says what was saved)
+    2           wrong options
+    3           several steps in a row had nothing to train on
+    4           server and trainer disagree about log-probabilities (`logprob_gap`)
+    128 + N     signal N: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP
+
+Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
+(`run_end` says how ranks agree). The last checkpoint stays if a rank is gone, if the disk is full, or after an error in
+the middle of an optimizer step. A signal is obeyed at the next rollout, which it interrupts; a second one ends the
+process at once.
 """
 
 from __future__ import annotations
@@ -20,10 +31,11 @@ import logging
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -55,9 +67,19 @@ from verl_server.train.metrics import (
 )
 from verl_server.train.options import GRPOConfig, TrainArgs
 from verl_server.train.policy import Policy, load_policy, save_policy
-from verl_server.train.ranks import all_ranks, attach_engine, full, launch_engine, over_ranks, setup_ranks
+from verl_server.train.ranks import (
+    SaveGroup,
+    all_ranks,
+    attach_engine,
+    full,
+    launch_engine,
+    over_ranks,
+    setup_ranks,
+)
+from verl_server.train.run_end import Progressing, RunEnd, RunState, StepCounter, exit_status, notes_of
 from verl_server.train.run_folder import RunFolder
-from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
+from verl_server.train.skipped_steps import SkippedSteps
+from verl_server.train.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +137,8 @@ class PolicyTrainer:
         self.optimizer = torch.optim.AdamW(
             policy.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
-        self._steps = steps
+        self.steps = StepCounter()
+        self._run_steps = steps
 
     def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float | None:
         """Largest difference of server's and trainer's log-probability, over tokens that were sampled under `version`.
@@ -142,7 +165,7 @@ class PolicyTrainer:
         config = self.config
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         minibatches = min(config.minibatches, most)
-        progress = step / max(1, self._steps)
+        progress = step / max(1, self._run_steps)
         warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * warmup * max(config.final_learning_rate, 1.0 - progress)
@@ -152,11 +175,11 @@ class PolicyTrainer:
         for _ in range(config.epochs):
             for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
                 minibatch = [samples[row] for row in rows.tolist()]
-                results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress)))
+                results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
         losses = {name: sum(r.losses[name] for r in results) / len(results) for name in results[0].losses}
         return Learned(losses, sum(r.tokens for r in results), sum(r.padded_tokens for r in results))
 
-    def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float) -> Learned:
+    def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float, step: int) -> Learned:
         """One optimizer step on the mean loss over the sampled tokens of all ranks.
 
         The division into micro-batches does not change the gradient.
@@ -181,7 +204,8 @@ class PolicyTrainer:
             (loss * (dist.get_world_size() * mean)).backward()  # type: ignore[no-untyped-call]
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-        self.optimizer.step()
+        with self.steps.step(step):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         totals = over_ranks(torch.stack([value.float() for value in sums.values()]).cpu()) * mean
         losses = dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": float(full(norm))}
@@ -231,7 +255,15 @@ class Step:
 class GRPO:
     """A training run on one rank: its share of the groups, its shards of the model, and the engine of all ranks."""
 
-    def __init__(self, trainer: PolicyTrainer, engine: VerlEngine, loop: Player, ranks: RankGroup) -> None:
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        engine: VerlEngine,
+        loop: Player,
+        ranks: RankGroup,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """`stop`: a request to stop, which interrupts rollouts."""
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
@@ -239,6 +271,7 @@ class GRPO:
         self.version = 0
         """Version of the served weights: one more than the number of the step that trained them; 0 before training."""
         self._ranks = ranks
+        self._stop = stop or StopRequest()
         if trainer.config.groups % ranks.size:
             raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
         self._groups = trainer.config.groups // ranks.size
@@ -254,9 +287,11 @@ class GRPO:
         start = time.monotonic()
         gap = self.trainer.logprob_gap(rollout.trajectories, version) if report.trainable else None
         metrics = describe_rollout(report, step=step, version=version, ranks=self._ranks.size, gap=gap)
-        self.next_step += 1
-        if metrics.skipped is None:
+        if metrics.skipped is not None:
+            self.next_step += 1
+        else:
             learned = self.trainer.update(samples, step)
+            self.next_step += 1
             metrics.losses = learned.losses
             metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
             trained = time.monotonic()
@@ -265,6 +300,14 @@ class GRPO:
             self.push()
             metrics.sync_seconds = time.monotonic() - trained
         return Step(metrics, rollout, report.failures)
+
+    def progress(self) -> Progressing:
+        """Where this rank is, after an error inside of a step, too.
+
+        A step some of whose optimizer steps were applied counts as trained, because its version has other weights now.
+        """
+        trained = -1 if self.trainer.steps.last_step is None else self.trainer.steps.last_step
+        return Progressing(max(self.next_step, trained + 1), max(self.version, trained + 1))
 
     def push(self) -> None:
         """Copy the trainer's weights into the server, as version `self.version`."""
@@ -285,7 +328,8 @@ class GRPO:
         mine: list[tuple[Rollout, list[Sample]]] = []
 
         def play() -> bytes:
-            rollout = self.loop.run(tasks, on_finish)
+            with self._stop.interruptible():
+                rollout = self.loop.run(tasks, on_finish)
             samples = group_advantages(rollout.trajectories, config.normalize_std)
             mine.append((rollout, samples))
             report = report_rollout(
@@ -307,8 +351,9 @@ class GRPO:
 # -- a run from the command line ----------------------------------------------------------------------------
 
 
-def train(args: TrainArgs) -> None:
-    """Run the training on this rank. Every rank calls it under torchrun."""
+def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
+    """Run the training on this rank. Every rank calls it under torchrun. `stop`: a request to stop the run."""
+    stop = stop or StopRequest()
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
@@ -332,21 +377,29 @@ def train(args: TrainArgs) -> None:
         logprob_chunk=args.logprob_chunk,
     )
     trainer = PolicyTrainer(policy, args.grpo, args.steps, device)
-    with _serving(args, device, ranks) as (engine, api_key), _player(args, engine, api_key, agents, renderer) as player:
-        run = GRPO(trainer, engine, player, ranks)
+    saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
+    with (
+        RunEnd(stop, final, device) as end,
+        _serving(args, device, ranks) as (engine, api_key),
+        _player(args, engine, api_key, agents, renderer) as player,
+    ):
+        run = GRPO(trainer, engine, player, ranks, stop)
         if checkpoint is not None:
             progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
             run.next_step, run.version = progress.next_step, progress.version
-        run.push()
+
+        def save(reached: Progressing) -> None:
+            _save_checkpoint(args, trainer, reached, final)
+            save_policy(policy, args.out / "model", tokenizer, final)
+
+        end.protect(RunState(trainer.steps, run.progress, save, str(args.out)))
+        failure: BaseException | None = None
         try:
-            _run_steps(args, run, folder)
-        except UnansweredError:
-            raise  # another rank is gone, and saving needs all ranks
-        except VerlServerError as error:
-            _save(args, run, tokenizer)
-            error.add_note(f"Checkpoint, model and metrics are saved in {args.out}; --resume continues the run.")
-            raise
-        _save(args, run, tokenizer)
+            run.push()
+            _run_steps(args, run, folder, stop, saving)
+        except BaseException as error:
+            failure = error
+        end.finish(failure)
 
 
 @contextlib.contextmanager
@@ -395,7 +448,7 @@ def _player(
         yield loop
 
 
-def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
+def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder, stop: StopRequest, saving: SaveGroup) -> None:
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
         torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
@@ -407,20 +460,21 @@ def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder) -> None:
                 failed, episodes = step.metrics.failed, step.metrics.trajectories
                 errors = count_errors(step.failures)
                 logger.warning("Step %d: %d of %d episodes failed: %s", step.metrics.step, failed, episodes, errors)
-        skipped.note(step.metrics)
+        with stop.interruptible():
+            skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:
-            _save_checkpoint(args, run)
+            _save_checkpoint(args, run.trainer, run.progress(), saving)
 
 
-def _save(args: TrainArgs, run: GRPO, tokenizer: Any) -> None:
-    """Write the checkpoint and the model. All ranks call it."""
-    _save_checkpoint(args, run)
-    save_policy(run.trainer.policy, args.out / "model", tokenizer)
-
-
-def _save_checkpoint(args: TrainArgs, run: GRPO) -> None:
-    trainer = run.trainer
-    save_checkpoint(args.out, trainer.policy, trainer.optimizer, next_step=run.next_step, version=run.version)
+def _save_checkpoint(args: TrainArgs, trainer: PolicyTrainer, reached: Progressing, saving: SaveGroup) -> None:
+    save_checkpoint(
+        args.out,
+        trainer.policy,
+        trainer.optimizer,
+        next_step=reached.next_step,
+        version=reached.version,
+        saving=saving,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -437,17 +491,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     try:
-        train(args)
-    except VerlServerError as error:
-        # Every rank has the same error, so rank 0 prints it. But rank 0 may not know that another rank is gone, so
-        # every rank that does know prints that error.
-        if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
-            print(" ".join([f"{prog}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
-        return 3 if isinstance(error, NothingToTrainError) else 1
+        with StopRequest().installed() as stop:
+            train(args, stop)
+    except (Exception, KeyboardInterrupt) as error:
+        _report(prog, error)
+        return exit_status(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _report(prog: str, error: BaseException) -> None:
+    """Print the error. Every rank prints an unexpected error of its own with a traceback."""
+    if not isinstance(error, VerlServerError | KeyboardInterrupt):
+        traceback.print_exception(error)  # with its notes
+        return
+    # Every rank has the same error, so rank 0 prints it. But rank 0 may not know that another rank is gone, so every
+    # rank that does know prints that error.
+    if not dist.is_initialized() or dist.get_rank() == 0 or isinstance(error, UnansweredError):
+        text = str(error) or type(error).__name__
+        print(" ".join([f"{prog}: {text}", *notes_of(error)]), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from verl_server.errors import BadRequestError
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
+from verl_server.train.ranks import SAVE_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class TrainArgs:
     """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol).
 
     Exit status: 0 if the run is complete, 1 after an error, 2 for wrong options, 3 if several steps in a row had
-    nothing to train on (everything is saved, and --resume continues the run).
+    nothing to train on, 4 if server and trainer disagree about log-probabilities, 130 after SIGINT, 143 after SIGTERM.
+    Whatever ends the steps, everything is saved, and --resume continues the run.
     """
 
     model_path: str
@@ -85,6 +87,9 @@ class TrainArgs:
     reward: str | None = None
     """With --agent: `environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode.
     Default: `environment` if there is one, `exit` for a program."""
+    agent_sampling: Literal["override", "refuse"] = "override"
+    """What happens to an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias. The trainer's
+    values win, and the turn records what was asked for (`override`); or the request is answered with 400 (`refuse`)."""
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""
     out: Path = Path("runs/grpo")
@@ -119,6 +124,8 @@ class TrainArgs:
     """Largest number of environment sessions at one time, per rank."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds that one rank waits for another. Must exceed --trajectory-timeout."""
+    save_timeout: float = SAVE_TIMEOUT
+    """Seconds that one rank waits for another when they save."""
     server_url: Annotated[str | None, tyro.conf.arg(name="server")] = None
     """URL of a running rollout server of the same model on this host. By default a server is launched."""
     server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))

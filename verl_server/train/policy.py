@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
 from verl_server.errors import BadRequestError
+from verl_server.train.durable import discard, publish, temporary_folder
 from verl_server.train.logprobs import token_logprobs
-from verl_server.weight_sync.trainer.sender import gather_full_tensors
+from verl_server.train.ranks import SaveGroup
 
 
 class Policy(nn.Module):
@@ -30,6 +32,7 @@ class Policy(nn.Module):
         _check_head(language_model)
         self.language_model = language_model
         self.logprob_chunk = logprob_chunk
+        self._stored: list[tuple[str, nn.Parameter]] | None = None
 
     def forward(
         self, tokens: Tensor, positions: Tensor, temperature: float, entropy: bool = True
@@ -49,6 +52,18 @@ class Policy(nn.Module):
     def named_weights(self) -> list[tuple[str, Tensor]]:
         """[(Hugging Face name, parameter)]. Sharded parameters are this rank's DTensors."""
         return list(self.language_model.named_parameters())
+
+    def stored_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """[(Hugging Face name, fp32 parameter that the optimizer updates)], tied parameters once.
+
+        They are the same objects at all times. `named_weights` may have gathered, temporary ones after an error inside
+        a pass.
+        """
+        return self._stored or list(self.language_model.named_parameters())
+
+    def remember_stored_weights(self) -> None:
+        """Note the parameters now. `load_policy` calls it after sharding."""
+        self._stored = list(self.language_model.named_parameters())
 
 
 def load_policy(
@@ -78,15 +93,65 @@ def load_policy(
         # The root is resharded after each forward pass. Otherwise a push after a forward pass without a backward pass
         # would read gathered, temporary tensors.
         fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    policy.remember_stored_weights()
     return policy.train()
 
 
-def save_policy(policy: Policy, folder: Path, tokenizer: Any) -> None:
-    """Write a Hugging Face folder. All ranks call it, and rank 0 writes."""
-    state = {name: tensor.detach().cpu() for name, tensor in gather_full_tensors(policy.named_weights())}
-    if dist.get_rank() == 0:
-        policy.language_model.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup | None = None) -> None:
+    """Write a Hugging Face folder, complete or not at all. All ranks call it, and rank 0 writes.
+
+    `saving`: the connections to use; by default they are made for this call.
+    """
+    saving = saving or SaveGroup.of_all_ranks()
+    state = full_weights(policy, saving)
+
+    def write(_: list[bytes]) -> None:
+        new = temporary_folder(folder)
+        try:
+            policy.language_model.save_pretrained(new, state_dict=state)
+            tokenizer.save_pretrained(new)
+            publish(folder)
+        except BaseException:
+            discard(folder)
+            raise
+
+    saving.ranks.call("save_policy", write)
+
+
+def full_weights(policy: Policy, saving: SaveGroup) -> dict[str, Tensor]:
+    """The fp32 weights in full, on the CPU, on rank 0; {} on the other ranks. All ranks call it.
+
+    Shards pass from rank to rank in main memory, so it works while the GPUs have no memory left, and after an error in
+    a collective of the training.
+    """
+    state = {}
+    for name, parameter in policy.stored_weights():
+        full = _full(name, parameter.detach(), saving)
+        if full is not None:
+            state[name] = full
+    return state
+
+
+def _full(name: str, tensor: Tensor, saving: SaveGroup) -> Tensor | None:
+    """The full tensor on rank 0, from the shards of all ranks (None elsewhere)."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.cpu()
+    if saving.ranks.size == 1 or not isinstance(tensor, DTensor):
+        return local if saving.ranks.rank == 0 else None
+    if tensor.placements != (Shard(0),):  # FSDP2 over one dimension shards rows
+        raise BadRequestError(f"'{name}' has the placements {tensor.placements}. Only rows can be saved: (Shard(0),).")
+    rows = -(-tensor.shape[0] // saving.ranks.size)  # of every shard but the last ones
+    if saving.ranks.rank > 0:
+        if len(local):
+            dist.send(local.contiguous(), 0, group=saving.process_group)
+        return None
+    full = torch.empty(tensor.shape, dtype=local.dtype)
+    full[: len(local)] = local
+    for rank in range(1, saving.ranks.size):
+        part = full[rank * rows : (rank + 1) * rows]
+        if len(part):
+            dist.recv(part, rank, group=saving.process_group)
+    return full
 
 
 def _check_head(language_model: Any) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.engine.rank_group import RANK_TIMEOUT, RankGroup
 from verl_server.engine.verl_engine import VerlEngine
+
+SAVE_TIMEOUT = 600.0
+"""Default of the seconds that one rank waits for another when they save."""
 
 
 def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
@@ -39,6 +43,27 @@ def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TI
 def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
     """The group of all trainer ranks for collective calls. An error of one rank is raised on all ranks."""
     return RankGroup(list(range(dist.get_world_size())), timeout, timeout)
+
+
+@dataclass
+class SaveGroup:
+    """What the ranks save through: connections of their own, so that a collective that failed elsewhere cannot mix in.
+
+    All of them are on the CPU, and every wait has a bound.
+    """
+
+    ranks: RankGroup
+    """For errors and for what the first rank does."""
+    process_group: dist.ProcessGroup
+    """For shards."""
+
+    @classmethod
+    def of_all_ranks(cls, timeout: float = SAVE_TIMEOUT) -> SaveGroup:
+        """Make one for all ranks. Every rank calls it. `timeout`: seconds that one rank waits for another."""
+        if dist.get_world_size() == 1:
+            return cls(all_ranks(timeout), dist.group.WORLD)
+        bound = datetime.timedelta(seconds=timeout)
+        return cls(all_ranks(timeout), dist.new_group(backend="gloo", timeout=bound))
 
 
 def launch_engine(model_path: str, device: torch.device, **settings: Any) -> VerlEngine:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 class NothingToTrainError(VerlServerError):
     """Raised after too many steps in a row with nothing to train on. The message names the cause."""
 
+    exit_status = 3
+
 
 class SkippedSteps:
     def __init__(self, most: int, pause: float) -> None:

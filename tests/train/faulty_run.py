@@ -1,0 +1,205 @@
+"""`python -m tests.train.faulty_run FAULT RANK [grpo's arguments]`: a GRPO run in which one rank has a fault.
+
+There is neither a server nor an environment: a player makes trajectories that are a function of the task, so a resumed
+run has exactly the weights of a run without a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from verl_server.rollout.agent_loop import Rollout
+from verl_server.rollout.trajectory import StopReason, Task, Trajectory
+from verl_server.train import grpo, run_end
+from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.policy import Policy
+from verl_server.train.run_folder import RunFolder
+
+STEP = 2
+"""The step with the fault."""
+
+
+class _Engine:
+    url = "http://nowhere"
+
+    def update_weights_from_tensor(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class _Player:
+    """Plays for no time at all, unless `wait` is set."""
+
+    environment_url = "http://nowhere"
+    wait: Callable[[], Any] | None = None
+
+    def run(self, tasks: Sequence[Task], on_finish: Any = None) -> Rollout:
+        if self.wait is not None:
+            asyncio.run(self.wait())
+        version = str(int((tasks[0].episode_id or "0").split("-")[0]))
+        return Rollout(trajectories=[_trajectory(task, version) for task in tasks], seconds=0.1)
+
+
+def _trajectory(task: Task, version: str) -> Trajectory:
+    trajectory = Trajectory(task=task)
+    seed = task.sampling_seed or 0
+    length = 1 + seed % 3
+    trajectory.append_observation({}, [1, 2])
+    trajectory.append_output([3 + (seed * 7 + i) % 30 for i in range(length)], [-3.0] * length, [version] * length)
+    trajectory.turns[0].reward = float(seed % 2)
+    trajectory.finish(StopReason.DONE)
+    return trajectory
+
+
+def _inject(fault: str, player: _Player, patch: Callable[[Any, str, Any], None]) -> None:
+    """Patch what the fault needs. It happens in step `STEP`."""
+    calls = {"pushes": 0, "passes": 0}
+    step = {"now": -1}
+    roll_out = GRPO._roll_out
+
+    def noted(run: GRPO, *arguments: Any) -> Any:
+        step["now"] = run.next_step
+        return roll_out(run, *arguments)
+
+    patch(GRPO, "_roll_out", noted)
+    forward, update, push, record = Policy.forward, PolicyTrainer.update, GRPO.push, RunFolder.record
+
+    def fails_in_a_pass(error: Callable[[], BaseException], after: int) -> None:
+        def broken(policy: Policy, *arguments: Any, **settings: Any) -> Any:
+            result = forward(policy, *arguments, **settings)
+            if torch.is_grad_enabled() and step["now"] == STEP:
+                calls["passes"] += 1
+                if calls["passes"] > after:
+                    raise error()
+            return result
+
+        patch(Policy, "forward", broken)
+
+    match fault:
+        case "none":
+            pass
+        case "error":
+            fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 0)
+        case "memory":
+            fails_in_a_pass(lambda: torch.OutOfMemoryError("CUDA out of memory"), 0)
+        case "keyboard":
+            fails_in_a_pass(KeyboardInterrupt, 0)
+        case "late error":  # after the first of two optimizer steps
+            fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 1)
+        case "torn":
+
+            def torn(trainer: PolicyTrainer, samples: Any, number: int) -> Any:
+                if number == STEP:
+                    trainer.optimizer.register_step_post_hook(_fail)
+                return update(trainer, samples, number)
+
+            patch(PolicyTrainer, "update", torn)
+        case "first push":
+
+            def no_push(run: GRPO) -> None:
+                raise ZeroDivisionError("the first push failed")
+
+            patch(GRPO, "push", no_push)
+        case "SIGTERM in push" | "SIGINT in push":
+
+            def signalled(run: GRPO) -> None:
+                push(run)
+                if run.next_step == STEP:
+                    os.kill(os.getpid(), signal.Signals[fault.split()[0]])
+
+            patch(GRPO, "push", signalled)
+        case "SIGTERM in rollout" | "SIGINT in rollout" | "SIGHUP in rollout" | "SIGKILL in rollout":
+
+            async def endless() -> None:
+                if step["now"] == STEP:
+                    os.kill(os.getpid(), signal.Signals[fault.split()[0]])
+                    await asyncio.sleep(600)
+
+            player.wait = endless
+        case "SIGTERM, but the rollout goes on":
+            patch(run_end, "_ROLLOUT_GRACE", 0.5)
+
+            async def stubborn() -> None:
+                while step["now"] == STEP:
+                    if calls["passes"] == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    calls["passes"] += 1
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(600)
+
+            player.wait = stubborn
+        case "two signals":
+
+            def signalled_twice(*_: Any) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait(600)
+
+            patch(grpo, "save_policy", signalled_twice)
+            fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 0)
+        case "disk":
+            fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 1)
+            fsync = os.fsync
+
+            def full(descriptor: int) -> None:
+                if step["now"] == STEP:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                fsync(descriptor)
+
+            patch(os, "fsync", full)
+        case "record":
+
+            def fails(folder: RunFolder, metrics: Any, *arguments: Any) -> None:
+                if metrics.step == STEP:
+                    raise OSError(errno.EIO, "Input/output error")
+                record(folder, metrics, *arguments)
+
+            patch(RunFolder, "record", fails)
+        case _:
+            raise ValueError(fault)
+
+
+def _fail(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def main(arguments: Sequence[str]) -> int:
+    fault, rank, *rest = arguments
+    player = _Player()
+
+    @contextlib.contextmanager
+    def serving(*_: Any) -> Iterator[tuple[Any, None]]:
+        yield _Engine(), None
+
+    @contextlib.contextmanager
+    def playing(*_: Any) -> Iterator[_Player]:
+        yield player
+
+    mine = int(os.environ.get("RANK", "0"))
+    with contextlib.ExitStack() as patches:
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            patches.enter_context(mock.patch.object(owner, name, value))
+
+        patch(grpo, "_serving", serving)
+        patch(grpo, "_player", playing)
+        patch(grpo, "check_environment", lambda *_: None)
+        _inject(fault if rank == "all" or mine == int(rank) else "none", player, patch)
+        return grpo.main(rest)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    assert not dist.is_initialized()
+    sys.exit(status)

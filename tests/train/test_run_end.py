@@ -1,0 +1,170 @@
+"""Whatever ends a run, on one rank or on two: its result is saved, every rank ends, and `--resume` continues it.
+
+The runs are those of `faulty_run`, without servers. A resumed run must have exactly the weights of the run without a
+fault, unless the fault came between two optimizer steps of one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.torchrun import run_ranks
+from tests.train import faulty_run
+from verl_server.models.tiny import make_model_folder
+from verl_server.train.checkpoints import latest_checkpoint
+from verl_server.train.demo import make_policy_folder
+
+STEPS = 4
+ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "two signals")
+SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--retry-pause", "0", "--steps", str(STEPS)]
+SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
+SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
+
+
+def play(fault: str, rank: int | str, ranks: int, model: Path, out: Path, *more: str) -> list[int | None]:
+    """Run until it ends; the exit status of each rank. A run on one rank that ends in order needs no process."""
+    arguments = [fault, str(rank), "--model-path", str(model), "--out", str(out), *SETTINGS, *more]
+    out.mkdir(parents=True, exist_ok=True)
+    if ranks == 1 and fault not in ENDS_THE_PROCESS:
+        with log_of(out).open("w") as log, contextlib.redirect_stderr(log):
+            return [faulty_run.main(arguments)]
+    return run_ranks(ranks, "tests.train.faulty_run", arguments, log_of(out), timeout=60)
+
+
+def log_of(out: Path) -> Path:
+    return out.with_suffix(".log")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model/model.safetensors")
+
+
+def next_step(out: Path) -> int:
+    checkpoint = latest_checkpoint(out)
+    assert checkpoint is not None
+    return int(json.loads((checkpoint / "run.json").read_text())["next_step"])
+
+
+def steps_of(out: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+class Reference:
+    """The weights of runs without a fault, played once for each setting."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._played: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def model(self, tied: bool) -> Path:
+        path = self._folder / f"model-{tied}"
+        if not path.exists():
+            make_policy_folder(path, seed=0)
+            make_model_folder(path, "qwen3", tie_word_embeddings=tied, vocab_size=40, init_std=0.2)
+        return path
+
+    def weights(self, ranks: int, dtype: str, tied: bool) -> dict[str, torch.Tensor]:
+        key = (ranks, dtype, tied)
+        if key not in self._played:
+            out = self._folder / f"straight-{ranks}-{dtype}-{tied}"
+            codes = play("none", 0, ranks, self.model(tied), out, "--compute-dtype", dtype)
+            assert codes == [0] * ranks, log_of(out).read_text()[-6000:]
+            self._played[key] = weights(out)
+        return self._played[key]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("reference"))
+
+
+ENDS: dict[str, int] = {
+    "error": 1,
+    "memory": 1,
+    "keyboard": 130,
+    "late error": 1,
+    "SIGTERM in rollout": 143,
+    "SIGINT in rollout": 130,
+    "SIGHUP in rollout": 129,
+    "SIGTERM in push": 143,
+    "SIGINT in push": 130,
+    "SIGTERM, but the rollout goes on": 143,
+    "record": 1,
+}
+"""Fault -> exit status."""
+
+BOTH = ("late error", "SIGTERM in rollout", "SIGTERM, but the rollout goes on")
+"""Faults that are tried with one rank and with two; the others with one of them."""
+
+CASES = [
+    ("error", ranks, dtype, tied) for ranks in (1, 2) for dtype in ("float32", "bfloat16") for tied in (True, False)
+]
+CASES += [(end, ranks, "float32", True) for end in BOTH for ranks in (1, 2)]
+CASES += [("keyboard", 1, "float32", True), ("SIGINT in rollout", 1, "float32", True)]
+CASES += [("SIGHUP in rollout", 1, "float32", True), ("SIGINT in push", 1, "float32", True)]
+CASES += [("memory", 2, "float32", True), ("SIGTERM in push", 2, "float32", True), ("record", 2, "float32", True)]
+
+
+@pytest.mark.parametrize(("end", "ranks", "dtype", "tied"), CASES)
+def test_whatever_ends_a_run_saves_it(
+    reference: Reference, tmp_path: Path, end: str, ranks: int, dtype: str, tied: bool
+) -> None:
+    """The fault is on the last rank only, so with two ranks the first one must learn of it. (Only the first rank
+    records.)"""
+    out, model = tmp_path / "run", reference.model(tied)
+    passes = ("--compute-dtype", dtype)
+    rank = 0 if end == "record" else ranks - 1
+    codes = play(end, rank, ranks, model, out, *passes)
+    log = log_of(out).read_text()
+    assert codes == [ENDS[end]] * ranks, log[-6000:]
+    assert "--resume continues the run" in log
+    assert next_step(out) == (3 if end in ("late error", "record") else 2)
+    saved = weights(out)
+    codes = play("none", 0, ranks, model, out, *passes, "--resume")
+    assert codes == [0] * ranks, log_of(out).read_text()[-6000:]
+    straight, resumed = reference.weights(ranks, dtype, tied), weights(out)
+    assert straight.keys() == resumed.keys() == saved.keys()
+    if end != "late error":
+        assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    assert steps_of(out) == [step for step in range(STEPS) if step != 2 or end not in ("late error", "record")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_before_the_first_step(reference: Reference, tmp_path: Path, ranks: int) -> None:
+    out, model = tmp_path / "run", reference.model(True)
+    assert play("first push", "all", ranks, model, out) == [1] * ranks
+    assert next_step(out) == 0
+    assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
+    straight, resumed = reference.weights(ranks, "float32", True), weights(out)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signals": -signal.SIGTERM}
+"""Faults after which the last checkpoint is the result, with the exit status of the rank that has it."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("end", KEPT)
+def test_the_last_checkpoint_stays(reference: Reference, tmp_path: Path, end: str, ranks: int) -> None:
+    """A rank is gone, an optimizer step failed halfway, the disk is full, or the user sent a second signal."""
+    out, model = tmp_path / "run", reference.model(True)
+    rank = 0 if end == "two signals" else ranks - 1
+    codes = play(end, rank, ranks, model, out)
+    log = log_of(out).read_text()
+    assert codes[rank] == KEPT[end] and None not in codes, (codes, log[-6000:])
+    assert all(code for code in codes)
+    if end in ("torn", "disk"):
+        assert "so the last checkpoint is the result" in log
+    assert next_step(out) == 2
+    assert not list(out.glob(".checkpoint-3*")) and not list(out.glob(".model*"))
+    assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
+    straight, resumed = reference.weights(ranks, "float32", True), weights(out)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
