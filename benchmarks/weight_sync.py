@@ -8,9 +8,9 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --engine vllm --trainer-ranks 2 --tp 2
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
-through `VerlEngine`. With `--generate` the server first captures its CUDA graphs. Before each push the trainer writes every parameter in
-place, as an optimizer does. After the push, outside the measured time, it compares the checksum of every parameter on
-every server rank with its own. A difference ends the run with exit code 1.
+through `VerlEngine`. With `--generate` the server first captures its CUDA graphs. Before each push the trainer writes
+every parameter in place, as an optimizer does. After the push, outside the measured time, it compares the checksum of
+every parameter on every server rank with its own. A difference ends the run with exit code 1.
 
 Prints one JSON line per figure. `push` has these fields: `median_ms` and `worst_ms` of the whole call in the slowest
 rank; `http_ms`, the time of its HTTP request; `commit_ms`, the server's part (votes, copy, device synchronization);

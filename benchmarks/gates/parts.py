@@ -23,6 +23,7 @@ class Part:
 
 
 _SETTINGS = "without_logprobs top_p top_p_top_k min_p repetition_penalty presence_penalty top_logprobs"
+_PUSH = "weight_sync --shape 8b --updates 10 --warmup 3 --check-every 5"
 
 PARTS: dict[int, list[Part]] = {
     0: [
@@ -38,7 +39,7 @@ PARTS: dict[int, list[Part]] = {
         Part("offline_0.6b", f"offline --shape 0.6b --single --sampling {_SETTINGS}", 240),
         Part("constrained_0.6b", "constrained --shape 0.6b --output 128 --runs 2", 120),
         Part("offline_8b", "offline --shape 8b --single", 200),
-        Part("push_8b", "weight_sync --shape 8b --updates 10 --warmup 3 --check-every 5", 150),
+        Part("push_8b", _PUSH, 150),
         Part("start_8b", "startup --shape 8b --bound 100", 120),
         Part("offline_0.6b_both", "offline --shape 0.6b --single --logprobs --prefix-cache", 150, is_long=True),
         Part("offline_8b_both", "offline --shape 8b --single --logprobs --prefix-cache", 200, is_long=True),
@@ -55,9 +56,9 @@ PARTS: dict[int, list[Part]] = {
     2: [
         Part("replicas_8b", "replicas --shape 8b --replicas 2", 200),
         Part("offline_8b_tp2", "offline --shape 8b --tp 2 --single", 200),
-        Part("push_tp2", "weight_sync --shape 8b --trainer-ranks 2 --tp 2 --updates 10 --warmup 3 --check-every 5", 150),
-        Part("push_replicas", "weight_sync --shape 8b --trainer-ranks 2 --engines 2 --updates 10 --warmup 3 --check-every 5", 150),
-        Part("push_group", "weight_sync --shape 8b --source group --updates 10 --warmup 3 --check-every 5", 150),
+        Part("push_tp2", f"{_PUSH} --trainer-ranks 2 --tp 2", 150),
+        Part("push_replicas", f"{_PUSH} --trainer-ranks 2 --engines 2", 150),
+        Part("push_group", f"{_PUSH} --source group", 150),
         Part("colocated", "colocated --shape 8b --trainer-ranks 2 --tp 2 --train-batch 2 1024 --cycles 4", 150),
         Part(
             "ablation_8b_tp2",
@@ -68,7 +69,7 @@ PARTS: dict[int, list[Part]] = {
         Part("vllm_tp2", "offline --shape 8b --tp 2 --set engine=vllm", 400, needs="vllm"),
         Part(
             "vllm_push_tp2",
-            "weight_sync --engine vllm --shape 8b --trainer-ranks 2 --tp 2 --updates 10 --warmup 3 --check-every 5",
+            f"{_PUSH} --engine vllm --trainer-ranks 2 --tp 2",
             400,
             needs="vllm",
         ),
