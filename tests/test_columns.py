@@ -23,6 +23,8 @@ FULL = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "
 def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
     """Return the result of a request for 2 tokens after a prompt of 3 tokens, with the options in `asked`."""
     req = TokenizedGenerateReq(rid="1:a", input_ids=[3, 4, 5], sampling=SamplingParams(max_new_tokens=2), **asked)
+    if asked:
+        req.grammar = "a grammar"
     state = ReqState("a", req, None, return_prompt_token_ids=True, columnar=columnar)
     pair, other = TokenLogprobs.of([-0.5, -1.25], [151935, 0]), TokenLogprobs.of([-1.5, -2.0], [8, 9])
     one = TokenLogprobs.of([-math.inf], [7])
@@ -36,6 +38,7 @@ def finished(columnar: bool, **asked: Any) -> dict[str, Any]:
         num_retractions=[0],
     )
     if asked:
+        out.policy_logprobs[0], out.has_choice[0] = [-1.5, -2.25], [True, False]
         out.top_logprobs[0], out.token_ids_logprobs[0] = [pair, TokenLogprobs.of([], [])], [one, one]
         out.prompt_logprobs[0] = PromptLogprobs.of(
             token_ids=[3, 4, 5],

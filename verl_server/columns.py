@@ -6,6 +6,8 @@ kind into the ordinary result; `HttpServerEngineAdapter` calls it and returns th
 
     output_ids, prompt_token_ids        token ids
     meta_info.output_token_logprobs     log-probabilities, one for each of output_ids
+    meta_info.output_token_policy_logprobs   the same
+    meta_info.output_token_has_choice   0 or 1 for each of output_ids
     meta_info.input_token_logprobs      {"logprobs", "token_ids"}; NaN where the list has null
     meta_info.*_top_logprobs,
     meta_info.*_token_ids_logprobs      {"counts", "logprobs", "token_ids"}: position i has counts[i] candidates, or -1
@@ -28,6 +30,8 @@ from verl_server.packing import pack_ids, pack_logprobs
 
 MSGPACK = "application/msgpack"
 """Content type of a reply whose columns are raw bytes. The Accept header requests it."""
+POLICY, CHOICE = "output_token_policy_logprobs", "output_token_has_choice"
+"""Fields of `meta_info`; `results.MetaInfo` describes them."""
 Column = bytes | str
 """A column of a msgpack reply (bytes) or of a JSON reply (base64 text)."""
 
@@ -78,6 +82,10 @@ def unpack(result: dict[str, Any]) -> dict[str, Any]:
         meta["output_token_logprobs"] = triples(values, result["output_ids"])
         values = _with_nulls(meta["input_token_logprobs"]["logprobs"])
         meta["input_token_logprobs"] = triples(values, _ids(meta["input_token_logprobs"]["token_ids"]).tolist())
+    if POLICY in meta:
+        meta[POLICY] = _logprobs(meta[POLICY]).tolist()
+    if CHOICE in meta:
+        meta[CHOICE] = _ids(meta[CHOICE]).tolist()
     return result
 
 

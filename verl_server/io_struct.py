@@ -155,6 +155,12 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, kw_only=True):
     `token_ids_logprob`."""
     sampling_masks: dict[int, list[TokenLogprobs]] = {}
     """Entry index -> the tokens that each new token was drawn from, for requests with `sampling_mask_num`."""
+    policy_logprobs: dict[int, list[float]] = {}
+    """Entry index -> log-probabilities of the new tokens under the policy, without mask, penalty or bias. For requests
+    with `return_logprob` whose `output_logprobs` are of another distribution, if the engine computes them."""
+    has_choice: dict[int, list[bool]] = {}
+    """Entry index -> for each new token, whether masks allowed another one. For requests with `return_logprob` and
+    masks, if the engine counts it."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Entry index -> log-probabilities of the prompt. Sent once, with the first message of a request that needs
     them."""

@@ -78,6 +78,16 @@ class MetaInfo(TypedDict):
     logprobs_mode: NotRequired[Literal["default", "raw", "sampling"]]
     """With `return_logprob`: `sampling_params.logprobs_mode`, the distribution of the log-probabilities of output
     tokens. Those of prompt tokens are always raw."""
+    policy_logprobs: NotRequired[Literal["same", "given", "unknown"]]
+    """With `return_logprob`: where the log-probabilities of the output tokens under the policy are, which is the
+    log-softmax of (the model's logits / temperature) without mask, penalty or bias. "same": in `output_token_logprobs`.
+    "given": in `output_token_policy_logprobs`. "unknown": nowhere. A ratio of a trainer needs these values."""
+    output_token_policy_logprobs: NotRequired[list[float]]
+    """With `policy_logprobs` "given": the policy's log-probability of each output token."""
+    output_token_has_choice: NotRequired[list[int]]
+    """With `return_logprob`, if a grammar, `allowed_token_ids`, `bad_words` or `min_new_tokens` forbids tokens and the
+    engine counts: 1 for an output token beside which another one was allowed, 0 for one without a choice. A trainer
+    leaves the latter out of its loss."""
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     """With `top_logprobs_num`: candidates for each prompt position, the most likely first."""
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]

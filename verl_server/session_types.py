@@ -1,7 +1,7 @@
 """What a session is on the wire: the bodies of `/sessions` and its trajectory.
 
-The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1, log-probabilities the
-sampling distribution's (docs/architecture.md). Times are Unix seconds.
+The server's session routes write them; `rollout` reads them. Ids are int32, loss masks 0 or 1. Log-probabilities are
+the default ones of `SamplingParams.logprobs_mode`, and the policy's are beside them. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ import msgspec
 History = Literal["stored", "template"]
 SessionState = Literal["open", "finished", "expired"]
 BranchKind = Literal["main", "fork", "retry"]
+PolicyLogprobs = Literal["same", "given", "unknown"]
+"""Where the log-probabilities of a turn's tokens under the policy are: log-softmax(model's logits / temperature), which
+is what a trainer computes. "same": in `logprobs`. "given": in `policy_logprobs`, because the tokens were drawn under a
+mask, a penalty or a bias. "unknown": nowhere, because the engine did not compute them, or the record is an old one."""
+ForcedMode = Literal["override", "refuse"]
+"""What happens to a request that sets a forced sampling parameter to another value: it is sampled with the forced one,
+and its turn records what was asked for; or it is refused with 400."""
 
 
 class SessionLimits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,7 +52,9 @@ class CreateSession(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     sampling_params: dict[str, Any] = {}
     """Sampling parameters for requests that do not set them."""
     forced_sampling_params: dict[str, Any] = {}
-    """Sampling parameters that win over those of a request."""
+    """Sampling parameters that win over those of a request. Null forces the default."""
+    forced_mode: ForcedMode = "override"
+    """Requests that ask for another value: `override` records what they asked for, `refuse` answers 400."""
     seed: int | None = None
     """A turn's own seed depends on this one, on its prompt, and on the number of earlier samples of the prompt."""
 
@@ -145,6 +154,10 @@ class BranchTurn(msgspec.Struct, frozen=True):
     sampling: dict[str, Any] = {}
     """What shaped the distribution: `temperature`, the `sampling_seed` if there is one, and the other parameters of
     `SamplingParams` that differ from their defaults. `grammar` is a digest of the output's grammar."""
+    policy_logprobs: PolicyLogprobs = "unknown"
+    """Where the policy's log-probabilities of the sampled tokens are."""
+    overridden: dict[str, Any] = {}
+    """Sampling parameters that the request set to other values than those that the session forces."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -172,6 +185,13 @@ class Branch(msgspec.Struct, frozen=True):
     """list of float, or a float32 column: 0.0 where the token was read."""
     weight_versions: list[VersionSpan]
     rewards: list[RewardBody] = []
+    policy_logprobs: Any = None
+    """None if those of all turns are the "same" as `logprobs`. Else a list or a float32 column, parallel to `ids`: the
+    policy's log-probability of each sampled token, null (NaN in a column) if it is unknown; 0.0 for tokens that were
+    read."""
+    has_choice: Any = None
+    """None if no mask was counted. Else a list of 0 and 1, or a uint8 column: 0 for a token that was read, and for one
+    that was sampled although no other one was allowed, which says nothing about the policy."""
 
 
 class SessionTrajectory(msgspec.Struct, frozen=True):

@@ -188,6 +188,8 @@ class FakeModelRunner:
         for row, (spec, entry) in enumerate(zip(specs, batch.sample, strict=True)):
             kv = contexts[entry]
             token, position = next_token(kv, self.salt), len(kv)
+            if spec.adds_policy:
+                out.policy_logprobs[row] = -1.0
             if self.masks is not None and row in self.masks.rows:
                 allowed = allowed_tokens(self.masks, row)
                 token = allowed[token % len(allowed)] if allowed else _GARBAGE  # the mask is late

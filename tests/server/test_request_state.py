@@ -63,6 +63,8 @@ def feed(state: ReqState, position: int, token: int, last: bool) -> None:
         num_retractions=[0],
         top_logprobs={0: [candidates]},
         token_ids_logprobs={0: [TokenLogprobs.of([-2.0], [3])]},
+        policy_logprobs={0: [-0.5 * position]} if state.req.sampling.edits else {},
+        has_choice={0: [position % 2 == 0]} if state.req.sampling.bad_words else {},
         sampling_masks={0: [candidates]} if state.req.sampling_mask_num else {},
     )
     if position == 0:
@@ -87,7 +89,9 @@ def result_of(state: ReqState, ids: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
-@pytest.mark.parametrize("options", [{}, {"with_text": False}, {"columnar": True}, {"stop": ["END"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"with_text": False}, {"columnar": True}, {"stop": ["END"], "bad_words": ["a"]}]
+)
 def test_increments_add_up_to_the_result(options: dict[str, Any], every: int) -> None:
     ids = encode("aé🙂 ENx END tail")
     frames, whole = frames_of(make(**options), ids, every), result_of(make(**options), ids)
@@ -100,6 +104,8 @@ def test_increments_add_up_to_the_result(options: dict[str, Any], every: int) ->
     names = ["output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"]
     if not options.get("columnar"):
         names += ["output_token_sampling_mask", "output_token_sampling_logprobs"]
+    if options.get("bad_words"):
+        names += ["output_token_policy_logprobs", "output_token_has_choice"]
     for name in names:
         assert [each for m in metas for each in m[name]] == meta[name]
     for name in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
@@ -117,3 +123,42 @@ def test_text_that_a_stop_regex_cuts_may_have_been_sent() -> None:
     frames = frames_of(make(regex=r"\d+\."), ids, 1)
     assert "".join(f["text"] for f in frames) == "say 12"
     assert result_of(make(regex=r"\d+\."), ids)["text"] == "say "
+
+
+@pytest.mark.parametrize(
+    ("settings", "grammar", "reported", "known"),
+    [
+        ({}, "", False, "same"),
+        ({"top_p": 0.5}, "", False, "same"),
+        ({"logit_bias": {"3": 1.0}}, "", True, "given"),
+        ({"logit_bias": {"3": 1.0}}, "", False, "unknown"),
+        ({}, "a grammar", True, "given"),
+        ({}, "a grammar", False, "unknown"),
+        ({"logprobs_mode": "sampling", "top_p": 0.5}, "", False, "unknown"),  # what vLLM reports
+        ({"logprobs_mode": "raw", "temperature": 0.5}, "", True, "given"),
+        ({"logprobs_mode": "raw"}, "", False, "same"),
+    ],
+)
+def test_a_result_says_where_the_policys_logprobs_are(
+    settings: dict[str, Any], grammar: str, reported: bool, known: str
+) -> None:
+    req = TokenizedGenerateReq(rid="0", sampling=SamplingParams(**settings), return_logprob=True, grammar=grammar)
+    state = ReqState("name", req, None)
+    out = BatchTokenIDOut(
+        rids=["0"],
+        output_ids=[[5, 6]],
+        output_logprobs=[[0.0, -1.0]],
+        finish_reasons=[FinishReason(type="length", length=2)],
+        weight_version="1",
+        cached_tokens=[0],
+        num_retractions=[0],
+        policy_logprobs={0: [-2.0, -3.0]} if reported else {},
+        has_choice={0: [False, True]} if reported and grammar else {},
+    )
+    state.extend(out, 0)
+    meta = state.meta_info()
+    assert meta["policy_logprobs"] == known
+    assert meta.get("output_token_policy_logprobs") == ([-2.0, -3.0] if reported else None)
+    assert meta.get("output_token_has_choice") == ([0, 1] if reported and grammar else None)
+    state.shows_logprobs = False
+    assert "policy_logprobs" not in state.meta_info()

@@ -379,6 +379,12 @@ class BatchOutput:
         if req.spec.sampling_mask_num:
             self._out.sampling_masks[index] = [output.sampling_masks[sampled]]
 
+    def add_policy(self, index: int, output: ForwardOutput, sampled: int) -> None:
+        """Set what is reported of edited logits for the one new token of entry `index`."""
+        self._out.policy_logprobs[index] = [output.policy_logprobs[sampled]]
+        if (choice := output.has_choice.get(sampled)) is not None:
+            self._out.has_choice[index] = [choice]
+
     def add_prompt_logprobs(self, index: int, req: Req) -> None:
         """Set the prompt's log-probabilities in entry `index`, if they were requested and not sent yet."""
         if req.prompt_logprobs is not None:

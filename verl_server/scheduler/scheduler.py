@@ -400,6 +400,8 @@ class Scheduler:
             index = out.add(req, reason, [token], [logprob])
             if req.wants_candidates:
                 out.add_candidates(index, req, output, sampled)
+            if req.spec.adds_policy:
+                out.add_policy(index, output, sampled)
             if req.prompt_logprobs is not None:
                 out.add_prompt_logprobs(index, req)
             if reason is not None:

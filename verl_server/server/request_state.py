@@ -15,6 +15,7 @@ from verl_server import columns
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from verl_server.packed_logprobs import PromptLogprobs, TokenLogprobs
 from verl_server.packing import ITEM
+from verl_server.sampling_params import PolicyLogprobs
 from verl_server.server.detokenizer import OutputText
 from verl_server.server.slices import Slices
 from verl_server.server.stop_regex import StopRegexes
@@ -66,6 +67,10 @@ class ReqState:
         self.output_ids: list[int] = []
         self.output_logprobs: list[float] = []
         """Log-probability of each of `output_ids`, if requested."""
+        self.output_policy: list[float] = []
+        """Log-probability of each of `output_ids` under the policy, if `output_logprobs` are others and it is known."""
+        self.output_choices: list[bool] = []
+        """For each of `output_ids`, whether masks allowed another token, if the engine counted it."""
         self.output_top: list[TokenLogprobs] = []
         """Most likely candidates at the position of each of `output_ids`, if requested."""
         self.output_requested: list[TokenLogprobs] = []
@@ -124,6 +129,10 @@ class ReqState:
             self.output_ids += tokens if kept == len(tokens) else tokens[:kept]
             if self.req.return_logprob:
                 self.output_logprobs += out.output_logprobs[i][:kept]
+                if i in out.policy_logprobs:
+                    self.output_policy += out.policy_logprobs[i][:kept]
+                if i in out.has_choice:
+                    self.output_choices += out.has_choice[i][:kept]
                 if i in out.top_logprobs:
                     self.output_top += out.top_logprobs[i][:kept]
                 if i in out.token_ids_logprobs:
@@ -247,9 +256,29 @@ class ReqState:
         if self.shows_logprobs:
             meta |= self._logprob_columns(start) if self.columnar else self._logprob_lists(start)
             meta["logprobs_mode"] = self.req.sampling.logprobs_mode
+            meta |= self._policy(start)
         if self.req.sampling_mask_num:
             meta |= self._sampling_masks(start)
         return meta
+
+    @property
+    def policy_logprobs(self) -> PolicyLogprobs:
+        """Where the policy's log-probabilities of the output tokens are."""
+        if self.req.sampling.reports_policy and not self.req.grammar:
+            return "same"
+        return "given" if len(self.output_policy) == len(self.output_ids) else "unknown"
+
+    def _policy(self, start: int) -> dict[str, Any]:
+        """Return what is known of the policy's distribution at the output tokens from `start` on."""
+        known = self.policy_logprobs
+        found: dict[str, Any] = {"policy_logprobs": known}
+        if known == "given":
+            values = self.output_policy[start:]
+            found[columns.POLICY] = columns.logprobs(values) if self.columnar else values
+        if self.output_choices:
+            choices = list(map(int, self.output_choices[start:]))
+            found[columns.CHOICE] = columns.ids(choices) if self.columnar else choices
+        return found
 
     def _logprob_lists(self, start: int) -> dict[str, Any]:
         lists: dict[str, Any] = {

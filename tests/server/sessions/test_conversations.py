@@ -319,3 +319,16 @@ def test_the_trajectory_says_how_each_turn_was_sampled(stack: Stack) -> None:
     assert first == {"temperature": 0.25, "top_p": 0.5}
     assert second.pop("grammar").startswith("blake2b:") and second == {"temperature": 0.25}
     assert third == {"temperature": 0.25, "top_p": 0.5, "logit_bias": {"7": 1.0}}
+    assert [turn["overridden"] for turn in branch["turns"]] == [{"temperature": 2.0}, {}, {}]
+
+
+def test_a_session_may_refuse_other_values_than_those_it_forces(stack: Stack) -> None:
+    forced = {"temperature": 0.25, "logit_bias": None, "top_k": -1}
+    session = Session(stack, forced_sampling_params=forced, forced_mode="refuse")
+    session.says("one", "two")
+    session.chat([user("a")])
+    session.chat([user("b")], temperature=0.25, logit_bias={}, top_k=-1, top_p=0.5)
+    for name, value in (("temperature", 1.0), ("logit_bias", {"7": 1}), ("top_k", 5)):
+        body: dict[str, Any] = {"messages": [user("c")], name: value}
+        answer = stack.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {session.key}"})
+        assert answer.status_code == 400 and f"{name} is fixed in this session" in answer.text

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.sessions.building import caller, created, ids, node, plan, turn
@@ -17,8 +18,9 @@ from verl_server.errors import BadRequestError, SessionUnavailableError
 from verl_server.server.sessions.journal import Journal
 from verl_server.server.sessions.journal_files import DamagedStoreError, Disk, JournalFiles
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.records import FORMAT, HeaderRecord
+from verl_server.server.sessions.records import FORMAT, BeginRecord, HeaderRecord, TurnRecord
 from verl_server.server.sessions.restart import restore
+from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
@@ -82,7 +84,8 @@ async def fill(ledger: SessionLedger) -> None:
     await turn(ledger, who, first, [3, 4], key=b"key", body=b"b" * 16)
     lost = TurnLedger(ledger).begin(who, plan([9], new_nodes=node("lost"), after_node=1), b"interrupted", b"b" * 16)
     await turn(ledger, who, plan([5], 0, 4, new_nodes=node("more"), after_node=2), [6], spans=[("v1", 0), ("v2", 1)])
-    await turn(ledger, who, plan([7]), [8])
+    edits = {"policy_logprobs": "given", "policy": b"1234", "has_choice": b"\1", "overridden": b'{"top_p":0.1}'}
+    await turn(ledger, who, plan([7]), [8], **edits)
     await turn(ledger, caller("one", "helper"), plan([1]), [2])
     TurnLedger(ledger).delivered("one", 0)
     ledger.reward("one", RewardBody(0.5))
@@ -95,6 +98,35 @@ async def fill(ledger: SessionLedger) -> None:
 
 
 # -- restart ------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_older_servers_say_what_is_known(tmp_path: Path) -> None:
+    """Their records have no field of the policy's log-probabilities, so edited and filtered turns are unknown."""
+
+    class OldTurn(msgspec.Struct):
+        session: str = "one"
+        turn: int = 0
+        parent: int = -1
+        shared: int = 0
+        prompt: bytes = ids([1])
+        output: bytes = ids([2])
+        logprobs: bytes = struct.pack("<f", -0.5)
+        spans: tuple[tuple[str, int], ...] = (("v1", 0),)
+        finish: tuple[str, int] = ("stop", 2)
+        times: tuple[float, float, float] = (1.0, 2.0, 3.0)
+        sampling: bytes = b""
+
+    kept = {b'{"temperature":0.7}': "same", b"": "unknown", b'{"temperature":0.7,"grammar":"blake2b:0"}': "unknown"}
+    kept |= {b'{"temperature":0.7,"top_p":0.1}': "unknown", b'{"temperature":0.7,"ignore_eos":true}': "same"}
+    for sampling, known in kept.items():
+        record = msgspec.msgpack.decode(msgspec.msgpack.encode(OldTurn(sampling=sampling)), type=TurnRecord)
+        ledger = SessionLedger()
+        created(ledger, id="one")
+        ledger.record(BeginRecord("one", 0))
+        ledger.record(record)
+        (stored,) = stored_turns(ledger.table.find("one"))
+        assert stored.policy_logprobs == known, sampling
+        assert (stored.output_policy(), stored.output_choices(), stored.overridden) == ([], [], {})
 
 
 @pytest.mark.parametrize("policy", ["interval", "turn", "never"])

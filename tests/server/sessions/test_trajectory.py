@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from verl_server.server.sessions.trajectory import branches
-from verl_server.session_types import Branch, VersionSpan
+from verl_server.session_types import Branch, PolicyLogprobs, VersionSpan
 
 
 @dataclass
@@ -28,6 +28,10 @@ class FakeTurn:
     child: str | None = None
     rid: str = ""
     conditions: dict[str, Any] = field(default_factory=dict)
+    policy_logprobs: PolicyLogprobs = "same"
+    policy: list[float] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    overridden: dict[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,6 +53,12 @@ class FakeTurn:
 
     def output_logprobs(self) -> list[float]:
         return [logprob(token) for token in self.output]
+
+    def output_policy(self) -> list[float]:
+        return self.policy
+
+    def output_choices(self) -> list[int]:
+        return self.choices
 
 
 def logprob(token: int) -> float:
@@ -198,3 +208,25 @@ def test_any_tree_trains_each_exported_token_once(seed: int, retries: bool) -> N
         head, shared = branch.ids[: branch.shared_tokens], branch.shared_tokens
         assert not any(branch.loss_mask[:shared])
         assert not shared or any(other.ids[:shared] == head for other in exported[:i])
+
+
+def test_plain_turns_have_one_column() -> None:
+    tree = Tree()
+    tree.add()
+    tree.add(parent=0)
+    (branch,) = tree.branches()
+    assert branch.policy_logprobs is None and branch.has_choice is None
+    assert [turn.policy_logprobs for turn in branch.turns] == ["same", "same"]
+
+
+def test_turns_that_were_sampled_differently_share_the_policys_column() -> None:
+    tree = Tree()
+    plain = tree.add(new=1, sampled=2)
+    tree.add(parent=0, new=1, sampled=2, policy_logprobs="given", policy=[-3.0, -4.0], choices=[0, 1])
+    tree.add(parent=1, new=1, sampled=2, policy_logprobs="unknown", overridden={"top_p": 0.1})
+    (branch,) = tree.branches()
+    own = plain.output_logprobs()
+    assert branch.policy_logprobs == [0.0, *own, 0.0, -3.0, -4.0, 0.0, None, None]
+    assert branch.has_choice == [0, 1, 1, 0, 0, 1, 0, 1, 1]
+    assert [turn.policy_logprobs for turn in branch.turns] == ["same", "given", "unknown"]
+    assert [turn.overridden for turn in branch.turns] == [{}, {}, {"top_p": 0.1}]

@@ -87,6 +87,7 @@ class SessionLedger:
                 history=body.history,
                 sampling=body.sampling_params,
                 forced=body.forced_sampling_params,
+                forced_mode=body.forced_mode,
                 seed=body.seed,
             )
         )

@@ -18,7 +18,7 @@ import msgspec
 
 from verl_server.chat.session_view import CompletionText
 from verl_server.errors import VerlServerError
-from verl_server.session_types import History, SessionLimits
+from verl_server.session_types import ForcedMode, History, PolicyLogprobs, SessionLimits
 
 FORMAT = 1
 FRAME = struct.Struct("<II")
@@ -49,6 +49,7 @@ class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     history: History = "stored"
     sampling: dict[str, Any] = {}
     forced: dict[str, Any] = {}
+    forced_mode: ForcedMode = "override"
     seed: int | None = None
 
 
@@ -90,6 +91,14 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """JSON: list of {"id", "name", "arguments"}."""
     sampling: bytes = b""
     """JSON: `BranchTurn.sampling` without the seed."""
+    policy_logprobs: PolicyLogprobs | None = None
+    """`BranchTurn.policy_logprobs`. None in records of servers that did not know it."""
+    policy: bytes = b""
+    """float32, one for each output id, with `policy_logprobs` "given"."""
+    has_choice: bytes = b""
+    """uint8, 0 or 1 for each output id; empty if no mask was counted."""
+    overridden: bytes = b""
+    """JSON: `BranchTurn.overridden`."""
     seed: int | None = None
     key: bytes | None = None
     body: bytes | None = None

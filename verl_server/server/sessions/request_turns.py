@@ -22,7 +22,7 @@ from verl_server import columns
 from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from verl_server.sampling_params import SamplingParams
+from verl_server.sampling_params import EDITS, FILTERS, SamplingParams
 from verl_server.server.chat_prompt import ChatOutput
 from verl_server.server.generation import Generation, failure
 from verl_server.server.replay.middleware import ReplayInfo
@@ -37,10 +37,7 @@ from verl_server.server.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
-_CONDITIONS = (
-    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_new_tokens", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words"),
-)
+_CONDITIONS = (*FILTERS, *EDITS, "ignore_eos")
 _DEFAULTS = SamplingParams()
 
 
@@ -79,6 +76,7 @@ class RequestTurns:
         self._stores: dict[str, asyncio.Task[None]] = {}
         self._stored: list[OpenTurn | StoredTurn] = []
         self._states: list[ReqState] = []
+        self._overridden: dict[int, dict[str, Any]] = {}  # turn -> what its request asked for in vain
 
     def begin(self, caller: SessionCaller, rid: str | None, index: int) -> None:
         """Reserve the turn of sample `index`."""
@@ -108,10 +106,18 @@ class RequestTurns:
         # A request that leaves a parameter open may name it with None, as chat does with max_new_tokens.
         defaults = {name: value for name, value in turn.sampling.items() if given.get(name) is None}
         params = {**given, **defaults, **turn.forced, "n": 1}
+        overridden = _overridden(given, turn.forced)
+        if overridden and turn.forced_mode == "refuse":
+            name, value = next(iter(overridden.items()))
+            raise BadRequestError(
+                f"{name} is fixed in this session: it is {turn.forced[name]}, and the request asks for {value!r:.100}. "
+                "Leave it out."
+            )
+        self._overridden[turn.turn] = overridden
         if params.get("logprobs_mode") not in (None, "default"):
             raise BadRequestError(
-                "logprobs_mode is fixed in a session: its log-probabilities are those of the distribution that the "
-                "tokens were drawn from (logprobs_mode=default)."
+                "logprobs_mode is fixed in a session, which records the default log-probabilities and, where a mask, "
+                "a penalty or a bias makes them others, those of the policy (logprobs_mode=default)."
             )
         if isinstance(turn, StoredTurn):
             return params
@@ -220,6 +226,10 @@ class RequestTurns:
             dialect=self._shape.dialect,
             rid=state.rid,
             sampling=conditions(state.req),
+            policy_logprobs=state.policy_logprobs,
+            policy=columns.logprobs(state.output_policy),
+            has_choice=bytes(state.output_choices),
+            overridden=msgspec.json.encode(asked) if (asked := self._overridden.get(turn.turn)) else b"",
             seed=state.req.sampling.sampling_seed,
             end_token=-1 if model is None else end_token(state, tuple(model.eos_token_ids)),
             aborted=reason.type == "abort",
@@ -243,9 +253,25 @@ def conditions(req: TokenizedGenerateReq) -> bytes:
     return msgspec.json.encode(found)
 
 
+def _overridden(given: dict[str, Any], forced: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a request that differ from those that its session forces."""
+    named = {name: given[name] for name in forced if given.get(name) is not None}
+    if not named:
+        return {}
+    asked = SamplingParams.parse(named)
+    fixed = SamplingParams.parse({name: forced[name] for name in named})
+    return {name: value for name, value in named.items() if _set(asked, name) != _set(fixed, name)}
+
+
+def _set(params: SamplingParams, name: str) -> Any:
+    """Return the value of a field, None for an empty one."""
+    return getattr(params, name, None) or None
+
+
 def recorded_tokens(turn: StoredTurn) -> list[BatchTokenIDOut]:
     """Return the tokens of a finished turn as messages of the scheduler, one for each weight version."""
     ids, logprobs = turn.output_ids(), turn.output_logprobs()
+    policy, choices = turn.output_policy(), turn.output_choices()
     spans = turn.spans or [("", 0)]
     ends = [*(start for _, start in spans[1:]), len(ids)]
     kind, matched = turn.finish
@@ -255,6 +281,8 @@ def recorded_tokens(turn: StoredTurn) -> list[BatchTokenIDOut]:
             rids=[turn.rid],
             output_ids=[ids[start:end]],
             output_logprobs=[logprobs[start:end]],
+            policy_logprobs={0: policy[start:end]} if policy else {},
+            has_choice={0: list(map(bool, choices[start:end]))} if choices else {},
             finish_reasons=[reason if end == len(ids) else None],
             weight_version=version,
             cached_tokens=[0],

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from verl_server.sampling_params import EDITS, FILTERS
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, Turn
+from verl_server.session_types import ForcedMode, PolicyLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,21 @@ class StoredTurn:
         return known if stored.seed is None else known | {"sampling_seed": stored.seed}
 
     @property
+    def policy_logprobs(self) -> PolicyLogprobs:
+        """`BranchTurn.policy_logprobs`. An old record says it only if nothing edited or filtered the distribution."""
+        stored = self.stored
+        if stored.policy_logprobs is not None:
+            return stored.policy_logprobs
+        is_plain = bool(stored.sampling) and not self.conditions.keys() & {*EDITS, *FILTERS, "grammar"}
+        return "same" if is_plain else "unknown"
+
+    @property
+    def overridden(self) -> dict[str, Any]:
+        """`BranchTurn.overridden`."""
+        found = self.stored.overridden
+        return msgspec.json.decode(found, type=dict[str, Any]) if found else {}
+
+    @property
     def sampling(self) -> dict[str, Any]:
         """The session's defaults of sampling parameters."""
         return self.session.root.record.sampling
@@ -45,6 +62,10 @@ class StoredTurn:
     @property
     def forced(self) -> dict[str, Any]:
         return self.session.root.record.forced
+
+    @property
+    def forced_mode(self) -> ForcedMode:
+        return self.session.root.record.forced_mode
 
     @property
     def parent(self) -> int:
@@ -103,6 +124,14 @@ class StoredTurn:
 
     def output_logprobs(self) -> list[float]:
         return list(struct.unpack(f"<{len(self.stored.logprobs) // 4}f", self.stored.logprobs))
+
+    def output_policy(self) -> list[float]:
+        """Return the policy's log-probabilities of the output, or [] unless they are "given"."""
+        return list(struct.unpack(f"<{len(self.stored.policy) // 4}f", self.stored.policy))
+
+    def output_choices(self) -> list[int]:
+        """Return 0 or 1 for each output token, or [] if no mask was counted."""
+        return list(self.stored.has_choice)
 
 
 def stored_turns(session: Session) -> list[StoredTurn]:

@@ -116,6 +116,8 @@ def _branch(
     last = path[-1]
     ids = [*last.turn.prompt_ids(), *last.turn.output_ids()]
     mask, logprobs = [0] * len(ids), [0.0] * len(ids)
+    policy: list[float | None] = [0.0] * len(ids)
+    choices = [0] * len(ids)
     spans: list[VersionSpan] = []
     first_own = len(ids)
     for part in path:
@@ -123,6 +125,8 @@ def _branch(
         if not count:
             continue
         logprobs[part.prompt_end : part.end] = part.turn.output_logprobs()[:count]
+        policy[part.prompt_end : part.end] = _policy(part.turn)[:count]
+        choices[part.prompt_end : part.end] = (part.turn.output_choices() or [1] * count)[:count]
         new = 0 if every else min(before, count)
         mask[part.prompt_end + new : part.end] = [1] * (count - new)
         if count > before:
@@ -142,7 +146,19 @@ def _branch(
         loss_mask=mask,
         logprobs=logprobs,
         weight_versions=spans,
+        policy_logprobs=policy if any(part.turn.policy_logprobs != "same" for part in path) else None,
+        has_choice=choices if any(part.turn.output_choices() for part in path) else None,
     )
+
+
+def _policy(turn: StoredTurn) -> Sequence[float | None]:
+    """Return the policy's log-probabilities of a turn's output, None where they are unknown."""
+    match turn.policy_logprobs:
+        case "same":
+            return turn.output_logprobs()
+        case "given":
+            return turn.output_policy()
+    return [None] * turn.output_tokens
 
 
 def _place(part: _Part) -> BranchTurn:
@@ -155,6 +171,8 @@ def _place(part: _Part) -> BranchTurn:
         finish_reason=turn.finish[0] if part.is_whole else "cut",
         calls=msgspec.json.decode(turn.calls) if turn.calls and part.is_whole else [],
         sampling=turn.conditions,
+        policy_logprobs=turn.policy_logprobs,
+        overridden=turn.overridden,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyMessage
 from verl_server.server.sessions.records import TurnRecord
+from verl_server.session_types import ForcedMode, PolicyLogprobs
 
 IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 """Bits of `Turn.flags`."""
@@ -38,6 +39,7 @@ class OpenTurn:
     seed: int | None
     sampling: dict[str, Any]
     forced: dict[str, Any]
+    forced_mode: ForcedMode
     max_new_tokens: int | None
     """What the limits leave; None: no limit."""
 
@@ -58,6 +60,13 @@ class FinishedTurn:
     rid: str
     sampling: bytes = b""
     """JSON: `BranchTurn.sampling` without the seed."""
+    policy_logprobs: PolicyLogprobs = "unknown"
+    policy: bytes = b""
+    """float32, one for each output id, with `policy_logprobs` "given"."""
+    has_choice: bytes = b""
+    """uint8, one for each output id, or empty."""
+    overridden: bytes = b""
+    """JSON: `BranchTurn.overridden`, or empty."""
     seed: int | None = None
     end_token: int = -1
     aborted: bool = False
@@ -88,6 +97,10 @@ class Turn:
     options: bytes
     calls: bytes | None
     sampling: bytes
+    policy_logprobs: PolicyLogprobs | None
+    policy: bytes
+    has_choice: bytes
+    overridden: bytes
     seed: int | None
     key: bytes | None
     body: bytes | None
@@ -123,6 +136,10 @@ class Turn:
             options=once(record.options),  # type: ignore[arg-type]
             calls=record.calls,
             sampling=once(record.sampling),  # type: ignore[arg-type]
+            policy_logprobs=record.policy_logprobs,
+            policy=record.policy,
+            has_choice=record.has_choice,
+            overridden=once(record.overridden),  # type: ignore[arg-type]
             seed=record.seed,
             key=record.key,
             body=record.body,
@@ -154,6 +171,7 @@ class Turn:
     def size(self) -> int:
         """Bytes of memory, about."""
         payload = len(self.prompt) + len(self.output) + len(self.logprobs) + len(self.calls or b"")
+        payload += len(self.policy) + len(self.has_choice)
         text = 0 if self.completion is None else 300 + len(self.completion.hidden)
         return _FIXED_BYTES + payload + len(self.rid) + text
 

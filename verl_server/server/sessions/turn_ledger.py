@@ -134,6 +134,7 @@ class TurnLedger:
             seed=None if session.record.seed is None else _derived(session.record.seed, prompt, sibling),
             sampling=root.record.sampling,
             forced=root.record.forced,
+            forced_mode=root.record.forced_mode,
             max_new_tokens=max_new_tokens,
         )
 
@@ -169,6 +170,10 @@ class TurnLedger:
             options=finished.next.options,
             calls=msgspec.json.encode(calls) if calls else None,
             sampling=finished.sampling,
+            policy_logprobs=finished.policy_logprobs,
+            policy=finished.policy,
+            has_choice=finished.has_choice,
+            overridden=finished.overridden,
             seed=finished.seed,
             key=finished.key,
             body=finished.body,

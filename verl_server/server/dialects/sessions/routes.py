@@ -7,6 +7,7 @@ none of these routes.
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from verl_server.session_types import (
 T = TypeVar("T", bound=msgspec.Struct)
 
 _PAGE, _LARGEST_PAGE = 100, 1000
+_COLUMNS = (("ids", "i"), ("loss_mask", "B"), ("logprobs", "f"), ("policy_logprobs", "f"), ("has_choice", "B"))
 _STATES = ("open", "finished", "expired")
 _LIST_QUERY = {
     "group": "only sessions of this group",
@@ -274,6 +276,9 @@ def _fields(branch: Branch, columns: bool) -> dict[str, Any]:
     fields = {name: getattr(branch, name) for name in branch.__struct_fields__}
     fields |= {name: msgspec.to_builtins(fields[name]) for name in ("turns", "weight_versions", "rewards")}
     if columns:
-        for name, code in (("ids", "i"), ("loss_mask", "B"), ("logprobs", "f")):
-            fields[name] = struct.pack(f"<{len(fields[name])}{code}", *fields[name])
+        if fields["policy_logprobs"] is not None:
+            fields["policy_logprobs"] = [math.nan if value is None else value for value in fields["policy_logprobs"]]
+        for name, code in _COLUMNS:
+            if fields[name] is not None:
+                fields[name] = struct.pack(f"<{len(fields[name])}{code}", *fields[name])
     return fields
