@@ -49,6 +49,7 @@ def make_batch(advantage: float) -> MicroBatch:
         positions=torch.tensor([1, 2]),
         behaviour_logprobs=torch.log(torch.tensor([0.5, 0.5])),
         advantages=torch.tensor([advantage, advantage]),
+        log_weights=torch.zeros(2),
     )
 
 

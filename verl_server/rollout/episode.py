@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.rollout.environment import Action, EnvError, EnvTimeoutError, EnvTimeouts, StepResult, check_seconds
 from verl_server.rollout.renderer import ActionError, Renderer
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
+from verl_server.sampling_params import EDITS, FILTERS, GRAMMARS
 
 _MAX_RESUMES = 1000
 """Aborted generations that one episode resumes. It bounds an episode whose server aborts every generation."""
@@ -228,11 +229,12 @@ class Episode:
         trajectory = self.trajectory
         try:
             tokens, logprobs, versions, finish = _output(result)
-            trajectory.append_output(tokens, logprobs, versions)
+            trajectory.append_output(tokens, logprobs, versions, **self._policy(result["meta_info"]))
         except (KeyError, TypeError, ValueError) as error:
             self.fail(VerlServerError(f"The server's answer cannot be used: {error!r}"))
             return True
-        trajectory.turns[-1].finish_reason = finish
+        turn = trajectory.turns[-1]
+        turn.finish_reason, turn.sampling = finish, self._shape()
         in_turn = len(trajectory.action_tokens())
         if finish == "abort" and in_turn < self._limits.max_new_tokens:
             trajectory.resumes += 1
@@ -245,6 +247,28 @@ class Episode:
         if finish == "length" and in_turn < self._limits.max_new_tokens:
             trajectory.finish(self._when_full)  # the trajectory's limit ended the generation, not the turn's
         return True
+
+    def _shape(self) -> dict[str, Any]:
+        """What the caller asked for that shapes the distribution: `Turn.sampling`."""
+        given = self._sampling_params
+        named = {name: given[name] for name in (*FILTERS, *EDITS, *GRAMMARS) if given.get(name) is not None}
+        temperature = given.get("temperature")
+        return {"temperature": 1.0 if temperature is None else temperature} | named
+
+    def _policy(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """What a server said about the policy's distribution, as arguments of `append_output`.
+
+        Servers of other projects say nothing. Their log-probabilities count as the policy's if nothing was requested
+        that edits or filters a distribution.
+        """
+        known = meta.get("policy_logprobs")
+        if known is None:
+            return {"known": "same" if self._shape().keys() == {"temperature"} else "unknown"}
+        return {
+            "known": known,
+            "policy_logprobs": meta.get("output_token_policy_logprobs"),
+            "has_choice": meta.get("output_token_has_choice"),
+        }
 
     def fail(self, error: Exception) -> None:
         """End the trajectory because of an error in the generation, for which the policy is not responsible."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from verl_server.session_types import PolicyLogprobs
+
 
 class StopReason(StrEnum):
     """Reasons for the end of an episode."""
@@ -82,6 +84,14 @@ class Turn(msgspec.Struct, kw_only=True):
     """Reward of the action, None if the environment returned none."""
     finish_reason: str | None = None
     """Finish type of the generation: stop, length or abort."""
+    policy_logprobs: PolicyLogprobs = "unknown"
+    """Where the log-probabilities of the action under the policy are, the log-softmax of (the model's logits /
+    temperature): "same": in `Trajectory.logprobs`; "given": in `Trajectory.policy_logprobs`, because the action was
+    sampled under a mask, a penalty or a bias; "unknown": nowhere, so that no trainer can use the action."""
+    sampling: dict[str, Any] = {}
+    """What shaped the distribution: `session_types.BranchTurn.sampling`. {} if it was not recorded."""
+    overridden: dict[str, Any] = {}
+    """What an agent asked for although its session forces another value: `session_types.BranchTurn.overridden`."""
 
 
 class Event(msgspec.Struct, array_like=True):
@@ -104,6 +114,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """1 for a token that the policy sampled, 0 for a token that it read."""
     logprobs: list[float] = []
     """Log-probability of each sampled token, from the server at sampling time. 0.0 for tokens that were read."""
+    policy_logprobs: list[float | None] = []
+    """[] if those of the policy are `logprobs`. Else the log-probability of each sampled token under the policy, None
+    if it is unknown, and 0.0 for tokens that were read."""
+    has_choice: list[int] = []
+    """[] if each sampled token was one of several. Else 1 for such a token, and 0 for one beside which a mask allowed
+    no other, and for tokens that were read."""
     weight_versions: list[str] = []
     """Version of the weights that sampled each token. "" for tokens that were read."""
     turns: list[Turn] = []
@@ -131,8 +147,15 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def is_trainable(self) -> bool:
-        """True if there is a reward and at least one sampled token."""
-        return self.reward is not None and any(self.loss_mask)
+        """True if there is a reward and at least one token to train on."""
+        return self.reward is not None and any(self.trained_mask)
+
+    @property
+    def trained_mask(self) -> list[int]:
+        """1 for a token to train on: one that was sampled, and that had an alternative."""
+        if not self.has_choice:
+            return self.loss_mask
+        return [mask & choice for mask, choice in zip(self.loss_mask, self.has_choice, strict=True)]
 
     @property
     def sampled_tokens(self) -> int:
@@ -150,18 +173,50 @@ class Trajectory(msgspec.Struct, kw_only=True):
         self.loss_mask.extend([0] * len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
         self.weight_versions.extend([""] * len(token_ids))
+        if self.policy_logprobs:
+            self.policy_logprobs.extend([0.0] * len(token_ids))
+        if self.has_choice:
+            self.has_choice.extend([0] * len(token_ids))
         end = len(self.tokens)
         self.turns.append(Turn(observation=observation, observation_span=(start, end), action_span=(end, end)))
 
-    def append_output(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[str]) -> None:
-        """Append sampled tokens to the current turn."""
+    def append_output(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[str],
+        *,
+        known: PolicyLogprobs = "same",
+        policy_logprobs: Sequence[float] | None = None,
+        has_choice: Sequence[int] | None = None,
+    ) -> None:
+        """Append sampled tokens to the current turn.
+
+        `known` is `Turn.policy_logprobs`; `policy_logprobs` belong to "given". `has_choice`: 1 or 0 for each token,
+        None if no mask left one of them without an alternative.
+        """
         if not len(token_ids) == len(logprobs) == len(versions):
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} logprobs and {len(versions)} versions.")
+        if (known == "given") != (policy_logprobs is not None):
+            raise ValueError(f'Log-probabilities of the policy belong to "given", not to "{known}".')
+        policy = [None] * len(token_ids) if known == "unknown" else policy_logprobs or logprobs
+        if not len(token_ids) == len(policy) == len(token_ids if has_choice is None else has_choice):
+            raise ValueError(f"{len(token_ids)} tokens, {len(policy)} logprobs of the policy, choices: {has_choice}.")
+        if known != "same" and not self.policy_logprobs:
+            self.policy_logprobs = list(self.logprobs)
+        if has_choice is not None and not self.has_choice:
+            self.has_choice = list(self.loss_mask)
+        if known != "same" or self.policy_logprobs:
+            self.policy_logprobs.extend(policy)
+        if has_choice is not None or self.has_choice:
+            self.has_choice.extend([1] * len(token_ids) if has_choice is None else has_choice)
         self.tokens.extend(token_ids)
         self.loss_mask.extend([1] * len(token_ids))
         self.logprobs.extend(logprobs)
         self.weight_versions.extend(versions)
         turn = self.turns[-1]
+        is_first = turn.action_span[0] == turn.action_span[1]
+        turn.policy_logprobs = known if is_first else max(turn.policy_logprobs, known, key=_KNOWN.index)
         turn.action_span = (turn.action_span[0], len(self.tokens))
 
     def action_tokens(self) -> list[int]:
@@ -180,6 +235,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
             self.reward = sum(rewards) if rewards else None  # no turn had a reward
         elif reason.is_scored:
             self.reward = sum(rewards)
+
+
+_KNOWN: tuple[PolicyLogprobs, ...] = ("same", "given", "unknown")
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
@@ -201,7 +259,7 @@ class RolloutStats(msgspec.Struct, kw_only=True):
     trajectories: int
     """Number of trajectories."""
     trainable: int
-    """Number of trajectories with a reward and a sampled token."""
+    """Number of trajectories with a reward and a token to train on."""
     stop_reasons: dict[str, int]
     """Number of trajectories for each stop reason."""
     mean_reward: float | None

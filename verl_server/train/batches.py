@@ -2,6 +2,10 @@
 
 `PolicyTrainer` packs the trajectories of each optimizer step. Trajectories of similar length share a micro-batch, so
 little of it is padding.
+
+The ratio of a token has the policy's own log-probability, also if the token was drawn under a mask, a penalty or a
+bias. A token beside which a mask allowed no other one says nothing about the policy: it is left out. A token whose
+record does not have the policy's log-probability is refused (`check_usable`).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory
 
 
@@ -22,44 +27,91 @@ class Sample:
     trajectory: Trajectory
     advantage: float
 
+    def __post_init__(self) -> None:
+        check_usable([self.trajectory])
+
+
+def check_usable(trajectories: Sequence[Trajectory], temperature: float | None = None) -> None:
+    """Raise BadRequestError if the log-probability of a token to train on is not that of the policy at `temperature`.
+
+    None: any temperature. A turn that does not record its temperature was sampled at the trainer's.
+    """
+    for trajectory in trajectories:
+        mask = trajectory.trained_mask
+        for number, turn in enumerate(trajectory.turns):
+            if not any(mask[slice(*turn.action_span)]):
+                continue
+            place = f"Turn {number} of {trajectory.session or trajectory.task.episode_id or 'an episode'}"
+            if turn.policy_logprobs == "unknown":
+                shaped = [f"{name}={value!r:.80}" for name, value in turn.sampling.items()] or ["unknown settings"]
+                raise BadRequestError(
+                    f"{place} cannot be trained on: it was sampled with {', '.join(shaped)}, and its record does "
+                    "not have the log-probabilities of the policy. Sample without masks, penalties, bias and filters, "
+                    "or on a server whose own engine samples: it reports them."
+                )
+            sampled_at = turn.sampling.get("temperature")
+            if temperature is not None and sampled_at is not None and sampled_at != temperature:
+                raise BadRequestError(
+                    f"{place} cannot be trained on: it was sampled at the temperature {sampled_at:g}, and the trainer "
+                    f"computes log-probabilities at {temperature:g}."
+                )
+
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The samples of one forward pass. The last three tensors concatenate the sampled tokens of all rows."""
+    """The samples of one forward pass. The last tensors concatenate the trained tokens of all rows."""
 
     tokens: Tensor
     """[rows, length] int64, padded with 0 on the right."""
     positions: Tensor
-    """[n] int64: indices of the sampled tokens in the flattened `tokens`."""
+    """[n] int64: indices of the tokens to train on in the flattened `tokens`."""
     behaviour_logprobs: Tensor
-    """[n] fp32: the log-probabilities that the server returned with the sampled tokens."""
+    """[n] fp32: the policy's log-probabilities of these tokens, as the server computed them with the samples."""
     advantages: Tensor
-    """[n] fp32: the advantage of each sampled token's trajectory."""
+    """[n] fp32: the advantage of each token's trajectory, times its correction if there is one."""
+    log_weights: Tensor
+    """[n] fp32: log of (probability under the policy / probability under the edited distribution, before top-k, top-p
+    and min-p). 0 for a token that was drawn without mask, penalty and bias; with a mask alone, it is the log of the
+    mass that the policy gives to the allowed tokens."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], device: torch.device) -> MicroBatch:
+    def of(cls, samples: Sequence[Sample], device: torch.device, correction: float = 0.0) -> MicroBatch:
         """Pad `samples` to a batch on `device`.
+
+        `correction` > 0 multiplies the advantage of each token with exp(log_weights), at most `correction`: truncated
+        importance sampling for tokens that were drawn from an edited distribution.
 
         Without samples, the batch has two tokens of which none was sampled, so its gradients are 0.
         """
         length = max((len(sample.trajectory.tokens) for sample in samples), default=2)
         tokens = torch.zeros((max(1, len(samples)), length), dtype=torch.long)
         positions = [torch.zeros(0, dtype=torch.long)]
-        logprobs, advantages = [torch.zeros(0)], [torch.zeros(0)]
+        logprobs, reported, advantages = [torch.zeros(0)], [torch.zeros(0)], [torch.zeros(0)]
         for row, sample in enumerate(samples):
             trajectory = sample.trajectory
             tokens[row, : len(trajectory.tokens)] = torch.tensor(trajectory.tokens)
             sampled = sampled_positions(trajectory)
             positions.append(sampled + row * length)
-            logprobs.append(torch.tensor(trajectory.logprobs)[sampled])
+            own = torch.tensor(trajectory.logprobs)[sampled]
+            reported.append(own)
+            logprobs.append(_policy(trajectory, sampled) if trajectory.policy_logprobs else own)
             advantages.append(torch.full((len(sampled),), sample.advantage))
-        flat = (torch.cat(tensors).to(device) for tensors in (positions, logprobs, advantages))
+        weights = torch.cat(logprobs) - torch.cat(reported)
+        scaled = torch.cat(advantages)
+        if correction > 0:
+            scaled = scaled * weights.exp().clamp(max=correction)
+        flat = (tensor.to(device) for tensor in (torch.cat(positions), torch.cat(logprobs), scaled, weights))
         return cls(tokens.to(device), *flat)
+
+
+def _policy(trajectory: Trajectory, positions: Tensor) -> Tensor:
+    """Return the policy's log-probabilities at `positions`, which `check_usable` found to be known."""
+    return torch.tensor([trajectory.policy_logprobs[position] for position in positions.tolist()])
 
 
 def sampled_positions(trajectory: Trajectory) -> Tensor:
     """Positions of the tokens that are trained on, int64 [n]. The first token, which has no context, is never one."""
-    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+    mask = torch.tensor(trajectory.trained_mask, dtype=torch.bool)
     mask[:1] = False
     return mask.nonzero().squeeze(1)
 

@@ -192,6 +192,9 @@ def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
             action_span=(turn.prompt_end, turn.end),
             action={"calls": turn.calls} if turn.calls else {},
             finish_reason=turn.finish_reason,
+            policy_logprobs=turn.policy_logprobs,
+            sampling=turn.sampling,
+            overridden=turn.overridden,
         )
         for turn in branch.turns
     ]
@@ -201,6 +204,8 @@ def _trajectory(episode: AgentEpisode, branch: Branch) -> Trajectory:
         tokens=list(branch.ids),
         loss_mask=list(branch.loss_mask),
         logprobs=list(branch.logprobs),
+        policy_logprobs=list(branch.policy_logprobs or ()),
+        has_choice=list(branch.has_choice or ()),
         weight_versions=versions,
         turns=turns,
         reward=episode.reward,
