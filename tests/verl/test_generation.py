@@ -136,6 +136,14 @@ def test_the_output() -> None:
     assert TokenOutput(**output_fields(result([7], [("3", 0, 1)]), {})).log_probs is None
 
 
+def test_the_output_says_what_is_known_of_the_policys_logprobs() -> None:
+    given = {"policy_logprobs": "given", "output_token_policy_logprobs": [-2.0], "output_token_has_choice": [0]}
+    output = TokenOutput(**output_fields(result([7], [("3", 0, 1)], **given), request(VERL)))
+    assert output.extra_fields.items() >= given.items()
+    unknown = output_fields(result([7], [("3", 0, 1)], policy_logprobs="unknown"), request(VERL))["extra_fields"]
+    assert unknown["policy_logprobs"] == "unknown" and not given.keys() & unknown.keys() - {"policy_logprobs"}
+
+
 def test_an_abort_keeps_its_tokens() -> None:
     output = TokenOutput(**output_fields(result([7, 8], [("3", 0, 2)], finish="abort"), request(VERL)))
     assert (output.token_ids, output.log_probs, output.stop_reason) == ([7, 8], [0.0, -0.5], "aborted")

@@ -17,7 +17,7 @@ from verl_server.engine.base import Result
 from verl_server.engine.http_transport import HttpTransport
 from verl_server.errors import BadRequestError
 from verl_server.results import GenerateResult
-from verl_server.sampling_params import TOP_K_ALL, SamplingParams
+from verl_server.sampling_params import GRAMMARS, TOP_K_ALL, PolicyLogprobs, SamplingParams
 
 _ROUTE = "/v1/completions"
 _OPTIONS = {
@@ -207,6 +207,7 @@ class _Sample:
         }
         if self._mode is not None:
             meta["logprobs_mode"] = self._mode
+        meta["policy_logprobs"] = _policy_logprobs(self._mode, self._params)
         if self._top:
             tops = [
                 {int(name.removeprefix("token_id:")): v for name, v in top.items()} for top in logprobs["top_logprobs"]
@@ -268,6 +269,13 @@ def _logprobs_mode(vllms: str | None, params: SamplingParams) -> str | None:
     if vllms != "processed_logprobs":
         return "raw" if vllms == "raw_logprobs" else None
     return "sampling" if params.is_filtered else "default"
+
+
+def _policy_logprobs(mode: str | None, params: SamplingParams) -> PolicyLogprobs:
+    """Return `meta_info.policy_logprobs`: vLLM reports one log-probability, and counts no choice under masks."""
+    has_grammar = any(getattr(params, name) for name in GRAMMARS)
+    is_raw = mode == "raw" and params.temperature in (0.0, 1.0)
+    return "same" if (mode == "default" or is_raw) and not params.edits and not has_grammar else "unknown"
 
 
 def _finish_reason(reason: str | None, stop: int | str | None, ids: list[int]) -> dict[str, Any] | None:

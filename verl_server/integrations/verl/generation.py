@@ -128,9 +128,23 @@ def output_fields(result: GenerateResult, request: dict[str, Any]) -> dict[str, 
                 f"Request {meta['id']} has {len(token_ids)} output tokens and {len(triples)} log-probabilities."
             )
         fields["log_probs"] = [float(triple[0]) for triple in triples]
+        fields["extra_fields"] |= _policy_fields(meta)
     if request.get("logprob_start_len") == 0:
         fields["extra_fields"] |= _prompt_logprobs(meta, request)
     return fields
+
+
+def _policy_fields(meta: MetaInfo) -> dict[str, Any]:
+    """Return what is known of the policy's own log-probabilities, under the names of `MetaInfo`.
+
+    verl reads `log_probs` only, as those of the rollout. A caller that forces tools, or sets penalties or a bias, finds
+    here the values that its actor computes, and the tokens that had no alternative.
+    """
+    found: dict[str, Any] = {}
+    for name in ("policy_logprobs", "output_token_policy_logprobs", "output_token_has_choice"):
+        if name in meta:
+            found[name] = meta[name]
+    return found
 
 
 def rejected_fields(global_steps: int | None) -> dict[str, Any]:
