@@ -2,13 +2,20 @@
 
 `grpo.py` calls `run` where it otherwise calls an `AgentLoop`. Tokens, loss mask and log-probabilities are those that
 the server recorded. An episode whose history the agent edited, or that has sub-agents, is several trajectories.
+
+The trainer computes the distribution of its policy at one temperature, without penalties, bias and filters. So these
+are fixed for the agent's sessions: `TrainArgs.agent_sampling` says whether a request that asks for something else is
+sampled with the fixed values, which its turn records, or refused. Masks (grammars of tool calls and answers) are the
+agent's choice, and the records say what they did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +27,21 @@ from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTas
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
 from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.train.batches import check_usable
 from verl_server.train.options import TrainArgs
+
+logger = logging.getLogger(__name__)
+
+_UNEDITED: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+}
+"""Sampling parameters with which a token is drawn from the policy itself, or from what a mask leaves of it."""
 
 
 class AgentGroups:
@@ -41,8 +62,10 @@ class AgentGroups:
             restart_timeout=limits.restart_timeout,
         )
         self._sampling_params = {"max_new_tokens": limits.max_new_tokens}
-        # The trainer computes log-probabilities at this temperature, so the agent must not sample at another one.
-        self._forced = {"temperature": args.grpo.temperature}
+        self._temperature = args.grpo.temperature
+        self._forced = {"temperature": self._temperature} | _UNEDITED
+        self._forced_mode = args.agent_sampling
+        self._warned: set[str] = set()
         self._max_concurrency = args.max_concurrency
         self._group_size = args.grpo.group_size
         self._name = args.env_url or args.tasks or ""
@@ -60,7 +83,8 @@ class AgentGroups:
     def run(self, tasks: Sequence[Task], on_finish: Callable[[Trajectory], None] | None = None) -> Rollout:
         """Play the tasks of whole groups, each `group_size` tasks in a row. `on_finish` is called with each branch.
 
-        Episodes without a reward are not tried again. Faults of single episodes raise nothing.
+        Episodes without a reward are not tried again. Faults of single episodes raise nothing. Raises BadRequestError
+        if a token to train on has no known log-probability under the policy.
         """
         assert self._server is not None, "serve() comes first"
         trajectories: list[Trajectory] = []
@@ -85,13 +109,29 @@ class AgentGroups:
                 max_concurrency=self._max_concurrency,
                 sampling_params=self._sampling_params,
                 forced_sampling_params=self._forced,
+                forced_mode=self._forced_mode,
                 seed=tasks[0].sampling_seed or 0,
                 on_finish=keep,
             )
         )
         places = {task.episode_id: place for place, task in enumerate(tasks)}
         trajectories.sort(key=lambda t: places[t.task.episode_id])  # stable: branches keep their order
+        self._warn(trajectories)
+        check_usable([trajectory for trajectory in trajectories if trajectory.is_trainable], self._temperature)
         return Rollout(trajectories=trajectories, seconds=played.seconds)
+
+    def _warn(self, trajectories: Sequence[Trajectory]) -> None:
+        """Log once for each sampling parameter that the agent set in vain."""
+        for trajectory in trajectories:
+            for turn in trajectory.turns:
+                for name, value in turn.overridden.items():
+                    if name not in self._warned:
+                        self._warned.add(name)
+                        logger.warning(
+                            "The agent asks for %s=%.80r, and its turns are sampled with %r. The records of such turns "
+                            "say what was asked for (agent_sampling=refuse refuses them).",
+                            *(name, value, self._forced.get(name)),
+                        )
 
     def _agent_task(self, seed: int) -> AgentTask:
         """The task of a group. Groups count up through the seeds, so they take the lines of a file in turn."""

@@ -118,7 +118,7 @@ def policy_loss(
     ratio = (logprobs - batch.behaviour_logprobs).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).sum()
-    sums = {"clip_fraction": (ratio != clipped).sum()}
+    sums = {"clip_fraction": (ratio != clipped).sum(), "log_allowed_mass": batch.log_weights.sum()}
     if entropy is not None:
         sums["entropy"] = entropy.detach().sum()
         if entropy_coef:
@@ -196,7 +196,7 @@ class PolicyTrainer:
         mean = 1 / max(1, counts[0])
         sums: dict[str, torch.Tensor] = {}
         for rows in packed:
-            batch = MicroBatch.of(rows, self.device)
+            batch = MicroBatch.of(rows, self.device, config.correction_bound)
             want_entropy = config.track_entropy or entropy_coef > 0
             logprobs, entropy = self.policy(batch.tokens, batch.positions, config.temperature, entropy=want_entropy)
             loss, parts = policy_loss(logprobs, entropy, batch, config, entropy_coef)

@@ -46,6 +46,9 @@ class GRPOConfig:
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.28
     """See clip_low."""
+    correction_bound: float = 0.0
+    """Multiply the advantage of a token that was drawn under a mask, a penalty or a bias with (its probability under
+    the policy / its probability where it was drawn), at most this: truncated importance sampling. 0: do not."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus at the first step. The weight falls linearly to 0."""
     track_entropy: bool = True
@@ -63,6 +66,8 @@ class GRPOConfig:
         for name in ("groups", "group_size", "epochs", "minibatches", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise BadRequestError(f"GRPOConfig.{name} must be at least 1, not {getattr(self, name)}.")
+        if self.correction_bound < 0:
+            raise BadRequestError(f"GRPOConfig.correction_bound must not be negative, not {self.correction_bound}.")
 
 
 @dataclass(frozen=True)

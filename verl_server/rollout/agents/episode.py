@@ -38,7 +38,7 @@ from verl_server.rollout.agents.types import (
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.launched import Exit
 from verl_server.rollout.trajectory import StopReason
-from verl_server.session_types import CreatedSession, CreateSession, SessionInfo, SessionLimits
+from verl_server.session_types import CreatedSession, CreateSession, ForcedMode, SessionInfo, SessionLimits
 
 T = TypeVar("T")
 
@@ -97,6 +97,7 @@ class AgentPlayer:
     pass_env: Sequence[str]
     progress: Progress
     clock: Callable[[], float]
+    forced_mode: ForcedMode = "override"
 
     async def play(self, episode: AgentEpisode) -> None:
         """Play an attempt and fill in its end. A cancelled attempt ends as ABORTED and raises CancelledError."""
@@ -152,6 +153,7 @@ class AgentPlayer:
             ),
             sampling_params=dict(self.sampling_params),
             forced_sampling_params=dict(self.forced_sampling_params),
+            forced_mode=self.forced_mode,
             seed=episode.seed,
         )
         try:

@@ -37,6 +37,7 @@ from verl_server.rollout.agents.types import (
     Server,
 )
 from verl_server.rollout.trajectory import StopReason, Trajectory
+from verl_server.session_types import ForcedMode
 
 _RETRY_PAUSE = 0.05
 """Seconds before the second attempt; each further attempt waits twice as long."""
@@ -61,6 +62,7 @@ async def arun_agents(
     max_concurrency: int | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     forced_sampling_params: Mapping[str, Any] | None = None,
+    forced_mode: ForcedMode = "override",
     seed: int = 0,
     out: Path | None = None,
     resume: bool = False,
@@ -76,7 +78,8 @@ async def arun_agents(
     for `model_path` is launched with a random key. `reward` is a function of the ended episode, "environment" (the sum
     of the rewards that the runner saw) or "exit" (1.0 for exit code 0, else 0.0). `retries` bounds the further
     attempts of an episode without a reward. `sampling_params` hold for requests that set none of their own,
-    `forced_sampling_params` for all. `seed` and the places of task and member settle every session's seed.
+    `forced_sampling_params` for all; `forced_mode` is what happens to a request that sets one of these to another value
+    (`session_types.ForcedMode`). `seed` and the places of task and member settle every session's seed.
     `out` is a folder for the run's files; with `resume`, episodes that have ended there are not played again.
     `describe` is added to run.json and must be equal in a resumed run.
 
@@ -102,6 +105,8 @@ async def arun_agents(
         "forced_sampling_params": dict(forced_sampling_params or {}),
         "limits": msgspec.to_builtins(limits),
     } | dict(describe or {})
+    if forced_mode != "override":
+        settings["forced_mode"] = forced_mode
     folder = RunFolder(out, settings, tasks, resume) if out is not None else None
     start = time.monotonic()
     progress = progress or Progress()
@@ -118,6 +123,7 @@ async def arun_agents(
             limits=limits,
             sampling_params=sampling_params or {},
             forced_sampling_params=forced_sampling_params or {},
+            forced_mode=forced_mode,
             pool=pool,
             gateway=await stack.enter_async_context(EnvironmentGateway().running()),
             logs=logs,
