@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.train.conftest import make_trajectory
+from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.trajectory import Event, StopReason, Trajectory
 from verl_server.train.metrics import RolloutReport, describe_rollout, merge_reports, report_rollout
 from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
@@ -22,9 +23,10 @@ def test_ranks_count_by_their_episodes() -> None:
     second = [make_trajectory(1, 4.0, 8)]
     second[0].events = [Event("env", 0.0, 8.0), Event("generate", 0.0, 4.0)]
     merged = merge_reports([report(first, 3, 0, seconds=1.0), report(second, 0, 1, seconds=4.0)])
-    metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=0.25)
+    metrics = describe_rollout(merged, step=4, version="3", ranks=2, gap=LogprobGap(3, 0.125, 0.25, 0.01))
     assert (metrics.ranks, metrics.trajectories, metrics.trainable, metrics.kept) == (2, 4, 4, 3)
     assert metrics.reward == pytest.approx(5.5 / 4)
+    assert (metrics.logprob_gap, metrics.logprob_gap_mean, metrics.logprob_kl) == (0.25, 0.125, 0.01)
     assert metrics.sampled_tokens == 20
     assert (metrics.rollout_seconds, metrics.tokens_per_s) == (4.0, 5.0)
     assert (metrics.env_seconds, metrics.generate_seconds) == (2.0, 1.0)

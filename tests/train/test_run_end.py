@@ -27,6 +27,7 @@ ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "t
 SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--retry-pause", "0", "--steps", str(STEPS)]
 SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
+SETTINGS += ["--gap-alarm", "off"]  # the player makes log-probabilities up
 
 
 def play(fault: str, rank: int | str, ranks: int, model: Path, out: Path, *more: str) -> list[int | None]:
@@ -166,5 +167,20 @@ def test_the_last_checkpoint_stays(reference: Reference, tmp_path: Path, end: st
     assert next_step(out) == 2
     assert not list(out.glob(".checkpoint-3*")) and not list(out.glob(".model*"))
     assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks, log_of(out).read_text()[-6000:]
+    straight, resumed = reference.weights(ranks, "float32", True), weights(out)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gap_ends_the_run_before_it_trains(reference: Reference, tmp_path: Path, ranks: int) -> None:
+    """The player's log-probabilities are not those of the policy. The run ends with a status of its own."""
+    out, model = tmp_path / "run", reference.model(True)
+    assert play("none", 0, ranks, model, out, "--gap-alarm", "stop") == [4] * ranks
+    log = log_of(out).read_text()
+    assert "Step 0: log-probabilities of server and trainer differ: mean" in log
+    assert "Likely causes: server and trainer compute in different dtypes" in log
+    assert "--resume continues the run" in log and "Traceback" not in log
+    assert next_step(out) == 0
+    assert play("none", 0, ranks, model, out, "--resume") == [0] * ranks
     straight, resumed = reference.weights(ranks, "float32", True), weights(out)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)

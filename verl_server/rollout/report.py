@@ -11,12 +11,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl_server.logprob_gap import BOUNDS
 from verl_server.rollout import charts
 from verl_server.rollout.pace import PaceComparison
 from verl_server.rollout.page import legend, page, section
 from verl_server.rollout.trajectory import Trajectory
 
-GAP_LIMIT = 1e-4
+GAP_LIMIT = BOUNDS[torch.float32].warn_largest
 """Largest difference of log-probabilities in fp32 that is allowed right after a push."""
 
 

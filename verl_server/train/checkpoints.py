@@ -121,7 +121,7 @@ def _state_to_load(policy: Policy, optimizer: torch.optim.Optimizer, progress: P
 
 def _state_to_save(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
     """The same dictionaries from the stored parameters, so that they are right after an error inside a pass, too."""
-    names = {parameter: f"language_model.{name}" for name, parameter in policy.stored_weights()}
+    names: dict[torch.Tensor, str] = {p: f"language_model.{name}" for name, p in policy.stored_weights()}
     model = {name: parameter.detach() for parameter, name in names.items()}
     state: dict[str, Any] = {"model": model}
     if progress.has_optimizer_state:

@@ -27,6 +27,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl_server.errors import BadRequestError
+from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.env_server import EnvServer
@@ -156,14 +157,15 @@ class Demo:
         else:
             settings |= {"cpu_threads": 1, "kv_cache_gib": 0.25}
         engine = stack.enter_context(launch_engine(str(folder), device, **settings))
-        trainer = PolicyTrainer(load_policy(str(folder), device), self.config, args.steps, device)
+        policy = load_policy(str(folder), device, compute_dtype=torch.float32)  # the dtype of the server
+        trainer = PolicyTrainer(policy, self.config, args.steps, device)
         self.parameters = sum(p.numel() for p in trainer.policy.parameters())
         limits = Limits(max_turns=args.guesses, max_new_tokens=1, env=EnvTimeouts(step=30, reset=30))
         renderer = TextRenderer(AutoTokenizer.from_pretrained(folder))
         assert engine.engine is not None
         loop = AgentLoop(engine.engine, environment.url, renderer, sampling_params={"temperature": 1.0}, limits=limits)
         stack.enter_context(loop)
-        run = GRPO(trainer, engine, loop, all_ranks())
+        run = GRPO(trainer, engine, loop, all_ranks(), alarm=GapAlarm(torch.float32))
         run.push()
         self.ready_seconds = time.monotonic() - self.started
         return run, loop

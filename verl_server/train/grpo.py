@@ -46,6 +46,7 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
+from verl_server.logprob_gap import GapAlarm, LogprobGap
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.agents.types import Server
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
@@ -53,6 +54,7 @@ from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
+from verl_server.train.dtypes import check_dtypes, dtype_name, passes_dtype, served_dtype
 from verl_server.train.environment_check import check_environment
 from verl_server.train.metrics import (
     Failure,
@@ -141,7 +143,12 @@ class PolicyTrainer:
         self._run_steps = steps
 
     def logprob_gap(self, trajectories: Sequence[Trajectory], version: str) -> float | None:
-        """Largest difference of server's and trainer's log-probability, over tokens that were sampled under `version`.
+        """The largest difference that `compare_logprobs` finds."""
+        gap = self.compare_logprobs(trajectories, version)
+        return None if gap is None else gap.largest
+
+    def compare_logprobs(self, trajectories: Sequence[Trajectory], version: str) -> LogprobGap | None:
+        """The gap of the server's and the trainer's log-probabilities, over tokens that were sampled under `version`.
 
         All ranks call it while this model holds that version. It compares the longest trajectories of each rank, as
         many as fit one forward pass. Returns None if no rank has such a token.
@@ -149,16 +156,18 @@ class PolicyTrainer:
         samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
         packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
         batch = MicroBatch.of(packed, self.device)
-        current = [
+        # A token that was not drawn from the distribution of this model (forced, masked) belongs into this mask, too.
+        comparable = [
             sample.trajectory.weight_versions[position] == version
             for sample in packed
             for position in sampled_positions(sample.trajectory).tolist()
         ]
         with torch.no_grad():
             logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
-        gaps = (logprobs - batch.behaviour_logprobs).abs().cpu()[torch.tensor(current, dtype=torch.bool)]
-        gap = float(over_ranks(gaps.max() if len(gaps) else torch.tensor(-1.0), dist.ReduceOp.MAX))
-        return gap if gap >= 0 else None
+        gap = LogprobGap.of(batch.behaviour_logprobs, logprobs, torch.tensor(comparable, dtype=torch.bool))
+        sums, largest = LogprobGap.sums(gap)
+        total = over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
+        return LogprobGap.from_sums(total, float(over_ranks(torch.tensor(largest), dist.ReduceOp.MAX)))
 
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample."""
@@ -262,8 +271,9 @@ class GRPO:
         loop: Player,
         ranks: RankGroup,
         stop: StopRequest | None = None,
+        alarm: GapAlarm | None = None,
     ) -> None:
-        """`stop`: a request to stop, which interrupts rollouts."""
+        """`stop`: a request to stop, which interrupts rollouts. `alarm` judges the gap of log-probabilities."""
         self.trainer = trainer
         self.engine = engine
         self.loop = loop
@@ -272,6 +282,7 @@ class GRPO:
         """Version of the served weights: one more than the number of the step that trained them; 0 before training."""
         self._ranks = ranks
         self._stop = stop or StopRequest()
+        self._alarm = alarm
         if trainer.config.groups % ranks.size:
             raise BadRequestError(f"groups={trainer.config.groups} does not divide over {ranks.size} ranks.")
         self._groups = trainer.config.groups // ranks.size
@@ -280,12 +291,15 @@ class GRPO:
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
         """Roll out with the current weights, train on the episodes, and push the new weights.
 
-        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason.
+        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. Raises
+        LogprobGapError before it trains, if the alarm says so.
         """
         step, version = self.next_step, str(self.version)
         rollout, samples, report = self._roll_out(on_finish)
         start = time.monotonic()
-        gap = self.trainer.logprob_gap(rollout.trajectories, version) if report.trainable else None
+        gap = self.trainer.compare_logprobs(rollout.trajectories, version) if report.trainable else None
+        if self._alarm is not None:
+            self._alarm.check(gap, step)
         metrics = describe_rollout(report, step=step, version=version, ranks=self._ranks.size, gap=gap)
         if metrics.skipped is not None:
             self.next_step += 1
@@ -357,7 +371,11 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
-        logging.getLogger("verl_server.train").setLevel(logging.ERROR)
+        for name in ("verl_server.train", "verl_server.logprob_gap"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    dtype = passes_dtype(args.compute_dtype, device)
+    if (given := args.server_settings.get("dtype")) is not None:
+        check_dtypes(dtype, given, "The server to launch (--server.dtype)", args.allow_dtype_mismatch)
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
@@ -372,7 +390,7 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
     policy = load_policy(
         args.model_path,
         device,
-        compute_dtype=args.torch_compute_dtype,
+        compute_dtype=dtype,
         gradient_checkpointing=args.gradient_checkpointing,
         logprob_chunk=args.logprob_chunk,
     )
@@ -380,10 +398,13 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
     saving, final = SaveGroup.of_all_ranks(args.save_timeout), SaveGroup.of_all_ranks(args.save_timeout)
     with (
         RunEnd(stop, final, device) as end,
-        _serving(args, device, ranks) as (engine, api_key),
+        _serving(args, device, dtype, ranks) as (engine, api_key),
         _player(args, engine, api_key, agents, renderer) as player,
     ):
-        run = GRPO(trainer, engine, player, ranks, stop)
+        # With two dtypes, the bounds are those of the coarsest one.
+        bounds = torch.bfloat16 if args.allow_dtype_mismatch else dtype
+        alarm = None if args.gap_alarm == "off" else GapAlarm(bounds, stops=args.gap_alarm == "stop")
+        run = GRPO(trainer, engine, player, ranks, stop, alarm)
         if checkpoint is not None:
             progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
             run.next_step, run.version = progress.next_step, progress.version
@@ -403,20 +424,27 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _serving(args: TrainArgs, device: torch.device, ranks: RankGroup) -> Iterator[tuple[VerlEngine, str | None]]:
+def _serving(
+    args: TrainArgs, device: torch.device, dtype: torch.dtype, ranks: RankGroup
+) -> Iterator[tuple[VerlEngine, str | None]]:
     """Launch the rollout server or attach to it. Yields (engine, API key of the server).
 
-    A server that is launched for an agent has an API key, because its routes would else be open to the agent.
+    The server computes in `dtype`, that of the trainer's passes. A server that is launched for an agent has an API key,
+    because its routes would else be open to the agent.
     """
     settings = args.server_settings
     if args.server_url is None:
         if args.agent is not None:
             settings.setdefault("api_key", ranks.call("api_key", lambda _: secrets.token_urlsafe(32)))
+        settings.setdefault("dtype", dtype_name(dtype))
         engine = launch_engine(args.model_path, device, rank_timeout=args.rank_timeout, **settings)
     else:
         keys = settings.get("api_key"), settings.get("admin_api_key")
         engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
     with engine:
+        where = f"The server at {engine.url}"
+        if args.server_url is not None or args.server.engine != "embedded":  # it may have settings of its own
+            check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
         yield engine, settings.get("api_key")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.trajectory import StopReason, Trajectory, by_episode
 
 
@@ -188,6 +189,10 @@ class StepMetrics:
     logprob_gap: float | None
     """Largest difference between the server's and the trainer's log-probability of a sampled token, before the step's
     first update, when both hold the same weights. None if no token could be compared."""
+    logprob_gap_mean: float | None
+    """Mean absolute difference of the same tokens."""
+    logprob_kl: float | None
+    """Estimate of the KL divergence per token of the same tokens (`LogprobGap.kl`)."""
     rollout_seconds: float
     """Wall time of the rollout on the slowest rank."""
     generate_seconds: float
@@ -210,7 +215,9 @@ class StepMetrics:
     """Share of episodes that succeeded, if the caller defines success."""
 
 
-def describe_rollout(report: RolloutReport, *, step: int, version: str, ranks: int, gap: float | None) -> StepMetrics:
+def describe_rollout(
+    report: RolloutReport, *, step: int, version: str, ranks: int, gap: LogprobGap | None
+) -> StepMetrics:
     """The metrics of a step after its rollout; the fields about training are not set."""
     episodes = max(1, report.episodes)
     return StepMetrics(
@@ -226,7 +233,9 @@ def describe_rollout(report: RolloutReport, *, step: int, version: str, ranks: i
         turns=report.turns / episodes,
         sampled_tokens=report.sampled_tokens,
         tokens_per_s=report.sampled_tokens / max(report.seconds, 1e-9),
-        logprob_gap=gap,
+        logprob_gap=None if gap is None else gap.largest,
+        logprob_gap_mean=None if gap is None else gap.mean,
+        logprob_kl=None if gap is None else gap.kl,
         rollout_seconds=report.seconds,
         generate_seconds=report.generate_seconds / episodes,
         env_seconds=report.env_seconds / episodes,
@@ -245,7 +254,7 @@ def count_errors(failures: Sequence[Failure], most: int = 3) -> str:
 def describe_step(metrics: StepMetrics) -> str:
     """A line of text for the log."""
     reward = math.nan if metrics.reward is None else metrics.reward
-    gap = "none" if metrics.logprob_gap is None else f"{metrics.logprob_gap:.1e}"
+    gap = "none" if metrics.logprob_gap is None else f"{metrics.logprob_gap_mean:.1e} max {metrics.logprob_gap:.1e}"
     line = (
         f"step {metrics.step:4d}  reward {reward:6.3f}  turns {metrics.turns:4.1f}  "
         f"{metrics.tokens_per_s:6.0f} tok/s  rollout {metrics.rollout_seconds:.2f} s  "

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
 from verl_server.engine.rank_group import RANK_TIMEOUT
@@ -110,8 +109,13 @@ class TrainArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy, and of the launched server unless --server.device names another one."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward passes. auto: bfloat16 on CUDA, float32 on the CPU. Weights and optimizer are fp32.
-    """
+    """Dtype of forward and backward passes, and of the launched server. auto: bfloat16 on CUDA, float32 on the CPU.
+    Weights and optimizer are fp32."""
+    allow_dtype_mismatch: bool = False
+    """Train even though the server computes in another dtype than the trainer's passes."""
+    gap_alarm: Literal["stop", "warn", "off"] = "stop"
+    """If log-probabilities of server and trainer differ by more than arithmetic explains: warn, and end the run with
+    status 4 if they differ by much more or more and more; only warn; or do not look."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more work, a fraction of the memory."""
     logprob_chunk: int = 2048
@@ -134,8 +138,8 @@ class TrainArgs:
     server_url: Annotated[str | None, tyro.conf.arg(name="server")] = None
     """URL of a running rollout server of the same model on this host. By default a server is launched."""
     server: ServerArgs = field(default_factory=lambda: ServerArgs(model_path=""))
-    """Settings of the launched server. Model, device, port and weight version follow from the run unless they are set.
-    With --server, only the API keys may be set."""
+    """Settings of the launched server. Model, device, dtype, port and weight version follow from the run unless they
+    are set. With --server, only the API keys may be set."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self) -> None:
@@ -173,12 +177,6 @@ class TrainArgs:
             raise BadRequestError(
                 "--agent needs an owner's key of the server at --server: name its file with --server.api-key-file."
             )
-
-    @property
-    def torch_compute_dtype(self) -> torch.dtype | None:
-        """`compute_dtype` as a torch dtype; None for "auto"."""
-        names = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-        return names[self.compute_dtype]
 
     @property
     def server_settings(self) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class SaveGroup:
     def of_all_ranks(cls, timeout: float = SAVE_TIMEOUT) -> SaveGroup:
         """Make one for all ranks. Every rank calls it. `timeout`: seconds that one rank waits for another."""
         if dist.get_world_size() == 1:
-            return cls(all_ranks(timeout), dist.group.WORLD)
+            world = dist.group.WORLD
+            assert world is not None
+            return cls(all_ranks(timeout), world)
         bound = datetime.timedelta(seconds=timeout)
         return cls(all_ranks(timeout), dist.new_group(backend="gloo", timeout=bound))
 

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -71,8 +72,8 @@ class StepCounter:
             self._changed.wait_for(lambda: self._limit is None or self.applied < self._limit)
             self.is_torn = True
             yield
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                self.written = torch.cuda.Event()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.written.record()
             self.is_torn = False
             self.applied += 1
@@ -161,7 +162,9 @@ class RunEnd:
         self._lock = threading.Lock()
         self._has_begun = False
         self._finished = threading.Event()
-        self._store = dist.distributed_c10d._get_default_store().clone() if saving.ranks.size > 1 else None
+        # A client of its own: the main thread may wait for long in the other one.
+        store: Any = dist.distributed_c10d._get_default_store() if saving.ranks.size > 1 else None
+        self._store = None if store is None else store.clone()
         self._thread = threading.Thread(target=self._watch, name="verl-run-end", daemon=True)
 
     def __enter__(self) -> RunEnd:
@@ -250,7 +253,7 @@ class RunEnd:
             yield
             return
         assert self._state is not None
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         if (written := self._state.steps.written) is not None:
             stream.wait_event(written)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):

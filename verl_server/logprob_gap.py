@@ -1,0 +1,140 @@
+"""`LogprobGap`: how far the log-probabilities that a server recorded are from those that a trainer computes again.
+
+For any trainer. Both sides must hold the same weights, and the tokens must be drawn from the distribution that the
+trainer computes. Then the gap is the arithmetic of two implementations only, a small number that depends on the dtype.
+A larger gap means that the trainer trains another policy than the one that is sampled. `GapAlarm` watches it:
+
+    alarm = GapAlarm(torch.bfloat16)
+    gap = LogprobGap.of(recorded, recomputed, mask)     # each step, before the first update
+    alarm.check(gap, step)                              # warns, or raises LogprobGapError
+
+Ranks add their gaps (`sums`, `from_sums`), so that all of them decide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_server.errors import VerlServerError
+
+logger = logging.getLogger(__name__)
+
+_GROWING_STEPS = 4
+"""Steps in a row, each with a larger mean gap than the one before, that end a run whose gap is above `warn`."""
+
+
+class LogprobGapError(VerlServerError):
+    """Server and trainer disagree about log-probabilities by more than arithmetic explains."""
+
+    exit_status = 4
+
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """Differences of recorded and recomputed log-probabilities over some tokens, in nats."""
+
+    tokens: int
+    mean: float
+    """Mean absolute difference."""
+    largest: float
+    """Largest absolute difference."""
+    kl: float
+    """Estimate of KL(recorded || recomputed) per token: the mean of r - 1 - log r, r = exp(recomputed - recorded)."""
+
+    @classmethod
+    def of(cls, recorded: Tensor, recomputed: Tensor, mask: Tensor | None = None) -> LogprobGap | None:
+        """The gap of two tensors [n]. `mask` [n] bool selects the tokens to compare: leave out tokens that were not
+        drawn from the distribution that the trainer computes (forced, edited, sampled under other weights).
+
+        Returns None if no token is left.
+        """
+        difference = (recomputed.detach() - recorded.detach()).double().cpu()
+        if mask is not None:
+            difference = difference[mask.cpu()]
+        if not len(difference):
+            return None
+        difference = difference.nan_to_num(nan=math.inf)
+        k3 = (difference.exp() - 1 - difference).nan_to_num(nan=math.inf)
+        size = difference.abs()
+        return cls(len(difference), float(size.mean()), float(size.max()), float(k3.mean()))
+
+    @staticmethod
+    def sums(gap: LogprobGap | None) -> tuple[list[float], float]:
+        """([tokens, summed difference, summed KL], largest): add the former over ranks, and take the maximum of the
+        latter."""
+        if gap is None:
+            return [0.0, 0.0, 0.0], 0.0
+        return [float(gap.tokens), gap.mean * gap.tokens, gap.kl * gap.tokens], gap.largest
+
+    @classmethod
+    def from_sums(cls, sums: list[float], largest: float) -> LogprobGap | None:
+        """The gap of all ranks; None if no rank had a token."""
+        tokens = int(sums[0])
+        return cls(tokens, sums[1] / tokens, largest, sums[2] / tokens) if tokens else None
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, largest {self.largest:.2g}, KL {self.kl:.2g} nats over {self.tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class GapBounds:
+    """Bounds on the mean and on the largest gap of a step."""
+
+    warn_mean: float
+    warn_largest: float
+    stop_mean: float
+
+
+BOUNDS = {
+    torch.float32: GapBounds(warn_mean=5e-5, warn_largest=1e-4, stop_mean=1e-2),
+    torch.float16: GapBounds(warn_mean=2e-2, warn_largest=0.2, stop_mean=0.1),
+    torch.bfloat16: GapBounds(warn_mean=0.1, warn_largest=1.0, stop_mean=0.4),
+}
+"""Bounds by the dtype in which both sides compute: more than twice what SmolLM2-135M shows (docs/training.md)."""
+
+_CAUSES = (
+    "Likely causes: server and trainer compute in different dtypes; the server does not hold the trainer's weights (an "
+    "update that failed or was partial, another model); requests were sampled at another temperature, or with masks, "
+    "bias or penalties that the trainer does not compute; weights or activations that are not finite."
+)
+
+
+class GapAlarm:
+    """Judges the gap of each step of a run."""
+
+    def __init__(self, dtype: torch.dtype, *, bounds: GapBounds | None = None, stops: bool = True) -> None:
+        """`dtype`: that of the passes of both sides. `bounds`: instead of those of the dtype. `stops`: whether a gap
+        may end the run."""
+        self.bounds = bounds or BOUNDS[dtype]
+        self._dtype, self._stops = str(dtype).removeprefix("torch."), stops
+        self._means: deque[float] = deque(maxlen=_GROWING_STEPS)
+
+    def check(self, gap: LogprobGap | None, step: int) -> None:
+        """Warn if the gap of `step` is above its bound. Raises LogprobGapError far above it, or if it keeps growing."""
+        if gap is None:
+            return
+        bounds = self.bounds
+        self._means.append(gap.mean)
+        means = list(self._means)
+        is_large = not (gap.mean <= bounds.warn_mean and gap.largest <= bounds.warn_largest)
+        grows = (
+            len(means) == _GROWING_STEPS
+            and all(a < b for a, b in itertools.pairwise(means))
+            and means[-1] > bounds.warn_mean
+            and means[-1] >= 2 * means[0]
+        )
+        if not is_large:
+            return
+        limit = f"{bounds.warn_mean:g} (mean) and {bounds.warn_largest:g} (largest) are expected in {self._dtype}"
+        text = f"Step {step}: log-probabilities of server and trainer differ: {gap}; {limit}."
+        if self._stops and (not gap.mean <= bounds.stop_mean or grows):
+            why = f"It grew over {_GROWING_STEPS} steps." if gap.mean <= bounds.stop_mean else ""
+            raise LogprobGapError(" ".join(part for part in (text, why, _CAUSES) if part))
+        logger.warning("%s %s", text, _CAUSES)
