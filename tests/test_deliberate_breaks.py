@@ -139,6 +139,20 @@ BREAKS = [
         "return_logprob=True)",
         "tests/server/sessions/test_scheduling.py",
     ),
+    Break(
+        "what is trained is the policy",
+        "sampling/sampler.py",
+        "        unedited = None if edited is None else logits.index_select(0, edited.index)\n",
+        "        unedited = None if edited is None else 0.5 * logits.index_select(0, edited.index)\n",
+        "tests/sampling/test_policy_logprobs.py",
+    ),
+    Break(
+        "what is trained had a choice",
+        "train/batches.py",
+        "    mask = torch.tensor(trajectory.trained_mask, dtype=torch.bool)\n",
+        "    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)\n",
+        "tests/train/test_edited_sampling.py::test_turns_of_different_records_share_the_columns",
+    ),
 ]
 
 

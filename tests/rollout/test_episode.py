@@ -54,6 +54,30 @@ def test_tokens_masks_logprobs_and_versions() -> None:
     assert [event.kind for event in trajectory.events] == ["env", "generate", "env", "generate", "env"]
 
 
+def test_a_turn_says_how_it_was_sampled() -> None:
+    """Servers of other projects say nothing: what was asked for decides."""
+
+    def turn(asked: dict[str, Any], **meta: Any) -> tuple[Any, Trajectory]:
+        environment = FakeEnvironment(says("ab"), says("end", 1.0, True))
+        answer = generated(codes("xy"))
+        answer["meta_info"] |= meta
+        episode = Episode(Task(seed=1), environment, WordRenderer(), asked, Limits(), 1000)
+        trajectory = play(episode, FakePolicy([answer]))
+        return trajectory.turns[0], trajectory
+
+    given = {"output_token_policy_logprobs": [-3.0, -4.0], "output_token_has_choice": [0, 1]}
+    found, trajectory = turn({"temperature": 0.7, "regex": "x."}, policy_logprobs="given", **given)
+    assert found.policy_logprobs == "given" and found.sampling == {"temperature": 0.7, "regex": "x."}
+    assert trajectory.policy_logprobs == [0.0, 0.0, -3.0, -4.0] and trajectory.trained_mask == [0, 0, 0, 1]
+    for asked, known in (({}, "same"), ({"temperature": 0.7}, "same"), ({"top_p": 0.9}, "unknown")):
+        found, trajectory = turn(asked)
+        assert (found.policy_logprobs, bool(trajectory.policy_logprobs)) == (known, known == "unknown")
+    found, trajectory = turn({"top_p": 0.9}, policy_logprobs="same")
+    assert found.policy_logprobs == "same" and found.sampling == {"temperature": 1.0, "top_p": 0.9}
+    found, trajectory = turn({}, policy_logprobs="given")  # a server that breaks its word
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.GENERATION_ERROR, None)
+
+
 def test_a_wrong_json_action_is_a_turn_that_the_environment_does_not_see() -> None:
     class JsonRenderer(WordRenderer):
         def action(self, token_ids: list[int]) -> dict[str, Any]:

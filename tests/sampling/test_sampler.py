@@ -615,6 +615,8 @@ def test_cuda_waits_for_nothing_and_gives_what_the_cpu_gives(sampler: Sampler, f
         got, expected = sampled.read(), sampler.launch(logits, specs, positions).read()
         assert got.next_ids == expected.next_ids == sampled.ids.tolist()
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert got.policy_logprobs == pytest.approx(expected.policy_logprobs, abs=1e-4)
+        assert got.has_choice == expected.has_choice
         for ours, theirs in zip(
             got.top_logprobs + got.token_ids_logprobs, expected.top_logprobs + expected.token_ids_logprobs, strict=True
         ):

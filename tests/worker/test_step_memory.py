@@ -14,6 +14,7 @@ from tests.parity.harness import GREEDY, spec_of
 from verl_server.models.config import load_model_config
 from verl_server.models.tiny import make_model_folder
 from verl_server.sampling.spec import SampleSpec
+from verl_server.sampling_params import SamplingParams
 from verl_server.worker.step_memory import StepMemory, log_uncaptured, most_decodes
 
 QWEN3_8B = {
@@ -70,6 +71,8 @@ def test_each_request_of_sampling_adds_what_it_takes(memory: StepMemory) -> None
     penalized = memory.special(spec(temperature=1.0, frequency_penalty=1.0))
     both = memory.special(spec(temperature=1.0, top_p=0.9, frequency_penalty=1.0))
     assert plain == 0 < penalized < filtered < both < 32 * 2**20
+    masked = SampleSpec(SamplingParams(), 0, [1], [], [], return_logprob=True, has_grammar=True)
+    assert not masked.special and memory.special(masked) > 0, "a copy of the model's logits, for the policy's logprob"
     few, many = spec(), spec()
     few.top_logprobs_num, few.special = 5, True
     many.token_ids_logprob, many.special = list(range(1_000_000)), True
