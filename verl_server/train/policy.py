@@ -6,6 +6,7 @@ weights and casts them for each pass. `load_policy` and `save_policy` read and w
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup 
         new = temporary_folder(folder)
         try:
             policy.language_model.save_pretrained(new, state_dict=state)
+            _name_dtype(new / "config.json")
             tokenizer.save_pretrained(new)
             publish(folder)
         except BaseException:
@@ -116,6 +118,13 @@ def save_policy(policy: Policy, folder: Path, tokenizer: Any, saving: SaveGroup 
             raise
 
     saving.ranks.call("save_policy", write)
+
+
+def _name_dtype(config: Path) -> None:
+    """Name fp32 in config.json. transformers names the dtype of the parameters of the moment: bf16 inside a pass."""
+    values = json.loads(config.read_text())
+    values.pop("torch_dtype", None)
+    config.write_text(json.dumps(values | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n")
 
 
 def full_weights(policy: Policy, saving: SaveGroup) -> dict[str, Tensor]:
