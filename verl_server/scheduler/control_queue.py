@@ -363,7 +363,6 @@ class ControlQueue:
             self.pauses.paused = True
         if worker.weights.epoch != epoch:
             planner.start_version()
-        planner.step_budget = worker.runner.step_budget  # a resume measures the memory that other processes left
         return reply
 
     def _note_transaction(self, req: WeightReq, reply: ControlReply) -> None:
