@@ -118,7 +118,7 @@ def test_a_waiting_prompt_is_matched_once(policy: str) -> None:
     h.add("running", prompt(2, 40), 60)
     h.steps()
     planner = h.scheduler.planner
-    planner.step_budget = 0  # the next request cannot start
+    h.runner.step_budget = 0  # the next request cannot start
     h.add("waits", prompt(1, 401), 2)
     req = h.scheduler.requests["waits"]
     req.step_bytes = 1
@@ -128,7 +128,7 @@ def test_a_waiting_prompt_is_matched_once(policy: str) -> None:
     h.steps(20)
     assert not req.started and tokens.read <= 20 * 8, "at most the next page, and its key, in each step"
     assert planner.cache._tick == uses, "its pages are not locked and unlocked in each step"
-    planner.step_budget = None
+    h.runner.step_budget = None
     h.run()
     assert cached(h, "waits") == 400
     assert h.tokens["waits"] == generate(prompt(1, 401), 2, 0)
