@@ -39,6 +39,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers",
     "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
     "transformers.tokenization_utils_tokenizers",
     "uvicorn",
     "httpx",

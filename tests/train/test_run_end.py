@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.depth import at_depth
 from tests.torchrun import run_ranks
 from tests.train import faulty_run
 from verl_server.models.tiny import make_model_folder
@@ -105,16 +106,22 @@ ENDS: dict[str, int] = {
 BOTH = ("late error", "SIGTERM in rollout", "SIGTERM, but the rollout goes on")
 """Faults that are tried with one rank and with two; the others with one of them."""
 
-CASES = [
-    ("error", ranks, dtype, tied) for ranks in (1, 2) for dtype in ("float32", "bfloat16") for tied in (True, False)
+CASES = [("error", 1, "bfloat16", True), ("SIGTERM in rollout", 2, "float32", True)]
+"""Cases that `make test` runs. The first one could not save its result once: FSDP2 over a mesh of one."""
+CASES += [
+    ("error", ranks, dtype, tied)
+    for ranks in (1, 2)
+    for dtype in ("float32", "bfloat16")
+    for tied in (True, False)
+    if (ranks, dtype, tied) != (1, "bfloat16", True)
 ]
-CASES += [(end, ranks, "float32", True) for end in BOTH for ranks in (1, 2)]
+CASES += [(end, ranks, "float32", True) for end in BOTH for ranks in (1, 2) if (end, ranks) != (BOTH[1], 2)]
 CASES += [("keyboard", 1, "float32", True), ("SIGINT in rollout", 1, "float32", True)]
 CASES += [("SIGHUP in rollout", 1, "float32", True), ("SIGINT in push", 1, "float32", True)]
 CASES += [("memory", 2, "float32", True), ("SIGTERM in push", 2, "float32", True), ("record", 2, "float32", True)]
 
 
-@pytest.mark.parametrize(("end", "ranks", "dtype", "tied"), CASES)
+@pytest.mark.parametrize(("end", "ranks", "dtype", "tied"), at_depth(CASES, quick=2))
 def test_whatever_ends_a_run_saves_it(
     reference: Reference, tmp_path: Path, end: str, ranks: int, dtype: str, tied: bool
 ) -> None:
@@ -138,7 +145,7 @@ def test_whatever_ends_a_run_saves_it(
     assert steps_of(out) == [step for step in range(STEPS) if step != 2 or end not in ("late error", "record")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", at_depth([1, 2]))
 def test_an_error_before_the_first_step(reference: Reference, tmp_path: Path, ranks: int) -> None:
     out, model = tmp_path / "run", reference.model(True)
     assert play("first push", "all", ranks, model, out) == [1] * ranks
@@ -152,8 +159,9 @@ KEPT = {"torn": 1, "disk": 1, "SIGKILL in rollout": -signal.SIGKILL, "two signal
 """Faults after which the last checkpoint is the result, with the exit status of the rank that has it."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("end", KEPT)
+@pytest.mark.parametrize(
+    ("end", "ranks"), at_depth([("disk", 1), *((e, r) for e in KEPT for r in (1, 2) if (e, r) != ("disk", 1))])
+)
 def test_the_last_checkpoint_stays(reference: Reference, tmp_path: Path, end: str, ranks: int) -> None:
     """A rank is gone, an optimizer step failed halfway, the disk is full, or the user sent a second signal."""
     out, model = tmp_path / "run", reference.model(True)
@@ -171,7 +179,7 @@ def test_the_last_checkpoint_stays(reference: Reference, tmp_path: Path, end: st
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", at_depth([1, 2]))
 def test_a_gap_ends_the_run_before_it_trains(reference: Reference, tmp_path: Path, ranks: int) -> None:
     """The player's log-probabilities are not those of the policy. The run ends with a status of its own."""
     out, model = tmp_path / "run", reference.model(True)
