@@ -189,7 +189,7 @@ def test_candidates_are_the_same_however_they_are_written(make_stack: MakeStack,
     answer = stack.request("POST", "/generate", json=body, headers={"Accept": accept})
     sent = answer.json() if "json" in accept else msgspec.msgpack.decode(answer.content)
     names = [name for name in plain[0]["meta_info"] if name.endswith("logprobs")]
-    assert len(names) == 6
+    assert len(names) == 7, "six kinds of log-probabilities, and where those of the policy are"
     for result, expected in zip(sent, plain, strict=True):
         for name in names:
             assert result["meta_info"][name] == expected["meta_info"][name], name

@@ -805,6 +805,7 @@ def test_buffers_of_constant_size_are_in_the_account(tiny_llama: Path, monkeypat
 def test_a_smaller_buffer_for_received_weights_is_named(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     gpu = FakeGpu(80 * 10**9)
     assert runner_on(gpu, tiny_llama, monkeypatch, 1).weight_receive_bytes == 2**31 and not caplog.records
     runner = runner_on(gpu, tiny_llama, monkeypatch, 1, weight_receive_bytes=2**40)
