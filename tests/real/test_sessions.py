@@ -20,7 +20,7 @@ QUESTIONS = [
     "Does it like 🦴?",
     "Say goodbye.",
 ]
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 
 
 def openai_turn(post: Callable[..., Any], client: httpx.Client, headers: dict[str, str], messages: list[Any]) -> Any:
