@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ from verl_server.models.tiny import random_model
 
 _PROMPT = [9, 8, 7, 6, 5]
 _TOKENS = 16
-_MEASURED = "measured.pt"
+_MEASURED = "measured.json"
 _FREED = 0.95
 """A release must free at least this share of the bytes that the server reports."""
 
@@ -202,7 +202,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the trainer's first rank found."""
+    """Measurements of the trainer's first rank."""
 
     milliseconds: dict[str, list[float]]
     """Phase -> its times."""
@@ -220,7 +220,7 @@ def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
         run_rank(0, args, folder)
     else:
         spawn(run_rank, (args, folder), nprocs=args.trainer_ranks)  # type: ignore[no-untyped-call]
-    measured: Measured = torch.load(folder / _MEASURED, weights_only=False)
+    measured = Measured(**json.loads((folder / _MEASURED).read_text()))
     copies = better(before, measure_copies(args.device, elements, dtype, dtype))
     report(measured, copies["all_ms"], args.cycles, command)
 
@@ -262,7 +262,8 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
                 print(f"{number + 1} of {args.cycles} cycles", file=sys.stderr, flush=True)
     if rank == 0:
         times = dict(cycle.milliseconds)
-        torch.save(Measured(times, cycle.serving_bytes, cycle.released_bytes, train_limit), folder / _MEASURED)
+        measured = Measured(times, cycle.serving_bytes, cycle.released_bytes, train_limit)
+        (folder / _MEASURED).write_text(json.dumps(asdict(measured)))
     dist.barrier(host)
     dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ LogprobsMode = Literal["default", "raw", "sampling"]
 """The distribution of the log-probabilities of output tokens; see `SamplingParams.logprobs_mode`."""
 
 PolicyLogprobs = Literal["same", "given", "unknown"]
-"""Where the policy's log-probabilities of the output tokens are: log-softmax(model's logits / temperature), which is
+"""The place of the policy's log-probabilities of the output tokens: log-softmax(model's logits / temperature), which is
 what a trainer computes. "same": they are the reported ones. "given": they stand beside the reported ones, because these
 are of edited logits. "unknown": the reported ones are of edited logits, and nobody computed the policy's."""
 

@@ -14,11 +14,11 @@ History = Literal["stored", "template"]
 SessionState = Literal["open", "finished", "expired"]
 BranchKind = Literal["main", "fork", "retry"]
 PolicyLogprobs = Literal["same", "given", "unknown"]
-"""Where the log-probabilities of a turn's tokens under the policy are: log-softmax(model's logits / temperature), which
-is what a trainer computes. "same": in `logprobs`. "given": in `policy_logprobs`, because the tokens were drawn under a
+"""The place of the log-probabilities of a turn's tokens under the policy: log-softmax(model's logits / temperature), as
+a trainer computes them. "same": in `logprobs`. "given": in `policy_logprobs`, because the tokens were drawn under a
 mask, a penalty or a bias. "unknown": nowhere, because the engine did not compute them, or the record is an old one."""
 ForcedMode = Literal["override", "refuse"]
-"""What happens to a request that sets a forced sampling parameter to another value: it is sampled with the forced one,
+"""The treatment of a request that sets a forced sampling parameter to another value: it is sampled with the forced one,
 and its turn records what was asked for; or it is refused with 400."""
 
 
@@ -155,7 +155,7 @@ class BranchTurn(msgspec.Struct, frozen=True):
     """What shaped the distribution: `temperature`, the `sampling_seed` if there is one, and the other parameters of
     `SamplingParams` that differ from their defaults. `grammar` is a digest of the output's grammar."""
     policy_logprobs: PolicyLogprobs = "unknown"
-    """Where the policy's log-probabilities of the sampled tokens are."""
+    """The place of the policy's log-probabilities of the sampled tokens."""
     overridden: dict[str, Any] = {}
     """Sampling parameters that the request set to other values than those that the session forces."""
 

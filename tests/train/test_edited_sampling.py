@@ -1,4 +1,4 @@
-"""What is trained is what was sampled: agents that force tools, set a bias or top-p, over a real server.
+"""Training uses the distribution that was sampled: agents that force tools, set a bias or top-p, over a real server.
 
 The reference is transformers in float32, at the trainer's temperature of 0.7. Before the policy's log-probabilities
 were recorded, forced tokens entered the ratio with a log-probability of 0.

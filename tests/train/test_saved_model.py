@@ -1,4 +1,4 @@
-"""What `save_policy` writes: transformers and the server load it, and compute the policy's log-probabilities.
+"""Transformers and the server load the folder that `save_policy` writes, and compute the policy's log-probabilities.
 
 The runs of `test_run_end` save on two ranks, and after errors; here one rank saves, in all combinations.
 """

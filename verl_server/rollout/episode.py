@@ -249,14 +249,14 @@ class Episode:
         return True
 
     def _shape(self) -> dict[str, Any]:
-        """What the caller asked for that shapes the distribution: `Turn.sampling`."""
+        """Return the parameters of the caller that shape the distribution: `Turn.sampling`."""
         given = self._sampling_params
         named = {name: given[name] for name in (*FILTERS, *EDITS, *GRAMMARS) if given.get(name) is not None}
         temperature = given.get("temperature")
         return {"temperature": 1.0 if temperature is None else temperature} | named
 
     def _policy(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """What a server said about the policy's distribution, as arguments of `append_output`.
+        """Return a server's report about the policy's distribution, as arguments of `append_output`.
 
         Servers of other projects say nothing. Their log-probabilities count as the policy's if nothing was requested
         that edits or filters a distribution.

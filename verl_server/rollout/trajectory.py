@@ -85,13 +85,13 @@ class Turn(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     """Finish type of the generation: stop, length or abort."""
     policy_logprobs: PolicyLogprobs = "unknown"
-    """Where the log-probabilities of the action under the policy are, the log-softmax of (the model's logits /
+    """The place of the action's log-probabilities under the policy, the log-softmax of (the model's logits /
     temperature): "same": in `Trajectory.logprobs`; "given": in `Trajectory.policy_logprobs`, because the action was
     sampled under a mask, a penalty or a bias; "unknown": nowhere, so that no trainer can use the action."""
     sampling: dict[str, Any] = {}
-    """What shaped the distribution: `session_types.BranchTurn.sampling`. {} if it was not recorded."""
+    """Parameters that shaped the distribution: `session_types.BranchTurn.sampling`. {} if they were not recorded."""
     overridden: dict[str, Any] = {}
-    """What an agent asked for although its session forces another value: `session_types.BranchTurn.overridden`."""
+    """Parameters of an agent for which its session forces other values: `session_types.BranchTurn.overridden`."""
 
 
 class Event(msgspec.Struct, array_like=True):

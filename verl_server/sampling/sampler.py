@@ -100,7 +100,7 @@ class _More:
 
 @dataclass
 class _EditedValues:
-    """What is reported of rows whose logits were edited. Tensors are on the host, valid once the step is done."""
+    """Reported values of rows whose logits were edited. Tensors are on the host, valid once the step is done."""
 
     rows: list[int]
     policy_logprobs: Tensor

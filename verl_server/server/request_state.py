@@ -263,7 +263,7 @@ class ReqState:
 
     @property
     def policy_logprobs(self) -> PolicyLogprobs:
-        """Where the policy's log-probabilities of the output tokens are."""
+        """Return the place of the policy's log-probabilities of the output tokens."""
         if self.req.sampling.reports_policy and not self.req.grammar:
             return "same"
         return "given" if len(self.output_policy) == len(self.output_ids) else "unknown"

@@ -316,7 +316,7 @@ class GRPO:
         return Step(metrics, rollout, report.failures)
 
     def progress(self) -> Progressing:
-        """Where this rank is, after an error inside of a step, too.
+        """Return the progress of this rank, after an error inside of a step, too.
 
         A step some of whose optimizer steps were applied counts as trained, because its version has other weights now.
         """

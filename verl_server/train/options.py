@@ -74,8 +74,9 @@ class TrainArgs:
     """Train a policy with GRPO on an environment that is served over HTTP (OpenEnv's protocol).
 
     Exit status: 0 if the run is complete, 1 after an error, 2 for wrong options, 3 if several steps in a row had
-    nothing to train on, 4 if server and trainer disagree about log-probabilities, 130 after SIGINT, 143 after SIGTERM.
-    Whatever ends the steps, everything is saved, and --resume continues the run.
+    nothing to train on, 4 if server and trainer disagree about log-probabilities, 129, 130 or 143 after SIGHUP, SIGINT
+    or SIGTERM. Whatever ends the steps, checkpoint and model are saved, and --resume continues the run. (If a rank is
+    gone or the disk is full, the last checkpoint stays.)
     """
 
     model_path: str
@@ -92,7 +93,7 @@ class TrainArgs:
     """With --agent: `environment`, `exit` (1.0 if a program's exit code is 0), or MODULE:function of the ended episode.
     Default: `environment` if there is one, `exit` for a program."""
     agent_sampling: Literal["override", "refuse"] = "override"
-    """What happens to an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias. The trainer's
+    """The treatment of an agent's request that sets temperature, top-p, top-k, min-p, penalties or bias. The trainer's
     values win, and the turn records what was asked for (`override`); or the request is answered with 400 (`refuse`)."""
     steps: int = 100
     """Steps of the whole run, including the steps before a --resume."""

@@ -47,7 +47,9 @@ def all_ranks(timeout: float = RANK_TIMEOUT) -> RankGroup:
 
 @dataclass
 class SaveGroup:
-    """What the ranks save through: connections of their own, so that a collective that failed elsewhere cannot mix in.
+    """The connections through which the ranks save.
+
+    No other code uses them, so a collective that failed elsewhere cannot mix in.
 
     All of them are on the CPU, and every wait has a bound.
     """

@@ -95,14 +95,14 @@ class StepCounter:
 
 
 class Progressing(msgspec.Struct, array_like=True):
-    """Where a rank is. The largest numbers of all ranks hold for all of them."""
+    """The progress of a rank. The largest numbers of all ranks hold for all of them."""
 
     next_step: int
     version: int
 
 
 class _Entry(msgspec.Struct, array_like=True):
-    """What a rank reports at the end."""
+    """The report of a rank at the end."""
 
     applied: int
     progress: Progressing
@@ -117,14 +117,14 @@ class _Entry(msgspec.Struct, array_like=True):
 
 @dataclass
 class _Verdict:
-    """How the run ended on all ranks."""
+    """The end of the run on all ranks."""
 
     first: tuple[str, str] | None
     """(type, message) of the error that was raised first."""
     is_mine: bool
     """True if this rank raised it."""
     exit_status: int
-    """Of all ranks."""
+    """The exit status of all ranks."""
     saved: str
     is_saved: bool = True
 
@@ -141,7 +141,7 @@ class _Verdict:
 
 @dataclass
 class RunState:
-    """What the end of a run needs of it."""
+    """The parts of a run that its end needs."""
 
     steps: StepCounter
     progress: Callable[[], Progressing]

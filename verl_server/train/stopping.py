@@ -26,7 +26,7 @@ class RunStoppedError(VerlServerError):
     def __init__(self, message: str, signal_number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.exit_status = 128 + signal_number
-        """What a shell reports for a process that the signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        """The status that a shell reports for a process that the signal ended: 130 for SIGINT, 143 for SIGTERM."""
 
 
 class StopRequest:

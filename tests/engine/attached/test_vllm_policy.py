@@ -1,4 +1,4 @@
-"""What the adapter of a vLLM server says of the policy's log-probabilities, for vLLM's settings and a request's."""
+"""The adapter of a vLLM server reports where the policy's log-probabilities are."""
 
 from __future__ import annotations
 

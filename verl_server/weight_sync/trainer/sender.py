@@ -244,11 +244,3 @@ def _whole(name: str, tensor: Any) -> Any:
 def is_whole(tensor: DTensor) -> bool:
     """True if this rank holds all of it."""
     return tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements)
-
-
-def gather_full_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Replace sharded DTensors by full tensors; every rank of their mesh must call this with the same names."""
-    return [
-        (name, tensor.full_tensor() if isinstance(tensor, DTensor) and not is_whole(tensor) else tensor)
-        for name, tensor in named_tensors
-    ]
