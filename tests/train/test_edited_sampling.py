@@ -20,9 +20,10 @@ from verl_server import HttpServerEngineAdapter
 from verl_server.errors import BadRequestError
 from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.agents.types import AgentEpisode, AgentSession, AgentTask, Server
-from verl_server.rollout.trajectory import Task, Trajectory
+from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, check_usable, sampled_positions
+from verl_server.train.metrics import describe_rollout, describe_step, merge_reports, report_rollout
 from verl_server.train.options import GRPOConfig, TrainArgs
 
 KEY, TEMPERATURE, TOLERANCE = "owner", 0.7, 2e-4
@@ -201,3 +202,19 @@ def test_turns_of_different_records_share_the_columns() -> None:
     alone = sampled("same")
     alone.has_choice = [0, 0, 0, 0]
     assert not alone.is_trainable
+
+
+def test_metrics_have_the_share_of_forced_tokens() -> None:
+    forced, free = sampled("same"), sampled("same")
+    free.has_choice = []
+    forced.stop_reason = free.stop_reason = StopReason.DONE
+    reports = [
+        report_rollout(trajectories, 2, 1.0, step=0, rank=0, env_url="", server_url="")
+        for trajectories in ([forced], [free])
+    ]
+    metrics = describe_rollout(merge_reports(reports), step=0, version="0", ranks=2, gap=None)
+    assert (metrics.sampled_tokens, metrics.forced_share) == (4, 0.25)
+    assert "forced 25%" in describe_step(metrics)
+    forced.has_choice = [0, 0, 0, 0]
+    nothing = report_rollout([forced], 0, 1.0, step=0, rank=0, env_url="", server_url="")
+    assert "2 of 2 sampled tokens were forced by masks" in str(nothing.obstacle())

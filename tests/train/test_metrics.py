@@ -61,7 +61,9 @@ def test_nothing_to_train_on_is_explained() -> None:
     )
     unjudged = make_trajectory(0, 1.0)
     unjudged.reward = None
-    assert report([unjudged], 0).obstacle() == "no episode has both a reward and a sampled token (ends: {'done': 1})"
+    assert (
+        report([unjudged], 0).obstacle() == "no episode has both a reward and a token to train on (ends: {'done': 1})"
+    )
     assert report(equal, 2).obstacle() is None
 
 

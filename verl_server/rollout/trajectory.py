@@ -162,6 +162,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
         """Number of sampled tokens."""
         return sum(self.loss_mask)
 
+    @property
+    def forced_tokens(self) -> int:
+        """Number of sampled tokens that had no alternative."""
+        return self.sampled_tokens - sum(self.trained_mask)
+
     def seconds(self, kind: str) -> float:
         """Total time of the events of one kind."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)

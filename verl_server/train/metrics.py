@@ -43,11 +43,13 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     reward: float = 0.0
     """Sum of the rewards."""
     trainable: int = 0
-    """Scored episodes in which the policy sampled at least one token."""
+    """Scored episodes with at least one token to train on."""
     kept: int = 0
     """Trainable episodes of groups whose rewards differ: the step learns from these."""
     turns: int = 0
     sampled_tokens: int = 0
+    forced_tokens: int = 0
+    """Sampled tokens beside which a mask allowed no other one. They are left out of the loss."""
     generate_seconds: float = 0.0
     """Time spent waiting for the server, summed over the episodes."""
     env_seconds: float = 0.0
@@ -69,7 +71,11 @@ class RolloutReport(msgspec.Struct, kw_only=True):
         if len(self.failures) == self.episodes:
             return failed
         if not self.trainable:
-            reason = f"no episode has both a reward and a sampled token (ends: {self.stop_reasons})"
+            forced = f"; {self.forced_tokens} of {self.sampled_tokens} sampled tokens were forced by masks"
+            reason = (
+                f"no episode has both a reward and a token to train on (ends: {self.stop_reasons}"
+                f"{forced if self.forced_tokens else ''})"
+            )
         else:
             reason = (
                 f"in no group did the rewards differ ({self.scored} episodes have a reward, {self.mean_reward:.4g} "
@@ -119,6 +125,7 @@ def report_rollout(
         kept=kept,
         turns=sum(len(t.turns) for t in trajectories),
         sampled_tokens=sum(t.sampled_tokens for t in trajectories),
+        forced_tokens=sum(t.forced_tokens for t in trajectories),
         generate_seconds=sum(t.seconds("generate") for t in trajectories),
         env_seconds=sum(t.seconds("env") for t in trajectories),
         seconds=seconds,
@@ -140,6 +147,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         kept=sum(r.kept for r in reports),
         turns=sum(r.turns for r in reports),
         sampled_tokens=sum(r.sampled_tokens for r in reports),
+        forced_tokens=sum(r.forced_tokens for r in reports),
         generate_seconds=sum(r.generate_seconds for r in reports),
         env_seconds=sum(r.env_seconds for r in reports),
         seconds=max(r.seconds for r in reports),
@@ -176,7 +184,7 @@ class StepMetrics:
     failed: int
     """Episodes that ended with an error of the environment or the server; each is in errors.jsonl."""
     trainable: int
-    """Episodes that have a reward and at least one sampled token."""
+    """Episodes that have a reward and at least one token to train on."""
     kept: int
     """Episodes that the step learned from: trainable, and in groups whose rewards differ."""
     stop_reasons: dict[str, int]
@@ -184,6 +192,9 @@ class StepMetrics:
     turns: float
     """Mean number of turns."""
     sampled_tokens: int
+    forced_share: float
+    """Share of the sampled tokens beside which a mask (a forced tool call, a grammar) allowed no other one. They are
+    left out of the loss."""
     tokens_per_s: float
     """Sampled tokens per second of rollout."""
     logprob_gap: float | None
@@ -232,6 +243,7 @@ def describe_rollout(
         stop_reasons=report.stop_reasons,
         turns=report.turns / episodes,
         sampled_tokens=report.sampled_tokens,
+        forced_share=report.forced_tokens / max(1, report.sampled_tokens),
         tokens_per_s=report.sampled_tokens / max(report.seconds, 1e-9),
         logprob_gap=None if gap is None else gap.largest,
         logprob_gap_mean=None if gap is None else gap.mean,
@@ -261,6 +273,8 @@ def describe_step(metrics: StepMetrics) -> str:
         f"train {metrics.train_seconds:.2f} s  sync {metrics.sync_seconds:.3f} s  "
         f"gap {gap}  {json.dumps(metrics.stop_reasons)}"
     )
+    if metrics.forced_share:
+        line += f"  forced {metrics.forced_share:.0%}"
     return line if metrics.skipped is None else f"{line}  skipped"
 
 
