@@ -20,7 +20,8 @@ Exit status:
 
 Whatever ends the steps of a run, everything is saved before the process ends, and `--resume` continues the run
 (`run_end` says how ranks agree). The last checkpoint stays if a rank is gone, if the disk is full, or after an error in
-the middle of an optimizer step. A signal is obeyed at the next rollout, which it interrupts; a second one ends the
+the middle of an optimizer step. Episodes of a step that was not completed are in untrained-rankN.jsonl.
+A signal is obeyed at the next rollout, which it interrupts; a second one ends the
 process at once.
 """
 
@@ -480,7 +481,13 @@ def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder, stop: StopRequest,
     skipped = SkippedSteps(args.max_skipped_steps, args.retry_pause)
     while run.next_step < args.steps:
         torch.manual_seed(args.grpo.seed * 1_000_003 + run.next_step)  # dropout draws from this generator
-        step = run.step()
+        number, finished = run.next_step, list[Trajectory]()
+        try:
+            step = run.step(finished.append)
+        except BaseException:
+            if run.next_step == number:
+                _keep_untrained(folder, number, finished)
+            raise
         if dist.get_rank() == 0:
             folder.record(step.metrics, step.rollout.trajectories, step.failures)
             print(describe_step(step.metrics), flush=True)
@@ -492,6 +499,14 @@ def _run_steps(args: TrainArgs, run: GRPO, folder: RunFolder, stop: StopRequest,
             skipped.note(step.metrics)
         if args.save_every and run.next_step % args.save_every == 0:
             _save_checkpoint(args, run.trainer, run.progress(), saving)
+
+
+def _keep_untrained(folder: RunFolder, step: int, finished: Sequence[Trajectory]) -> None:
+    """Write this rank's episodes of a step that the run does not complete. A full disk must not hide the error."""
+    try:
+        folder.record_untrained(step, dist.get_rank(), finished)
+    except OSError as error:
+        logger.error("%d episodes of step %d are lost: %s", len(finished), step, error)
 
 
 def _save_checkpoint(args: TrainArgs, trainer: PolicyTrainer, reached: Progressing, saving: SaveGroup) -> None:

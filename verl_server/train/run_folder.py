@@ -3,10 +3,12 @@
     metrics.jsonl        one line for each step
     trajectories.jsonl   a few trajectories of each step
     errors.jsonl         one line for each episode that failed
+    untrained-rankN.jsonl   episodes of rank N that ended in a step which the run did not complete
     checkpoint-STEP/     the state from which `--resume` continues (see `checkpoints`)
     model/               the trained policy as a Hugging Face folder
 
-Only rank 0 writes the jsonl files.
+Only rank 0 writes the first three. `--resume` plays a step that was not completed again, and keeps its earlier
+episodes in untrained-rankN.jsonl: `rollout.trajectory.read_jsonl` loads them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,6 +38,7 @@ class RunFolder:
     def start(self) -> None:
         """Create the folder. Raises BadRequestError if it already contains a run."""
         found = [name for name in (*_FILES, "model") if (self.path / name).exists()]
+        found += sorted(file.name for file in self.path.glob("untrained-rank*.jsonl"))
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is not None:
             found.append(checkpoint.name)
@@ -67,10 +71,20 @@ class RunFolder:
     ) -> None:
         """Append one step to the jsonl files."""
         append_jsonl(self.path / "metrics.jsonl", [dataclasses.asdict(metrics)])
-        labelled = [{"step": metrics.step} | msgspec.structs.asdict(t) for t in trajectories[:_KEPT_TRAJECTORIES]]
-        append_jsonl(self.path / "trajectories.jsonl", labelled)
+        kept = _labelled(metrics.step, trajectories[:_KEPT_TRAJECTORIES])
+        append_jsonl(self.path / "trajectories.jsonl", kept)
         if failures:
             append_jsonl(self.path / "errors.jsonl", failures)
+
+    def record_untrained(self, step: int, rank: int, trajectories: Sequence[Trajectory]) -> None:
+        """Append all episodes of a rank that ended in a step which the run does not complete. Every rank calls it."""
+        if trajectories:
+            self.path.mkdir(parents=True, exist_ok=True)  # a rank of another machine may have a folder of its own
+            append_jsonl(self.path / f"untrained-rank{rank}.jsonl", _labelled(step, trajectories))
+
+
+def _labelled(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    return [{"step": step} | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
 
 
 def _drop_from(file: Path, step: int) -> None:
