@@ -45,6 +45,7 @@ from verl_server.engine.http import HttpServerEngineAdapter
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train.batches import Sample, sampled_positions
+from verl_server.train.dtypes import dtype_name, passes_dtype
 from verl_server.train.grpo import PolicyTrainer, group_advantages
 from verl_server.train.options import GRPOConfig
 from verl_server.train.policy import load_policy
@@ -278,6 +279,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(args, name, default)
     if args.tp != 1:
         parser.error("--tp must be 1, because trainer and server share one device in this benchmark.")
+    passes = dtype_name(passes_dtype("auto", torch.device(args.device)))
+    if (served := dict(args.settings).get("dtype", passes)) != passes:
+        parser.error(f"--set dtype={served}: the trainer's passes are {passes}, and both sides compute in one dtype.")
     if args.group_size < 2 or not 0 < args.prompt < args.tokens or args.steps < 1:
         parser.error("--group-size must be at least 2, --prompt from 1 to --tokens - 1, and --steps at least 1.")
     if args.device == "cuda" and not torch.cuda.is_available():

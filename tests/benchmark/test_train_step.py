@@ -40,3 +40,6 @@ def test_work_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             train_step.parse_args(flags)
     assert "--group-size must be at least 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_step.parse_args(["--device", "cpu", "--set", "dtype=bfloat16"])
+    assert "dtype=bfloat16: the trainer's passes are float32" in capsys.readouterr().err
