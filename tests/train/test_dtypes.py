@@ -46,7 +46,7 @@ def test_a_mismatch_is_refused_with_both_values_and_flags(caplog: pytest.LogCapt
 def test_auto_follows_the_device() -> None:
     assert passes_dtype("auto", torch.device("cpu")) == torch.float32
     assert passes_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert passes_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert passes_dtype("float16", torch.device("cpu")) == torch.float16
 
 
 @pytest.mark.parametrize(("set_dtype", "launched"), [("auto", "bfloat16"), ("float16", "float16")])
@@ -68,14 +68,18 @@ def test_a_launched_server_gets_the_dtype_of_the_passes(
         pass
 
 
-def test_a_run_with_two_dtypes_is_refused_before_the_model_is_loaded(
-    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_options_with_two_dtypes_are_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grpo, "load_policy", None)
-    where = ["--model-path", str(policy_folder), "--env-url", "http://127.0.0.1:9", "--out", str(tmp_path / "run")]
-    assert grpo.main([*where, *SETTINGS, "--server.dtype", "bfloat16"]) == 1
+    """They are refused with status 2 before the ranks meet."""
+    monkeypatch.setattr(grpo, "setup_ranks", None)
+    where = ["--model-path", "nowhere", "--env-url", "http://127.0.0.1:9", "--out", str(tmp_path / "run"), *SETTINGS]
+    assert grpo.main([*where, "--server.dtype", "bfloat16"]) == 2
+    assert "computes in bfloat16, and the trainer's passes in float32" in capsys.readouterr().err
+    assert grpo.main([*where, "--compute-dtype", "bfloat16", "--server.dtype", "float16"]) == 2
     error = capsys.readouterr().err
-    assert "computes in bfloat16, and the trainer's passes in float32" in error
+    assert "computes in float16, and the trainer's passes in bfloat16" in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_attached_server_of_another_dtype(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from verl_server.errors import BadRequestError
+from verl_server.train.options import TrainArgs, WrongOptionsError
+from verl_server.train.ranks import device_type
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,21 @@ def served_dtype(server_info: Mapping[str, Any]) -> str | None:
             if name in ("float32", "float16", "bfloat16"):
                 return name
     return None
+
+
+def check_dtype_options(args: TrainArgs) -> torch.dtype:
+    """The dtype of the passes. Raises WrongOptionsError if the options set another one for the launched server.
+
+    A difference that is allowed is logged when the server is up, by rank 0 only.
+    """
+    dtype = passes_dtype(args.compute_dtype, torch.device(device_type(args.device)))
+    given = args.server_settings.get("dtype")
+    if given is not None and not args.allow_dtype_mismatch:
+        try:
+            check_dtypes(dtype, given, "The server to launch (--server.dtype)", allow=False)
+        except BadRequestError as error:
+            raise WrongOptionsError(str(error)) from None
+    return dtype
 
 
 def check_dtypes(trainer: torch.dtype, server: str | None, where: str, allow: bool) -> None:

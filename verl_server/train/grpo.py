@@ -55,7 +55,7 @@ from verl_server.rollout.trajectory import Task, Trajectory, by_episode
 from verl_server.train.agent_groups import AgentGroups
 from verl_server.train.batches import MicroBatch, Sample, pack, sampled_positions
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
-from verl_server.train.dtypes import check_dtypes, dtype_name, passes_dtype, served_dtype
+from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.environment_check import check_environment
 from verl_server.train.metrics import (
     Failure,
@@ -369,14 +369,12 @@ class GRPO:
 def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
     """Run the training on this rank. Every rank calls it under torchrun. `stop`: a request to stop the run."""
     stop = stop or StopRequest()
+    dtype = check_dtype_options(args)
     device = setup_ranks(args.device, args.rank_timeout)
     ranks = all_ranks(args.rank_timeout)
     if ranks.rank > 0:  # the messages are the same on all ranks, so only rank 0 logs them
         for name in ("verl_server.train", "verl_server.logprob_gap"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    dtype = passes_dtype(args.compute_dtype, device)
-    if (given := args.server_settings.get("dtype")) is not None:
-        check_dtypes(dtype, given, "The server to launch (--server.dtype)", args.allow_dtype_mismatch)
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
@@ -444,8 +442,7 @@ def _serving(
         engine = attach_engine(args.server_url, *keys, rank_timeout=args.rank_timeout)
     with engine:
         where = f"The server at {engine.url}"
-        if args.server_url is not None or args.server.engine != "embedded":  # it may have settings of its own
-            check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
+        check_dtypes(dtype, served_dtype(engine.get_server_info()), where, args.allow_dtype_mismatch)
         yield engine, settings.get("api_key")
 
 

@@ -20,6 +20,12 @@ from verl_server.server_args import ServerArgs
 from verl_server.train.ranks import SAVE_TIMEOUT
 
 
+class WrongOptionsError(BadRequestError):
+    """Options that do not fit each other. Nothing has started."""
+
+    exit_status = 2
+
+
 @dataclass(frozen=True)
 class GRPOConfig:
     """Settings of the algorithm."""

@@ -20,12 +20,17 @@ SAVE_TIMEOUT = 600.0
 """Default of the seconds that one rank waits for another when they save."""
 
 
+def device_type(device: Literal["auto", "cpu", "cuda"]) -> str:
+    """The type of the ranks' devices. "auto" is CUDA if there is a GPU."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
 def setup_ranks(device: Literal["auto", "cpu", "cuda"], timeout: float = RANK_TIMEOUT) -> torch.device:
     """Join torchrun's process group, or make one of a single rank. Returns this rank's device.
 
     `timeout`: seconds that one rank waits for another in a collective.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    kind = device_type(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         bound = datetime.timedelta(seconds=timeout)
