@@ -24,6 +24,7 @@ from verl_server.rollout.agent_loop import Rollout
 from verl_server.rollout.trajectory import StopReason, Task, Trajectory
 from verl_server.train import grpo, run_end
 from verl_server.train.grpo import GRPO, PolicyTrainer
+from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.policy import Policy
 from verl_server.train.run_folder import RunFolder
 
@@ -31,14 +32,14 @@ STEP = 2
 """The step with the fault."""
 
 
-class _Engine:
+class Engine:
     url = "http://nowhere"
 
     def update_weights_from_tensor(self, *_: Any, **__: Any) -> None:
         pass
 
 
-class _Player:
+class Player:
     """Plays for no time at all, unless `wait` is set."""
 
     environment_url = "http://nowhere"
@@ -62,7 +63,7 @@ def _trajectory(task: Task, version: str) -> Trajectory:
     return trajectory
 
 
-def _inject(fault: str, player: _Player, patch: Callable[[Any, str, Any], None]) -> None:
+def _inject(fault: str, player: Player, patch: Callable[[Any, str, Any], None]) -> None:
     """Patch what the fault needs. It happens in step `STEP`."""
     calls = {"pushes": 0, "passes": 0}
     step = {"now": -1}
@@ -97,6 +98,25 @@ def _inject(fault: str, player: _Player, patch: Callable[[Any, str, Any], None])
             fails_in_a_pass(KeyboardInterrupt, 0)
         case "late error":  # after the first of two optimizer steps
             fails_in_a_pass(lambda: ZeroDivisionError("a bug in a loss"), 1)
+        case "activations":  # of one rank, in the first optimizer step and in all passes after it
+
+            def overflows(policy: Policy, *arguments: Any, **settings: Any) -> Any:
+                if torch.is_grad_enabled() and step["now"] == STEP:
+                    module = policy.language_model.model.layers[1].mlp.down_proj
+                    module.register_forward_hook(lambda _, __, output: output * float("inf"))
+                return forward(policy, *arguments, **settings)
+
+            patch(Policy, "forward", overflows)
+        case "gradients":  # in the shard of one rank, in the first of two optimizer steps
+            unscale = LossScaling.unscale
+
+            def broken_shard(scaling: LossScaling, optimizer: torch.optim.Optimizer) -> None:
+                if step["now"] == STEP and calls["passes"] == 0:
+                    calls["passes"] += 1
+                    optimizer.param_groups[0]["params"][0].grad.to_local()[0] = float("inf")
+                unscale(scaling, optimizer)
+
+            patch(LossScaling, "unscale", broken_shard)
         case "torn":
 
             def torn(trainer: PolicyTrainer, samples: Any, number: int) -> Any:
@@ -176,14 +196,14 @@ def _fail(*_: Any) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     fault, rank, *rest = arguments
-    player = _Player()
+    player = Player()
 
     @contextlib.contextmanager
     def serving(*_: Any) -> Iterator[tuple[Any, None]]:
-        yield _Engine(), None
+        yield Engine(), None
 
     @contextlib.contextmanager
-    def playing(*_: Any) -> Iterator[_Player]:
+    def playing(*_: Any) -> Iterator[Player]:
         yield player
 
     mine = int(os.environ.get("RANK", "0"))

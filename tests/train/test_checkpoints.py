@@ -11,7 +11,7 @@ import torch
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.train.batches import Sample
-from verl_server.train.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
+from verl_server.train.checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from verl_server.train.grpo import PolicyTrainer
 from verl_server.train.metrics import RolloutReport, describe_rollout
 from verl_server.train.options import GRPOConfig
@@ -24,8 +24,8 @@ CONFIG = GRPOConfig(epochs=2, minibatches=3, learning_rate=1e-2, warmup_steps=3,
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def make_trainer(policy_folder: Path) -> PolicyTrainer:
-    return PolicyTrainer(load_policy(str(policy_folder), CPU), CONFIG, 4, CPU)
+def make_trainer(policy_folder: Path, dtype: torch.dtype = torch.float32) -> PolicyTrainer:
+    return PolicyTrainer(load_policy(str(policy_folder), CPU, compute_dtype=dtype), CONFIG, 4, CPU)
 
 
 def train(trainer: PolicyTrainer, first: int, last: int) -> None:
@@ -37,21 +37,33 @@ def train(trainer: PolicyTrainer, first: int, last: int) -> None:
 
 
 def save(trainer: PolicyTrainer, out: Path, step: int) -> Path:
-    return save_checkpoint(out, trainer.policy, trainer.optimizer, next_step=step, version=step)
+    scaling = trainer.scaling.state_dict()
+    return save_checkpoint(out, trainer.policy, trainer.optimizer, next_step=step, version=step, loss_scaling=scaling)
 
 
-def test_a_resumed_run_is_the_run(policy_folder: Path, tmp_path: Path) -> None:
-    straight = make_trainer(policy_folder)
+def load(trainer: PolicyTrainer, folder: Path) -> Progress:
+    progress = load_checkpoint(folder, trainer.policy, trainer.optimizer)
+    trainer.scaling.load_state_dict(progress.loss_scaling)
+    return progress
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_resumed_run_is_the_run(policy_folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    straight, interrupted, resumed = (make_trainer(policy_folder, dtype) for _ in range(3))
+    for trainer in (straight, interrupted):
+        if dtype == torch.float16:  # the scale is another one than that of a new run, and it grows in step 1
+            state = trainer.scaling.state_dict() or {}
+            trainer.scaling.load_state_dict(state | {"scale": 64.0, "growth_interval": 9})
     train(straight, 0, 2)
-    interrupted = make_trainer(policy_folder)
     train(interrupted, 0, 1)
     save(interrupted, tmp_path, 1)
-    resumed = make_trainer(policy_folder)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    progress = load_checkpoint(folder, resumed.policy, resumed.optimizer)
+    progress = load(resumed, folder)
     assert (progress.next_step, progress.version) == (1, 1)
+    assert resumed.scaling.scale == (64.0 if dtype == torch.float16 else None)
     train(resumed, 1, 2)
+    assert resumed.scaling.scale == straight.scaling.scale == (128.0 if dtype == torch.float16 else None)
     for (name, ours), (_, theirs) in zip(resumed.policy.named_weights(), straight.policy.named_weights(), strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -65,6 +77,22 @@ def test_a_checkpoint_before_the_first_update(policy_folder: Path, tmp_path: Pat
     train(resumed, 3, 4)
     pairs = zip(trainer.policy.parameters(), resumed.policy.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_checkpoint_without_a_loss_scale_starts_with_the_first_one(policy_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(policy_folder)
+    train(trainer, 0, 1)
+    folder = save(trainer, tmp_path, 1)
+    assert json.loads((folder / "run.json").read_text()).keys() == {"next_step", "version", "has_optimizer_state"}
+    resumed = make_trainer(policy_folder, torch.float16)
+    load(resumed, folder)
+    train(resumed, 1, 2)
+    assert (resumed.scaling.scale, resumed.steps.applied) == (2.0**16, 6)
+    with_scale = save(resumed, tmp_path, 2)
+    plain = make_trainer(policy_folder)
+    load(plain, with_scale)
+    train(plain, 2, 3)
+    assert plain.scaling.scale is None and plain.steps.applied == 6
 
 
 def test_only_a_finished_checkpoint_counts(policy_folder: Path, tmp_path: Path) -> None:

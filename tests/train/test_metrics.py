@@ -7,7 +7,7 @@ import pytest
 from tests.train.conftest import make_trajectory
 from verl_server.logprob_gap import LogprobGap
 from verl_server.rollout.trajectory import Event, StopReason, Trajectory
-from verl_server.train.metrics import RolloutReport, describe_rollout, merge_reports, report_rollout
+from verl_server.train.metrics import RolloutReport, describe_rollout, describe_step, merge_reports, report_rollout
 from verl_server.train.skipped_steps import NothingToTrainError, SkippedSteps
 
 
@@ -88,3 +88,11 @@ def test_steps_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pauses == [2.0, 4.0, 2.0, 0.0]  # a failing environment gets time to recover; equal rewards need no pause
     with pytest.raises(NothingToTrainError, match=r"3 step\(s\) in a row had nothing to train on. Step 4: 1 of 1 epi"):
         skipped.note(failed)
+
+
+def test_skipped_optimizer_steps_are_printed() -> None:
+    metrics = describe_rollout(RolloutReport(), step=3, version="3", ranks=1, gap=None)
+    metrics.loss_scale = 512.0
+    assert "optimizer" not in describe_step(metrics)
+    metrics.skipped_optimizer_steps = 2
+    assert "2 optimizer step(s) skipped, loss scale 512" in describe_step(metrics)

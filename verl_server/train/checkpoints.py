@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: model, optimizer, the next step and the served version.
+"""Checkpoints of a training run: model, optimizer, the scale of the loss, the next step and the served version.
 
 All ranks call `save_checkpoint` and `load_checkpoint` together. Every rank writes its own shards (torch's distributed
 checkpoint), so a run may continue on another number of ranks. No random state is stored: episodes, draws and the order
@@ -40,6 +40,8 @@ class Progress:
     """Version under which these weights are pushed to the server."""
     has_optimizer_state: bool = True
     """False before the first optimizer step."""
+    loss_scaling: dict[str, Any] | None = None
+    """State of `LossScaling`; absent in the checkpoint of a run that does not scale its loss."""
 
 
 class CheckpointError(VerlServerError):
@@ -59,23 +61,25 @@ def save_checkpoint(
     *,
     next_step: int,
     version: int,
+    loss_scaling: dict[str, Any] | None = None,
     saving: SaveGroup | None = None,
 ) -> Path:
     """Write a checkpoint to a folder of its own, then remove the older ones. Returns the folder.
 
     The folder appears when all of it is on the disk. Does nothing if the newest checkpoint is of this step already.
-    Raises CheckpointError on all ranks if a rank cannot write. `saving`: the connections to use; by default they are
-    made for this call.
+    Raises CheckpointError on all ranks if a rank cannot write. `loss_scaling`: `LossScaling.state_dict()`.
+    `saving`: the connections to use; by default they are made for this call.
     """
     saving = saving or SaveGroup.of_all_ranks()
     folder = out / f"checkpoint-{next_step}"
-    progress = Progress(next_step, version, has_optimizer_state=bool(optimizer.state))
+    progress = Progress(next_step, version, bool(optimizer.state), loss_scaling)
 
     def begin(_: list[bytes]) -> str | None:
         return None if latest_checkpoint(out) == folder else str(temporary_folder(folder))
 
     def finish(_: list[bytes]) -> None:
-        (Path(unfinished) / "run.json").write_text(json.dumps(asdict(progress)) + "\n")
+        values = {name: value for name, value in asdict(progress).items() if value is not None}
+        (Path(unfinished) / "run.json").write_text(json.dumps(values) + "\n")
         publish(folder)
         for older in out.glob("checkpoint-*"):
             if older != folder:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import sys
 import time
@@ -41,6 +42,7 @@ from typing import Protocol
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
@@ -57,6 +59,8 @@ from verl_server.train.batches import MicroBatch, Sample, pack, sampled_position
 from verl_server.train.checkpoints import load_checkpoint, save_checkpoint
 from verl_server.train.dtypes import check_dtype_options, check_dtypes, dtype_name, served_dtype
 from verl_server.train.environment_check import check_environment
+from verl_server.train.finite_check import gradients_error, logprobs_error, loss_error
+from verl_server.train.loss_scaling import LossScaling
 from verl_server.train.metrics import (
     Failure,
     Learned,
@@ -140,6 +144,7 @@ class PolicyTrainer:
         self.optimizer = torch.optim.AdamW(
             policy.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
+        self.scaling = LossScaling(policy.compute_dtype, device)
         self.steps = StepCounter()
         self._run_steps = steps
 
@@ -152,7 +157,8 @@ class PolicyTrainer:
         """The gap of the server's and the trainer's log-probabilities, over tokens that were sampled under `version`.
 
         All ranks call it while this model holds that version. It compares the longest trajectories of each rank, as
-        many as fit one forward pass. Returns None if no rank has such a token.
+        many as fit one forward pass. Returns None if no rank has such a token. Raises NonFiniteError if a
+        log-probability that this model computes is not finite.
         """
         samples = [Sample(t, 0.0) for t in trajectories if t.is_trainable]
         packed = (pack(samples, self.config.micro_batch_tokens) or [[]])[0]
@@ -167,11 +173,17 @@ class PolicyTrainer:
             logprobs, _ = self.policy(batch.tokens, batch.positions, self.config.temperature, entropy=False)
         gap = LogprobGap.of(batch.behaviour_logprobs, logprobs, torch.tensor(comparable, dtype=torch.bool))
         sums, largest = LogprobGap.sums(gap)
-        total = over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
+        is_broken = not logprobs.isfinite().all()
+        *total, broken = over_ranks(torch.tensor([*sums, float(is_broken)], dtype=torch.float64)).tolist()
+        if broken:
+            raise logprobs_error(self.policy, batch, self.config.temperature)
         return LogprobGap.from_sums(total, float(over_ranks(torch.tensor(largest), dist.ReduceOp.MAX)))
 
     def update(self, samples: Sequence[Sample], step: int) -> Learned:
-        """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample."""
+        """Train on this rank's samples of a step. All ranks call it, and at least one rank has a sample.
+
+        Raises NonFiniteError or LossScaleError on all ranks, before an optimizer step that would break the weights.
+        """
         config = self.config
         most = int(over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
         minibatches = min(config.minibatches, most)
@@ -186,13 +198,23 @@ class PolicyTrainer:
             for rows in torch.randperm(len(samples), generator=shuffle).tensor_split(minibatches):
                 minibatch = [samples[row] for row in rows.tolist()]
                 results.append(self._optimizer_step(minibatch, config.entropy_coef * max(0.0, 1.0 - progress), step))
-        losses = {name: sum(r.losses[name] for r in results) / len(results) for name in results[0].losses}
-        return Learned(losses, sum(r.tokens for r in results), sum(r.padded_tokens for r in results))
+        values: dict[str, list[float]] = {}
+        for result in results:
+            for name, value in result.losses.items():
+                values.setdefault(name, []).append(value)
+        return Learned(
+            {name: sum(found) / len(found) for name, found in values.items()},
+            sum(r.tokens for r in results),
+            sum(r.padded_tokens for r in results),
+            sum(r.optimizer_steps for r in results),
+            sum(r.skipped_optimizer_steps for r in results),
+        )
 
     def _optimizer_step(self, minibatch: Sequence[Sample], entropy_coef: float, step: int) -> Learned:
         """One optimizer step on the mean loss over the sampled tokens of all ranks.
 
-        The division into micro-batches does not change the gradient.
+        The division into micro-batches does not change the gradient. If float16 gradients overflow on any rank, all
+        ranks skip the optimizer step.
         """
         config = self.config
         packed = pack(minibatch, config.micro_batch_tokens)
@@ -204,6 +226,7 @@ class PolicyTrainer:
         sampled = sum(len(sampled_positions(sample.trajectory)) for sample in minibatch)
         counts = over_ranks(torch.tensor([sampled, sum(lengths), padded], dtype=torch.int64)).tolist()
         mean = 1 / max(1, counts[0])
+        broken: list[torch.Tensor] = []
         sums: dict[str, torch.Tensor] = {}
         for rows in packed:
             batch = MicroBatch.of(rows, self.device, config.correction_bound)
@@ -211,15 +234,32 @@ class PolicyTrainer:
             logprobs, entropy = self.policy(batch.tokens, batch.positions, config.temperature, entropy=want_entropy)
             loss, parts = policy_loss(logprobs, entropy, batch, config, entropy_coef)
             # FSDP averages gradients over ranks; the loss is a mean over the tokens of all ranks.
-            (loss * (dist.get_world_size() * mean)).backward()  # type: ignore[no-untyped-call]
+            self.scaling.backward(loss * (dist.get_world_size() * mean))
+            broken.append(~logprobs.detach().isfinite().all())
             sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-        with self.steps.step(step):
-            self.optimizer.step()
+        self.scaling.unscale(self.optimizer)
+        norm = get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
+        # One copy to the host waits for the passes. It comes before the optimizer step, so that no rank writes weights
+        # that are not finite, and the sums over the ranks let all ranks decide alike.
+        values = [value.float() for value in (*broken, *sums.values(), full(norm) / dist.get_world_size())]
+        totals = over_ranks(torch.stack(values).cpu()).tolist()
+        losses = {name: value * mean for name, value in zip(sums, totals[passes:-1], strict=True)}
+        if any(totals[:passes]):
+            first = next(i for i, count in enumerate(totals) if count)
+            raise logprobs_error(self.policy, MicroBatch.of(packed[first], self.device), config.temperature)
+        if not math.isfinite(losses["loss"]):
+            raise loss_error([MicroBatch.of(rows, self.device, config.correction_bound) for rows in packed])
+        is_finite = math.isfinite(totals[-1])
+        if is_finite:
+            losses["grad_norm"] = totals[-1]
+            clip_grads_with_norm_(self.policy.parameters(), config.max_grad_norm, norm)
+            with self.steps.step(step):
+                self.optimizer.step()
+                self.scaling.update()
+        elif not self.scaling.lower():
+            raise gradients_error(self.policy)
         self.optimizer.zero_grad()
-        totals = over_ranks(torch.stack([value.float() for value in sums.values()]).cpu()) * mean
-        losses = dict(zip(sums, totals.tolist(), strict=True)) | {"grad_norm": float(full(norm))}
-        return Learned(losses, counts[1], counts[2])
+        return Learned(losses, counts[1], counts[2], int(is_finite), int(not is_finite))
 
 
 def make_tasks(step: int, config: GRPOConfig, first_group: int, groups: int) -> list[Task]:
@@ -292,8 +332,9 @@ class GRPO:
     def step(self, on_finish: Callable[[Trajectory], None] | None = None) -> Step:
         """Roll out with the current weights, train on the episodes, and push the new weights.
 
-        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. Raises
-        LogprobGapError before it trains, if the alarm says so.
+        If no rank has an episode to train on, weights and version stay, and `metrics.skipped` is the reason. They stay,
+        too, if all optimizer steps were skipped (`metrics.skipped_optimizer_steps`). Raises LogprobGapError before it
+        trains, if the alarm says so, and NonFiniteError before an optimizer step that would break the weights.
         """
         step, version = self.next_step, str(self.version)
         rollout, samples, report = self._roll_out(on_finish)
@@ -309,11 +350,14 @@ class GRPO:
             self.next_step += 1
             metrics.losses = learned.losses
             metrics.trained_tokens, metrics.padded_tokens = learned.tokens, learned.padded_tokens
+            metrics.skipped_optimizer_steps = learned.skipped_optimizer_steps
+            metrics.loss_scale = self.trainer.scaling.scale
             trained = time.monotonic()
             metrics.train_seconds = trained - start
-            self.version = self.next_step
-            self.push()
-            metrics.sync_seconds = time.monotonic() - trained
+            if learned.optimizer_steps:
+                self.version = self.next_step
+                self.push()
+                metrics.sync_seconds = time.monotonic() - trained
         return Step(metrics, rollout, report.failures)
 
     def progress(self) -> Progressing:
@@ -407,6 +451,7 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
         if checkpoint is not None:
             progress = load_checkpoint(Path(checkpoint), policy, trainer.optimizer)
             run.next_step, run.version = progress.next_step, progress.version
+            trainer.scaling.load_state_dict(progress.loss_scaling)
 
         def save(reached: Progressing) -> None:
             _save_checkpoint(args, trainer, reached, final)
@@ -513,6 +558,7 @@ def _save_checkpoint(args: TrainArgs, trainer: PolicyTrainer, reached: Progressi
         trainer.optimizer,
         next_step=reached.next_step,
         version=reached.version,
+        loss_scaling=trainer.scaling.state_dict(),
         saving=saving,
     )
 

@@ -161,11 +161,16 @@ class Learned:
     """Losses and token counts of the optimizer steps of one training step, over all ranks."""
 
     losses: dict[str, float]
-    """Name -> mean over the optimizer steps of the mean over the sampled tokens."""
+    """Name -> mean over the optimizer steps of the mean over the sampled tokens. The gradient norm is the mean over the
+    optimizer steps that were not skipped, and absent if there are none."""
     tokens: int
     """Tokens of the trajectories, counted once for each epoch."""
     padded_tokens: int
     """Tokens of the forward passes: `tokens` and the padding."""
+    optimizer_steps: int
+    """Optimizer steps that were taken."""
+    skipped_optimizer_steps: int = 0
+    """Optimizer steps that were not taken, because float16 gradients overflowed."""
 
 
 @dataclass
@@ -220,6 +225,11 @@ class StepMetrics:
     """Tokens of the forward passes: `trained_tokens` and the padding."""
     losses: dict[str, float] = field(default_factory=dict)
     """Loss, entropy, clip fraction and gradient norm: means as in `Learned.losses`."""
+    skipped_optimizer_steps: int = 0
+    """Optimizer steps that were not taken, because float16 gradients overflowed. If all of the step's are skipped,
+    weights and version stay."""
+    loss_scale: float | None = None
+    """Factor of the loss after the step. None if the loss is not scaled, or if the step trained nothing."""
     skipped: str | None = None
     """The reason if the step had nothing to train on; weights and version stay."""
     success: float | None = None
@@ -275,6 +285,8 @@ def describe_step(metrics: StepMetrics) -> str:
     )
     if metrics.forced_share:
         line += f"  forced {metrics.forced_share:.0%}"
+    if metrics.skipped_optimizer_steps:
+        line += f"  {metrics.skipped_optimizer_steps} optimizer step(s) skipped, loss scale {metrics.loss_scale:g}"
     return line if metrics.skipped is None else f"{line}  skipped"
 
 

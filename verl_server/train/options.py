@@ -115,9 +115,9 @@ class TrainArgs:
     """Seconds to wait after a skipped step with failed episodes. Each further skipped step doubles the pause."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy, and of the launched server unless --server.device names another one."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of forward and backward passes, and of the launched server. auto: bfloat16 on CUDA, float32 on the CPU.
-    Weights and optimizer are fp32."""
+    Weights and optimizer are fp32. With float16, the loss is scaled, and the first optimizer steps may be skipped."""
     allow_dtype_mismatch: bool = False
     """Train even though the server computes in another dtype than the trainer's passes."""
     gap_alarm: Literal["stop", "warn", "off"] = "stop"

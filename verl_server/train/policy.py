@@ -27,12 +27,15 @@ from verl_server.train.ranks import SaveGroup
 class Policy(nn.Module):
     """A causal language model of transformers, wrapped in a module, so that FSDP gathers the head for `forward`."""
 
-    def __init__(self, language_model: Any, logprob_chunk: int = 2048) -> None:
-        """`logprob_chunk` is the number of tokens whose logits are in memory at one time."""
+    def __init__(
+        self, language_model: Any, logprob_chunk: int = 2048, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`logprob_chunk`: number of tokens whose logits are in memory at one time. `compute_dtype`: that of passes."""
         super().__init__()
         _check_head(language_model)
         self.language_model = language_model
         self.logprob_chunk = logprob_chunk
+        self.compute_dtype = compute_dtype
         self._stored: list[tuple[str, nn.Parameter]] | None = None
 
     def forward(
@@ -85,7 +88,7 @@ def load_policy(
         # transformers has renamed the method, but the oldest release that we support has the old name only.
         enable = getattr(language_model, "activation_checkpointing_enable", None)
         (enable or language_model.gradient_checkpointing_enable)()
-    policy = Policy(language_model.to(device), logprob_chunk)
+    policy = Policy(language_model.to(device), logprob_chunk, dtype)
     if dist.get_world_size() > 1 or dtype != torch.float32:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
