@@ -1,0 +1,278 @@
+"""GRPO trains a real model on a real task: learning curves, and held-out rewards before and after.
+
+    python examples/real_model.py smollm2
+    python -m benchmarks.real_grpo --model smollm2 --seeds 3 --out runs/sums
+    python -m benchmarks.real_grpo --model smollm2 --task reasoning-gym --out runs/chain_sum
+    python -m benchmarks.real_grpo --model smollm2 --out runs/fast -- --grpo.learning-rate 4e-5 --grpo.epochs 1
+
+First the untrained model plays held-out tasks, 16 episodes each: a task that it never solves in 16 episodes is hard to
+learn from rewards. Then each seed is a run of `verl_server.train.grpo` in a process of its own, on one GPU, which ends
+with SIGTERM after --seconds if its steps are not complete by then. A run whose folder has a checkpoint is resumed. At
+last each trained model plays the held-out tasks. Options after `--` are those of the trainer.
+
+Writes OUT/summary.json and OUT/curves.html, and prints one JSON line for each played set and each run.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from verl_server.rollout import charts
+from verl_server.rollout.env_server import EnvServer
+from verl_server.rollout.page import legend, page, section
+from verl_server.train.checkpoints import latest_checkpoint
+
+HELD_OUT = 2**30
+"""First seed of the held-out tasks. All training seeds are smaller."""
+TASKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "sums": (f"{Path(__file__).parents[1] / 'examples' / 'sums.py'}:Sums", {}, 3, 16),
+    "reasoning-gym": (
+        "verl_server.rollout.games:ReasoningGym",
+        {"task": "chain_sum", "min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+        1,
+        32,
+    ),
+}
+"""Name -> (environment, its arguments, most turns of an episode, most tokens of a turn)."""
+COLOURS = (charts.BLUE, charts.AMBER, charts.GREEN, charts.INK)
+
+
+@dataclass(frozen=True)
+class Args:
+    model: str
+    """Model folder or hub id."""
+    out: Path = Path("runs/real_grpo")
+    """Folder for the runs, summary.json and curves.html."""
+    task: Literal["sums", "reasoning-gym"] = "sums"
+    """sums: the game of examples/sums.py. reasoning-gym: its task chain_sum with small numbers, one turn."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the runs."""
+    steps: int = 120
+    """Training steps of a run."""
+    learning_rate: float = 2e-5
+    """Learning rate of the runs. --grpo.learning-rate in OPTIONS wins."""
+    seconds: float = 480.0
+    """A run that takes longer is ended with SIGTERM. It is saved, and can be resumed."""
+    at_once: int = 1
+    """Runs at one time. They take the visible GPUs in turn."""
+    held_out: int = 128
+    """Held-out tasks. Each is played 16 times."""
+    mem_fraction_static: float = 0.3
+    """Share of the GPU that each rollout server takes."""
+    options: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Options of the trainer, after `--`."""
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment, kwargs, _, _ = TASKS[args.task]
+    gpus: queue.Queue[int] = queue.Queue()
+    for gpu in itertools.islice(itertools.cycle(range(max(1, torch.cuda.device_count()))), max(1, args.at_once)):
+        gpus.put(gpu)
+    with EnvServer(environment, kwargs=kwargs) as server, concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
+        before = _note(args.out / "before.json", lambda: _play(args, args.model, server.url, 0))
+
+        def work(seed: int) -> dict[str, Any]:
+            gpu = gpus.get()
+            try:
+                return _run(args, seed, server.url, gpu)
+            finally:
+                gpus.put(gpu)
+
+        runs = list(pool.map(work, args.seeds))
+    summary = {"task": args.task, "model": args.model, "options": args.options, "before": before, "runs": runs}
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (args.out / "curves.html").write_text(_page(args, {seed: _metrics(args.out / str(seed)) for seed in args.seeds}))
+
+
+def _run(args: Args, seed: int, url: str, gpu: int) -> dict[str, Any]:
+    """Train one seed, play the held-out tasks with its result, and return its figures."""
+    out = args.out / str(seed)
+    began = time.monotonic()
+    with (args.out / f"{seed}.log").open("a") as log:
+        process = subprocess.Popen(
+            _command(args, seed, url, out), stdout=log, stderr=subprocess.STDOUT, env=_on_gpu(gpu), text=True
+        )
+        try:
+            status = process.wait(args.seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+            status = process.wait()
+    seconds = time.monotonic() - began
+    steps = [step for step in _metrics(out) if step["skipped"] is None]
+    figures: dict[str, Any] = {
+        "seed": seed,
+        "exit_status": status,
+        "steps": len(steps),
+        "seconds": round(seconds, 1),
+        "reward_by_10_steps": [round(_reward(steps[i : i + 10]), 3) for i in range(0, len(steps), 10)],
+        "logprob_gap_mean": _largest(steps, "logprob_gap_mean"),
+        "logprob_gap": _largest(steps, "logprob_gap"),
+        "logprob_kl": _largest(steps, "logprob_kl"),
+        "rollout_seconds": _median(steps, "rollout_seconds"),
+        "train_seconds": _median(steps, "train_seconds"),
+        "sync_seconds": _median(steps, "sync_seconds"),
+    }
+    if (out / "model").exists():
+        figures["after"] = _play(args, str(out / "model"), url, gpu)
+    print(json.dumps(figures), flush=True)
+    return figures
+
+
+def _command(args: Args, seed: int, url: str, out: Path) -> list[str]:
+    _, _, turns, tokens = TASKS[args.task]
+    options: dict[str, Any] = {
+        "--model-path": args.model,
+        "--env-url": url,
+        "--out": out,
+        "--steps": args.steps,
+        "--max-turns": turns,
+        "--max-new-tokens": tokens,
+        "--server.mem-fraction-static": args.mem_fraction_static,
+        "--grpo.seed": seed,
+        "--grpo.learning-rate": args.learning_rate,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    resume = ["--resume"] if latest_checkpoint(out) is not None else []
+    return [sys.executable, "-m", "verl_server.train.grpo", *words, *resume, *args.options]
+
+
+def _play(args: Args, model: str, url: str, gpu: int) -> dict[str, Any]:
+    """Play the held-out tasks, 16 episodes each, in a process of its own, which frees its GPU at its end."""
+    words = [model, url, args.task, str(args.held_out), str(args.mem_fraction_static)]
+    code = "import sys; from benchmarks.real_grpo import played; played(*sys.argv[1:])"
+    played = subprocess.run(
+        [sys.executable, "-c", code, *words], env=_on_gpu(gpu), stdout=subprocess.PIPE, text=True, check=True
+    )
+    figures: dict[str, Any] = json.loads(played.stdout.splitlines()[-1])
+    print(json.dumps({"model": model} | figures), flush=True)
+    return figures
+
+
+def played(model: str, url: str, task: str, count: str, memory: str) -> None:
+    """Print the figures of `count` held-out tasks as one JSON line."""
+    from transformers import AutoTokenizer
+
+    from verl_server import HttpServerEngineAdapter
+    from verl_server.rollout.agent_loop import AgentLoop
+    from verl_server.rollout.episode import Limits
+    from verl_server.rollout.renderer import ChatRenderer
+    from verl_server.rollout.trajectory import Task
+
+    samples = 16
+    _, _, turns, tokens = TASKS[task]
+    cuda = torch.cuda.is_available()
+    settings: dict[str, Any] = {"dtype": "bfloat16"} if cuda else {"device": "cpu", "dtype": "float32"}
+    settings |= {"mem_fraction_static": float(memory)} if cuda else {"max_total_tokens": 16384}
+    tasks = [
+        Task(seed=HELD_OUT + i // samples, group=i // samples, episode_id=f"held-out-{i}", sampling_seed=HELD_OUT + i)
+        for i in range(int(count) * samples)
+    ]
+    with (
+        HttpServerEngineAdapter(model_path=model, port=0, log_level="warning", **settings) as engine,
+        AgentLoop(
+            engine,
+            url,
+            ChatRenderer(AutoTokenizer.from_pretrained(model)),
+            sampling_params={"temperature": 1.0},
+            limits=Limits(max_turns=turns, max_new_tokens=tokens),
+        ) as loop,
+    ):
+        trajectories = loop.run(tasks).trajectories
+    rewards = [float(t.reward or 0.0) for t in trajectories]
+    best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
+    figures = {
+        "reward": round(statistics.mean(rewards), 4),
+        "pass_at_1": round(statistics.mean(reward >= 1 for reward in rewards), 4),
+        "pass_at_16": round(statistics.mean(reward >= 1 for reward in best), 4),
+        "failed": sum(t.reward is None for t in trajectories),
+        "tasks": int(count),
+    }
+    print(json.dumps(figures), flush=True)
+
+
+def _on_gpu(gpu: int) -> dict[str, str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    chosen = visible[gpu] if gpu < len(visible) and visible[0] else str(gpu)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": chosen, "OMP_NUM_THREADS": "4"}
+
+
+def _note(file: Path, measure: Any) -> dict[str, Any]:
+    """Return the figures of `file`, which is made if it is missing."""
+    if not file.exists():
+        file.write_text(json.dumps(measure()))
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
+
+
+def _metrics(out: Path) -> list[dict[str, Any]]:
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _reward(steps: Sequence[dict[str, Any]]) -> float:
+    return float(statistics.mean(step["reward"] for step in steps)) if steps else 0.0
+
+
+def _largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    return max((step[name] for step in steps if step[name] is not None), default=None)
+
+
+def _median(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    return round(statistics.median(step[name] for step in steps), 3) if steps else None
+
+
+def _page(args: Args, curves: dict[int, list[dict[str, Any]]]) -> str:
+    names = legend([(f"seed {seed}", COLOURS[i % len(COLOURS)]) for i, seed in enumerate(curves)])
+    note = "One line a seed, mean over five steps."
+    body = section("Reward by training step", _drawing(args, curves, "reward", 1.0) + names, note)
+    for name, title in (
+        ("logprob_gap_mean", "Mean gap of log-probabilities of server and trainer"),
+        ("logprob_kl", "KL divergence per token between server and trainer (k3)"),
+    ):
+        top = max((step[name] or 0.0 for steps in curves.values() for step in steps), default=0.0) or 1.0
+        body += section(title, _drawing(args, curves, name, top) + names, note)
+    return page(f"GRPO on {args.task} with {Path(args.model).name}", body)
+
+
+def _drawing(args: Args, curves: dict[int, list[dict[str, Any]]], name: str, top: float) -> str:
+    """Draw one metric of each run, between 0 and `top`, as a mean over five steps."""
+    width, height, left, bottom = 760.0, 300.0, 60.0, 26.0
+    across, up = width - left - 10, height - bottom - 10
+    body = ""
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = 10 + up * (1 - tick)
+        body += charts.line(left, y, width - 10, y) + charts.text(left - 6, y + 4, f"{tick * top:.3g}", anchor="end")
+    for step in range(0, args.steps + 1, 20):
+        body += charts.text(left + across * step / args.steps, height - 6, str(step), anchor="middle")
+    for i, steps in enumerate(curves.values()):
+        values = [step[name] for step in steps if step[name] is not None]
+        means = [statistics.mean(values[max(0, at - 4) : at + 1]) for at in range(len(values))]
+        points = [(left + across * (at + 1) / args.steps, 10 + up * (1 - mean / top)) for at, mean in enumerate(means)]
+        body += charts.polyline(points, COLOURS[i % len(COLOURS)], width=1.5)
+    return charts.svg(width, height, body, f"{name} by training step")
+
+
+if __name__ == "__main__":
+    main()
