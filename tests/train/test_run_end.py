@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.train import faulty_run
 from verl_server.models.tiny import make_model_folder
 from verl_server.train.checkpoints import latest_checkpoint
 from verl_server.train.demo import make_policy_folder
+from verl_server.train.stopping import SIGNALS
 
 STEPS = 4
 ENDS_THE_PROCESS = ("SIGTERM, but the rollout goes on", "SIGKILL in rollout", "two signals")
@@ -29,6 +31,17 @@ SETTINGS = ["--env-url", "http://nowhere", "--no-chat", "--device", "cpu", "--re
 SETTINGS += ["--grpo.groups", "2", "--grpo.group-size", "4", "--grpo.minibatches", "2", "--grpo.epochs", "1"]
 SETTINGS += ["--grpo.learning-rate", "0.01", "--grpo.warmup-steps", "1", "--save-every", "1", "--save-timeout", "20"]
 SETTINGS += ["--gap-alarm", "off"]  # the player makes log-probabilities up
+
+
+@pytest.fixture(autouse=True)
+def _heeded_signals() -> Iterator[None]:
+    """Heed the signals of this file's runs. Tests that were started in the background or by nohup ignore some."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def play(fault: str, rank: int | str, ranks: int, model: Path, out: Path, *more: str) -> list[int | None]:
