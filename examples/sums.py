@@ -1,8 +1,8 @@
-"""Train a real model on one GPU: a game of sums, which SmolLM2-135M-Instruct learns in minutes.
+"""Train a real model on one GPU: a game of sums, of which SmolLM2-135M-Instruct learns half in minutes.
 
     verl-server env serve examples/sums.py:Sums --port 8000
     python -m verl_server.train.grpo --model-path HuggingFaceTB/SmolLM2-135M-Instruct --env-url http://127.0.0.1:8000 \\
-        --steps 100 --max-turns 3 --max-new-tokens 16 --grpo.learning-rate 2e-5 --out runs/sums
+        --steps 40 --max-turns 3 --max-new-tokens 16 --grpo.learning-rate 1e-5 --out runs/sums
 
 `examples/real_model.py` makes the model's folder for a machine that reaches no hub.
 """
