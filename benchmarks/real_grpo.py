@@ -1,7 +1,7 @@
 """GRPO trains a real model on a real task: learning curves, and held-out rewards before and after.
 
     python examples/real_model.py smollm2
-    python -m benchmarks.real_grpo --model smollm2 --seeds 3 --out runs/sums
+    python -m benchmarks.real_grpo --model smollm2 --seeds 0 1 2 --out runs/sums
     python -m benchmarks.real_grpo --model smollm2 --task reasoning-gym --out runs/chain_sum
     python -m benchmarks.real_grpo --model smollm2 --out runs/fast -- --grpo.learning-rate 4e-5 --grpo.epochs 1
 
