@@ -21,6 +21,7 @@ import httpx
 import tyro
 from transformers import AutoTokenizer
 
+from benchmarks.curves import MEAN_OF, draw_curves
 from verl_server.rollout import charts
 from verl_server.rollout.agents.types import AgentSession, AgentTask
 from verl_server.rollout.env_server import EnvServer
@@ -139,22 +140,14 @@ def _report(args: Args, curves: Curves) -> None:
 
 
 def _page(args: Args, curves: Curves) -> str:
-    """Draw the reward of each run, as a mean over five steps."""
-    width, height, left, bottom = 760.0, 320.0, 40.0, 26.0
-    across, up = width - left - 10, height - bottom - 10
-    body = ""
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = 10 + up * (1 - tick)
-        body += charts.line(left, y, width - 10, y) + charts.text(left - 6, y + 4, f"{tick:g}", anchor="end")
-    for step in range(0, args.steps + 1, 10):
-        body += charts.text(left + across * step / args.steps, height - 6, str(step), anchor="middle")
-    for (player, _), steps in curves.items():
-        means = [_reward(steps[max(0, i - 4) : i + 1]) for i in range(len(steps))]
-        points = [(left + across * (i + 1) / args.steps, 10 + up * (1 - mean)) for i, mean in enumerate(means)]
-        body += charts.polyline(points, COLOURS[player], width=1.5)
-    drawing = charts.svg(width, height, body, "mean reward by training step")
+    """Draw the reward of each run."""
+    rewards = [
+        (COLOURS[player], [step["reward"] for step in steps if step["reward"] is not None])
+        for (player, _), steps in curves.items()
+    ]
+    drawing = draw_curves(rewards, args.steps, 1.0, "mean reward by training step")
     names = legend([("built-in loop", charts.BLUE), ("agent with the openai SDK", charts.AMBER)])
-    note = f"One line a seed, mean over five steps of {args.groups * 8} games each."
+    note = f"One line a seed, mean over {MEAN_OF} steps of {args.groups * 8} games each."
     return page("GRPO by the built-in loop and by an agent", section("Reward by training step", drawing + names, note))
 
 

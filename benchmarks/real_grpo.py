@@ -3,14 +3,15 @@
     python examples/real_model.py smollm2
     python -m benchmarks.real_grpo --model smollm2 --seeds 0 1 2 --out runs/sums
     python -m benchmarks.real_grpo --model smollm2 --task reasoning-gym --out runs/chain_sum
-    python -m benchmarks.real_grpo --model smollm2 --out runs/fast -- --grpo.learning-rate 4e-5 --grpo.epochs 1
+    python -m benchmarks.real_grpo --model smollm2 --out runs/fast -- --grpo.group-size 32 --grpo.epochs 1
 
 First the untrained model plays held-out tasks, 16 episodes each: a task that it never solves in 16 episodes is hard to
 learn from rewards. Then each seed is a run of `verl_server.train.grpo` in a process of its own, on one GPU, which ends
 with SIGTERM after --seconds if its steps are not complete by then. A run whose folder has a checkpoint is resumed. At
 last each trained model plays the held-out tasks. Options after `--` are those of the trainer.
 
-Writes OUT/summary.json and OUT/curves.html, and prints one JSON line for each played set and each run.
+Writes OUT/summary.json, OUT/curves.html and a picture of each curve after every run, and prints one JSON line for each
+played set and each run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from benchmarks.curves import COLOURS, MEAN_OF, as_file, draw_curves
 from verl_server.rollout import charts
 from verl_server.rollout.env_server import EnvServer
 from verl_server.rollout.page import legend, page, section
@@ -51,7 +53,6 @@ TASKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
 }
 """Name -> (environment, its arguments, most turns of an episode, most tokens of a turn)."""
-COLOURS = (charts.BLUE, charts.AMBER, charts.GREEN, charts.INK)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Args:
     """sums: the game of examples/sums.py. reasoning-gym: its task chain_sum with small numbers, one turn."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the runs."""
-    steps: int = 120
+    steps: int = 80
     """Training steps of a run."""
-    learning_rate: float = 2e-5
+    learning_rate: float = 5e-5
     """Learning rate of the runs. --grpo.learning-rate in OPTIONS wins."""
     seconds: float = 480.0
     """A run that takes longer is ended with SIGTERM. It is saved, and can be resumed."""
@@ -97,10 +98,12 @@ def main() -> None:
             finally:
                 gpus.put(gpu)
 
-        runs = list(pool.map(work, args.seeds))
-    summary = {"task": args.task, "model": args.model, "options": args.options, "before": before, "runs": runs}
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (args.out / "curves.html").write_text(_page(args, {seed: _metrics(args.out / str(seed)) for seed in args.seeds}))
+        runs = []
+        for run in pool.map(work, args.seeds):  # each run that ends is written, in case a later one is cut off
+            runs.append(run)
+            summary = {"task": args.task, "model": args.model, "options": args.options, "before": before, "runs": runs}
+            (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            _write_curves(args)
 
 
 def _run(args: Args, seed: int, url: str, gpu: int) -> dict[str, Any]:
@@ -151,6 +154,8 @@ def _command(args: Args, seed: int, url: str, out: Path) -> list[str]:
         "--max-new-tokens": tokens,
         "--server.mem-fraction-static": args.mem_fraction_static,
         "--grpo.seed": seed,
+        "--grpo.groups": 32,
+        "--grpo.micro-batch-tokens": 16384,
         "--grpo.learning-rate": args.learning_rate,
     }
     words = [str(word) for option in options.items() for word in option]
@@ -243,35 +248,29 @@ def _median(steps: Sequence[dict[str, Any]], name: str) -> float | None:
     return round(statistics.median(step[name] for step in steps), 3) if steps else None
 
 
-def _page(args: Args, curves: dict[int, list[dict[str, Any]]]) -> str:
-    names = legend([(f"seed {seed}", COLOURS[i % len(COLOURS)]) for i, seed in enumerate(curves)])
-    note = "One line a seed, mean over five steps."
-    body = section("Reward by training step", _drawing(args, curves, "reward", 1.0) + names, note)
+def _write_curves(args: Args) -> None:
+    """Draw the runs so far: OUT/curves.html, and its reward and gap as pictures of their own."""
+    runs = {seed: [step for step in _metrics(args.out / str(seed)) if step["skipped"] is None] for seed in args.seeds}
+    colours = dict(zip(runs, itertools.cycle(COLOURS), strict=False))
+    names = [(f"seed {seed}", colour) for seed, colour in colours.items()]
+    note = f"One line a seed, mean over {MEAN_OF} steps."
+    body = ""
     for name, title in (
+        ("reward", "Reward by training step"),
         ("logprob_gap_mean", "Mean gap of log-probabilities of server and trainer"),
         ("logprob_kl", "KL divergence per token between server and trainer (k3)"),
     ):
-        top = max((step[name] or 0.0 for steps in curves.values() for step in steps), default=0.0) or 1.0
-        body += section(title, _drawing(args, curves, name, top) + names, note)
-    return page(f"GRPO on {args.task} with {Path(args.model).name}", body)
-
-
-def _drawing(args: Args, curves: dict[int, list[dict[str, Any]]], name: str, top: float) -> str:
-    """Draw one metric of each run, between 0 and `top`, as a mean over five steps."""
-    width, height, left, bottom = 760.0, 300.0, 60.0, 26.0
-    across, up = width - left - 10, height - bottom - 10
-    body = ""
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = 10 + up * (1 - tick)
-        body += charts.line(left, y, width - 10, y) + charts.text(left - 6, y + 4, f"{tick * top:.3g}", anchor="end")
-    for step in range(0, args.steps + 1, 20):
-        body += charts.text(left + across * step / args.steps, height - 6, str(step), anchor="middle")
-    for i, steps in enumerate(curves.values()):
-        values = [step[name] for step in steps if step[name] is not None]
-        means = [statistics.mean(values[max(0, at - 4) : at + 1]) for at in range(len(values))]
-        points = [(left + across * (at + 1) / args.steps, 10 + up * (1 - mean / top)) for at, mean in enumerate(means)]
-        body += charts.polyline(points, COLOURS[i % len(COLOURS)], width=1.5)
-    return charts.svg(width, height, body, f"{name} by training step")
+        curves = [
+            (colours[seed], [step[name] for step in steps if step[name] is not None]) for seed, steps in runs.items()
+        ]
+        largest = (
+            1.0 if name == "reward" else max((value for _, values in curves for value in values), default=0.0) or 1.0
+        )
+        top = charts.ticks(largest)[-1]
+        drawing = draw_curves(curves, args.steps, top, f"{name} by training step")
+        (args.out / f"{name}.svg").write_text(as_file(drawing, names))
+        body += section(title, drawing + legend(names), note)
+    (args.out / "curves.html").write_text(page(f"GRPO on {args.task} with {Path(args.model).name}", body))
 
 
 if __name__ == "__main__":
