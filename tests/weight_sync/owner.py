@@ -7,6 +7,7 @@ as JSON. Each line of standard input is a command: "write" multiplies all values
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import mmap
 import os
@@ -16,6 +17,7 @@ import uuid
 id = uuid.uuid4().hex
 fd = os.memfd_create(f"verl-{id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 os.ftruncate(fd, 1 << 20)
+fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 memory = mmap.mmap(fd, 1 << 20)
 values = array.array("f", [*range(32), 1, 1, 1, 1])
 memory[: 36 * 4] = values.tobytes()

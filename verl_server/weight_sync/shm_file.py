@@ -1,6 +1,6 @@
 """CPU tensors in torch's `file_system` strategy: files in /dev/shm that SGLang's older payloads name.
 
-The receiver reads such a file for handles that `legacy` parsed. It copies instead of mapping: another process
+The receiver opens such a file for handles that `sglang/payloads` parsed. It copies instead of mapping: another process
 may cut the file off at any time, which is SIGBUS for whoever has it mapped, but only a short read here.
 
 torch lays the file out as a reference count (int32, padded to 64 bytes) and the storage. The owner holds one
@@ -18,8 +18,6 @@ import stat
 import struct
 from collections.abc import Iterator
 
-import torch
-
 from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.handles import Allocation
 
@@ -28,13 +26,14 @@ _NAME = re.compile(r"torch_\d{1,20}_\d{1,20}_\d{1,20}")
 _COUNT = struct.Struct("=i")
 
 
-def read_shm_file(allocation: Allocation) -> torch.Tensor:
-    """A copy of the storage, as bytes. Raises WeightUpdateError if the file is not what was described."""
+def open_shm_file(allocation: Allocation) -> tuple[int, str]:
+    """(descriptor, path) of the file, whose reference is given back: what is open is still whole.
+
+    The caller closes the descriptor. Raises WeightUpdateError if the file is not what was described.
+    """
     with _opened(allocation) as (fd, path):
-        data = torch.empty(allocation.nbytes, dtype=torch.uint8)
-        read_exactly(fd, data.numpy().data, allocation.storage_offset_bytes, path)
         _count_down(fd)
-        return data
+        return os.dup(fd), path
 
 
 def give_back_reference(allocation: Allocation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -154,17 +155,90 @@ def test_a_region_smaller_than_described_is_refused() -> None:
         OpenAllocations(CPU).view("a", msgspec.structs.replace(handle, allocation=huge))
 
 
-def test_a_region_that_is_cut_off_later_is_seen_unless_it_cannot_be() -> None:
-    sealed, open_ended = SharedMemory(), SharedMemory(sealed=False)
+def test_memory_that_can_be_cut_off_is_copied() -> None:
+    sealed, unsealed = SharedMemory(), SharedMemory(sealed=False)
     held = OpenAllocations(CPU).hold()
-    for memory in (sealed, open_ended):
-        held.view("a", handle_of(memory, memory.put(torch.ones(4))))
-    held.check()
+    views = [held.view("a", handle_of(memory, memory.put(torch.ones(4)))) for memory in (sealed, unsealed)]
     with pytest.raises(OSError):
-        os.ftruncate(sealed.fd, 4096)
-    os.ftruncate(open_ended.fd, 4096)
-    with pytest.raises(WeightUpdateError, match="cut its shared memory off at 4,096 of 1,048,576"):
-        held.check()
+        os.ftruncate(sealed.fd, 0)
+    os.ftruncate(unsealed.fd, 0)  # to read a mapping of it would be SIGBUS now
+    assert all(torch.equal(view, torch.ones(4)) for view in views)
+    with pytest.raises(WeightUpdateError, match=r"'a': .* was cut off while it was read, at byte 0"):
+        held.read_again()
+
+
+def test_memory_that_shrinks_and_is_sealed_then_is_not_mapped_by_its_old_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory(sealed=False)
+    handle = handle_of(memory, memory.put(torch.ones(4)))
+    control = fcntl.fcntl
+
+    def cut_and_seal(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_GET_SEALS:
+            os.ftruncate(memory.fd, 0)
+            control(memory.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return control(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", cut_and_seal)
+    with pytest.raises(WeightUpdateError, match="holds 0 bytes, but 1,048,576 were described"):
+        OpenAllocations(CPU).view("a", handle)
+
+
+def test_copies_are_read_again_when_their_owner_has_written() -> None:
+    memory = SharedMemory(sealed=False)
+    theirs = memory.put(torch.arange(12.0).reshape(3, 4).t())
+    held = OpenAllocations(CPU).hold()
+    view = held.view("a", handle_of(memory, theirs))
+    assert view.stride() == theirs.stride() and torch.equal(view, theirs)
+    theirs.mul_(3)
+    held.read_again()
+    assert torch.equal(view, theirs)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_view_with_wide_strides_costs_what_its_elements_cost(sealed: bool) -> None:
+    memory = SharedMemory(256 << 20, sealed=sealed)  # sparse: nothing is written
+    rows, stride = 20 << 10, 6 << 10
+    handle = TensorHandle(
+        allocation=memory.allocation, dtype="bfloat16", shape=[rows // 4, 2, 2], stride=[4 * stride, stride, 1]
+    )
+    before = os.fstat(memory.fd).st_blocks
+    view = OpenAllocations(CPU).view("a", handle)
+    fault_in([view])
+    assert not view.float().any() and view.shape == (rows // 4, 2, 2)
+    assert os.fstat(memory.fd).st_blocks == before, "no page was allocated for a hole"
+    assert view.untyped_storage().nbytes() == view.nbytes
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4), (60,), (1, 60), (60, 1)])
+def test_scattered_elements_keep_their_places(shape: tuple[int, ...]) -> None:
+    memory = SharedMemory()
+    values = torch.arange(60.0).reshape(shape)
+    spread = (
+        torch.nn.functional.pad(values, (0, 200))[..., : shape[-1]] if shape[-1] > 1 else values.repeat(1, 99)[:, :1]
+    )
+    spread = spread if len(shape) > 1 else values[:, None].repeat(1, 99)[:, 0]
+    theirs = memory.put(spread)
+    copy = OpenAllocations(CPU).view("a", handle_of(memory, theirs))
+    assert torch.equal(copy, values)
+
+
+def test_long_rows_are_mapped_however_far_apart_they_lie() -> None:
+    memory = SharedMemory(64 << 20)  # sparse
+    handle = TensorHandle(allocation=memory.allocation, dtype="float32", shape=[4, 1024], stride=[4 << 20, 1])
+    before = os.fstat(memory.fd).st_blocks
+    view = OpenAllocations(CPU).view("a", handle)
+    fault_in([view])
+    assert view.stride() == (4 << 20, 1), "no copy"
+    assert not view.any() and os.fstat(memory.fd).st_blocks - before <= 4 * 3 * 8
+
+
+def test_a_view_of_too_many_scattered_rows_is_refused() -> None:
+    memory = SharedMemory(64 << 20)
+    handle = TensorHandle(allocation=memory.allocation, dtype="bfloat16", shape=[1 << 19], stride=[60])
+    with pytest.raises(
+        WeightUpdateError, match=r"'a': its 524,288 elements lie scattered .* Make the tensor contiguous"
+    ):
+        OpenAllocations(CPU).view("a", handle)
 
 
 @pytest.mark.parametrize(

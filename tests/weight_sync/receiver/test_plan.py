@@ -12,7 +12,13 @@ from tests.weight_sync.described import SharedMemory, Trainer, described, split_
 from tests.weight_sync.fakes import EMBED, NORM, O_PROJ, SHAPES, FakeRunner, Q, random_weights
 from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.checksum import tensor_checksum
-from verl_server.weight_sync.handles import Allocation, LocalSerializedTensor, TensorHandle, WeightsDescription
+from verl_server.weight_sync.handles import (
+    Allocation,
+    DescribedTensor,
+    LocalSerializedTensor,
+    TensorHandle,
+    WeightsDescription,
+)
 from verl_server.weight_sync.receiver import sources as sources_module
 from verl_server.weight_sync.receiver.plan import UpdatePlan
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
@@ -266,9 +272,11 @@ def test_a_tied_head_may_be_absent_the_same_equal_or_alone_but_not_different(
     stage(receiver, with_head(weights, None), partial=False).commit()
     assert runner.holds(weights)
     stage(receiver, with_head(weights, weights[EMBED].clone()), partial=False).commit()
-    for other in (weights[EMBED] + 1, weights[EMBED].double(), weights[EMBED][:4]):
+    for other in (weights[EMBED] + 1, weights[EMBED].double()):
         with pytest.raises(WeightUpdateError, match="tie_word_embeddings"):
             stage(receiver, with_head(weights, other))
+    with pytest.raises(WeightUpdateError, match=rf"'{HEAD}' has shape \[4, 4\]"):
+        stage(receiver, with_head(weights, weights[EMBED][:4]))
     changed = weights[EMBED].clone()
     changed[7, 3] = torch.nextafter(changed[7, 3], torch.tensor(9.0))
     with pytest.raises(WeightUpdateError, match=f"'{HEAD}' differs from '{EMBED}'"):
@@ -276,6 +284,17 @@ def test_a_tied_head_may_be_absent_the_same_equal_or_alone_but_not_different(
     alone = described({HEAD: weights[EMBED] + 1})[1]
     stage(receiver, alone).commit()
     assert runner.holds(weights | {EMBED: weights[EMBED] + 1})
+
+
+def test_tied_tensors_of_another_shape_are_not_compared(receiver: WeightReceiver) -> None:
+    _, description = described(random_weights(1))
+    (embed,) = (t for t in description.tensors if t.name == EMBED)
+    shard = msgspec.structs.replace(embed.shards[0], shape=[1 << 30, 4], stride=[0, 1])  # hours, and 16 bytes of memory
+    for name in (EMBED, HEAD):
+        description.tensors.append(DescribedTensor(name=name, dtype="float32", shape=shard.shape, shards=[shard]))
+    description.tensors.remove(embed)
+    with pytest.raises(WeightUpdateError, match=r"has shape \[1073741824, 4\]"):
+        stage(receiver, description)
 
 
 def test_tied_shards_are_compared_whatever_their_cut(receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch) -> None:

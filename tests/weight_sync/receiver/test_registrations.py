@@ -18,7 +18,7 @@ from tests.weight_sync.fakes import EMBED, NORM, FakeRunner, random_weights
 from tests.weight_sync.receiver.test_open_memory import Owner
 from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.copying.fused_copy import CopyPlan
-from verl_server.weight_sync.handles import WeightsDescription
+from verl_server.weight_sync.handles import DescribedTensor, WeightsDescription
 from verl_server.weight_sync.receiver.weight_receiver import REGISTRATIONS, WeightReceiver
 
 CPU = torch.device("cpu")
@@ -50,6 +50,7 @@ def push(receiver: WeightReceiver, id: str) -> bool:
     plan = receiver.registered(id)
     if plan is None:
         return False
+    plan.ready()
     plan.commit()
     plan.discard()
     return True
@@ -231,10 +232,45 @@ def test_memory_that_is_cut_off_between_pushes_is_not_read(receiver: WeightRecei
     os.ftruncate(trainer.ranks[0].fd, 0)
     plan = receiver.registered("weights")
     assert plan is not None
-    for attempt in (plan.ready, plan.commit):
-        with pytest.raises(WeightUpdateError, match="cut its shared memory off at 0"):
-            attempt()
+    with pytest.raises(WeightUpdateError, match=f"'{NORM}': .* was cut off while it was read, at byte 0"):
+        plan.ready()
     assert torch.equal(runner.norm, torch.ones(4))
+
+
+def test_memory_that_is_cut_off_during_a_push_was_read_before(receiver: WeightReceiver, runner: FakeRunner) -> None:
+    trainer = Trainer()
+    trainer.ranks = [SharedMemory(sealed=False)]
+    trainer.place(NORM, torch.ones(4))
+    plan = receiver.stage(trainer.description(), strict_dtype=False, partial=True, keep=True)
+    trainer.placed[NORM][0].fill_(2)
+    plan.ready()
+    os.ftruncate(trainer.ranks[0].fd, 0)  # the copy would be SIGBUS
+    plan.commit()
+    assert torch.equal(runner.norm, torch.full((4,), 2.0))
+
+
+def test_every_push_copies_the_present_values_of_memory_that_is_not_sealed(
+    receiver: WeightReceiver, runner: FakeRunner
+) -> None:
+    trainer = Trainer()
+    trainer.ranks = [SharedMemory(sealed=False)]
+    trainer.place(NORM, torch.ones(4))
+    receiver.register(trainer.description(), strict_dtype=False)
+    for value in (2.0, 3.0):
+        trainer.placed[NORM][0].fill_(value)
+        assert push(receiver, "weights")
+        assert torch.equal(runner.norm, torch.full((4,), value))
+
+
+def test_a_tensor_that_takes_long_to_read_is_not_kept(receiver: WeightReceiver, runner: FakeRunner) -> None:
+    memory = SharedMemory()
+    norm = memory.put(torch.arange(4.0)[:, None].repeat(1, 99)[:, 0])
+    tensor = DescribedTensor(name=NORM, dtype="float32", shape=[4], shards=[memory.shard(norm, [0])])
+    description = WeightsDescription(id="weights", allocations=[memory.allocation], tensors=[tensor])
+    with pytest.raises(WeightUpdateError, match=f"'{NORM}' lie far apart"):
+        receiver.register(description, strict_dtype=False)
+    receiver.stage(description, strict_dtype=False, partial=True, keep=True).commit()
+    assert torch.equal(runner.norm, torch.arange(4.0)) and receiver.registration_ids == []
 
 
 # -- tied heads ----------------------------------------------------------------------------------------------

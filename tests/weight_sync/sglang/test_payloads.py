@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import pickle
 import random
@@ -20,9 +21,11 @@ from tests.weight_sync.fakes import FakeRunner, random_weights
 from verl_server.errors import BadRequestError, WeightUpdateError
 from verl_server.weight_sync import pickle_reader
 from verl_server.weight_sync.handles import Allocation, TensorHandle
+from verl_server.weight_sync.receiver.memory_file import FileView, MemoryFile
+from verl_server.weight_sync.receiver.open_memory import OpenAllocations
 from verl_server.weight_sync.receiver.weight_receiver import WeightReceiver
 from verl_server.weight_sync.sglang.payloads import give_back, parse_payload
-from verl_server.weight_sync.shm_file import read_shm_file
+from verl_server.weight_sync.shm_file import open_shm_file
 
 CPU = torch.device("cpu")
 
@@ -36,8 +39,14 @@ def file_system() -> Iterator[None]:
 
 
 def read(handle: TensorHandle) -> torch.Tensor:
-    data = read_shm_file(handle.allocation).view(getattr(torch, handle.dtype))
-    return data.as_strided(handle.shape, handle.stride, handle.storage_offset)
+    dtype = getattr(torch, handle.dtype)
+    if math.prod(handle.shape) == 0:
+        return torch.empty(handle.shape, dtype=dtype)
+    fd, path = open_shm_file(handle.allocation)
+    file = MemoryFile(fd, path, handle.allocation.storage_offset_bytes)
+    view = FileView(file, dtype, handle.shape, handle.stride, handle.storage_offset)
+    view.read()
+    return view.data
 
 
 def opened(handles: list[tuple[str, TensorHandle]]) -> dict[str, torch.Tensor]:
@@ -414,23 +423,23 @@ def test_the_number_of_opcodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["", "..", "../etc/passwd", "psm_1234", "torch_1_2", "torch_1_2_3/x", "torch_1_2_3\n"])
 def test_only_files_of_torch_are_read(name: str) -> None:
     with pytest.raises(WeightUpdateError, match="not a shared-memory file of torch's"):
-        read_shm_file(Allocation(id="x", kind="shm_name", name=name, nbytes=1))
+        open_shm_file(Allocation(id="x", kind="shm_name", name=name, nbytes=1))
 
 
 def test_shared_memory_that_is_not_there_or_too_small_or_a_link() -> None:
     name = f"torch_{os.getpid()}_{random.randrange(2**31)}_0"
     allocation = Allocation(id="x", kind="shm_name", name=name, nbytes=100, storage_offset_bytes=64)
     with pytest.raises(WeightUpdateError, match="did it keep the tensor until the reply"):
-        read_shm_file(allocation)
+        open_shm_file(allocation)
     try:
         with open(f"/dev/shm/{name}", "wb") as file:
             file.write(bytes(163))
         with pytest.raises(WeightUpdateError, match="has 163 bytes, too few for 100"):
-            read_shm_file(allocation)
+            open_shm_file(allocation)
         os.rename(f"/dev/shm/{name}", f"/dev/shm/{name}0")
         os.symlink(f"/dev/shm/{name}0", f"/dev/shm/{name}")
         with pytest.raises(WeightUpdateError, match="Cannot open"):
-            read_shm_file(allocation)
+            open_shm_file(allocation)
     finally:
         for path in (f"/dev/shm/{name}", f"/dev/shm/{name}0"):
             if os.path.lexists(path):
@@ -448,4 +457,18 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(monkeypatch: pytest
 
     monkeypatch.setattr(os, "preadv", cutting)
     with pytest.raises(WeightUpdateError, match="was cut off while it was read, at byte 4,096"):
-        read_shm_file(handle.allocation)
+        read(handle)
+
+
+def test_only_the_elements_of_a_large_file_are_read() -> None:
+    name = f"torch_{os.getpid()}_{random.randrange(2**31)}_0"
+    allocation = Allocation(id="x", kind="shm_name", name=name, nbytes=1 << 50, storage_offset_bytes=64)
+    try:
+        with open(f"/dev/shm/{name}", "wb") as file:
+            file.truncate(64 + (1 << 50))  # sparse: a petabyte that takes no memory
+            file.seek(64 + 4 * 7)
+            file.write(torch.arange(3.0).numpy().tobytes())
+        handle = TensorHandle(allocation=allocation, dtype="float32", shape=[3], stride=[1], storage_offset=7)
+        assert torch.equal(OpenAllocations(torch.device("cpu")).view("w", handle), torch.arange(3.0))
+    finally:
+        os.unlink(f"/dev/shm/{name}")

@@ -8,6 +8,7 @@ talk JSON over a socket; the data goes through a memfd of the parent, which the 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import mmap
 import os
@@ -73,9 +74,10 @@ class GlooMember:
         """Bytes that the child can receive into."""
         if nbytes > _available_bytes():
             raise MemoryError(f"{nbytes:,} bytes are more than this host has left; send smaller buckets")
-        fd = os.memfd_create("verl-weight-group", os.MFD_CLOEXEC)
+        fd = os.memfd_create("verl-weight-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(1, nbytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.posix_fallocate(fd, 0, max(1, nbytes))  # or a lack of memory is SIGBUS later
             buffer = torch.frombuffer(mmap.mmap(fd, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
         except BaseException:

@@ -3,6 +3,9 @@
 A `Region` is one opened allocation. Whoever reads it holds it, and it is closed when nobody holds it any more:
 plans share what they have in common, and a copy that runs keeps its memory, whatever is forgotten meanwhile. What
 came over the wire is never trusted: a view that leaves its allocation would read, or crash on, foreign memory.
+
+Shared memory is mapped only if it is sealed against shrinking. Everything else is copied with `pread`
+(`memory_file`), and so are views whose elements lie so far apart that their pages take far more memory.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from torch import Tensor
 
 from verl_server.errors import WeightUpdateError
 from verl_server.weight_sync.handles import Allocation, TensorHandle
-from verl_server.weight_sync.shm_file import read_shm_file
+from verl_server.weight_sync.receiver.memory_file import FileView, MemoryFile, elements_spanned, is_scattered, is_spread
+from verl_server.weight_sync.shm_file import open_shm_file
 
 FLOATING = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ARENA_NAME = "/memfd:verl-"
@@ -36,20 +40,12 @@ _IPC_HANDLE = 64
 class Region:
     """One opened allocation. Its memory stays while this object or a tensor on it lives."""
 
-    def __init__(self, allocation: Allocation, data: Tensor, growing: mmap.mmap | None = None) -> None:
-        """`growing`: the mapping, if others can shrink the file behind it."""
+    def __init__(self, allocation: Allocation, data: Tensor | None, file: MemoryFile | None = None) -> None:
         self.allocation = allocation
         self.data = data
-        """The whole memory as bytes."""
-        self._growing = growing
-
-    def check(self) -> None:
-        """Raise WeightUpdateError if the file was cut off since: reading beyond its end is SIGBUS."""
-        if self._growing is not None and self._growing.size() < self.allocation.nbytes:
-            raise WeightUpdateError(
-                f"Process {self.allocation.pid} cut its shared memory off at {self._growing.size():,} of "
-                f"{self.allocation.nbytes:,} bytes since it was described."
-            )
+        """The whole memory as bytes; None if it must be read from the file."""
+        self.file = file
+        """The file of shared memory; None on a GPU."""
 
 
 class OpenAllocations:
@@ -82,19 +78,22 @@ class OpenAllocations:
     def _opened(self, allocation: Allocation) -> Region:
         match allocation.kind:
             case "shm":
-                return _map_shared(allocation)
+                return _open_shared(allocation)
             case "shm_name":
-                return Region(allocation, read_shm_file(allocation))
+                fd, path = open_shm_file(allocation)
+                return Region(allocation, None, MemoryFile(fd, path, allocation.storage_offset_bytes))
             case "cuda":
                 return Region(allocation, _open_cuda(allocation, self._device))
 
 
 class HeldMemory:
-    """The regions that one plan reads."""
+    """The regions that one plan reads, and its copies of what cannot be mapped."""
 
     def __init__(self, memory: OpenAllocations) -> None:
         self._memory = memory
         self._regions: dict[Allocation, Region] = {}
+        self._copies: dict[tuple[object, ...], tuple[str, FileView]] = {}
+        """(name of the tensor, copy) of each view that was read from a file."""
 
     def __contains__(self, allocation: Allocation) -> bool:
         return allocation in self._regions
@@ -104,8 +103,16 @@ class HeldMemory:
         """Processes whose end takes the memory's meaning away."""
         return sorted({allocation.pid for allocation in self._regions})
 
+    @property
+    def scattered(self) -> str:
+        """Name of a tensor that takes long to read, row by row; empty if there is none."""
+        return next((name for name, copy in self._copies.values() if copy.is_scattered), "")
+
     def view(self, name: str, handle: TensorHandle) -> Tensor:
-        """The described tensor, as a view into its owner's memory. Raises WeightUpdateError naming the tensor."""
+        """The described tensor, as a view into its owner's memory or into a copy, which is read when it is made.
+
+        Raises WeightUpdateError naming the tensor.
+        """
         try:
             dtype = check_view(handle)
             if math.prod(handle.shape) == 0:
@@ -114,6 +121,9 @@ class HeldMemory:
             if region is None:
                 region = self._regions[handle.allocation] = self._memory.open(handle.allocation)
             data = region.data
+            if region.file is not None and (data is None or is_scattered(handle.shape, handle.stride, dtype.itemsize)):
+                return self._copied(name, handle, region.file, dtype)
+            assert data is not None
             if data.data_ptr() % dtype.itemsize:
                 raise WeightUpdateError(f"its memory is not aligned to {dtype.itemsize} bytes.")
             usable = data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -124,13 +134,25 @@ class HeldMemory:
             message = str(error).splitlines()[0]
             raise WeightUpdateError(f"'{name}': its shape and stride do not describe a tensor ({message}).") from None
 
-    def check(self) -> None:
-        """Raise WeightUpdateError if some of it cannot be read any more."""
-        for region in self._regions.values():
-            region.check()
+    def read_again(self) -> None:
+        """Copy the present values of all that is not mapped. Raises WeightUpdateError naming a tensor that is gone."""
+        for name, copy in self._copies.values():
+            try:
+                copy.read()
+            except WeightUpdateError as error:
+                raise WeightUpdateError(f"'{name}': {error}") from None
 
     def clear(self) -> None:
-        self._regions = {}
+        self._regions, self._copies = {}, {}
+
+    def _copied(self, name: str, handle: TensorHandle, file: MemoryFile, dtype: torch.dtype) -> Tensor:
+        shape, stride, offset = tuple(handle.shape), tuple(handle.stride), handle.storage_offset
+        key = (handle.allocation, dtype, shape, stride, offset)
+        if key not in self._copies:
+            copy = FileView(file, dtype, shape, stride, offset)
+            copy.read()
+            self._copies[key] = name, copy
+        return self._copies[key][1].data
 
 
 def check_view(handle: TensorHandle) -> torch.dtype:
@@ -143,7 +165,7 @@ def check_view(handle: TensorHandle) -> torch.dtype:
     shape, stride, offset = handle.shape, handle.stride, handle.storage_offset
     if len(shape) != len(stride) or min([*shape, *stride, offset], default=0) < 0:
         raise WeightUpdateError(f"shape {shape}, stride {stride} and offset {offset} do not describe a tensor.")
-    end = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    end = offset + elements_spanned(shape, stride)
     if math.prod(shape) and end * dtype.itemsize > handle.allocation.nbytes:
         raise WeightUpdateError(
             f"shape {shape} with stride {stride} from offset {offset} needs {end * dtype.itemsize:,} bytes, but its "
@@ -160,9 +182,9 @@ def fault_in(tensors: list[Tensor]) -> None:
     page = mmap.PAGESIZE
     spans = []
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.numel():
+        if tensor.device.type == "cpu" and tensor.numel() and not is_spread(tensor.shape, tensor.stride()):
             start = tensor.data_ptr()
-            extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            extent = elements_spanned(tensor.shape, tensor.stride())
             spans.append((start // page * page, -(-(start + extent * tensor.element_size()) // page) * page))
     libc = ctypes.CDLL(None)
     end = 0
@@ -176,7 +198,7 @@ def fault_in(tensors: list[Tensor]) -> None:
 # -- shared memory -------------------------------------------------------------------------------------------------
 
 
-def _map_shared(allocation: Allocation) -> Region:
+def _open_shared(allocation: Allocation) -> Region:
     path = f"/proc/{allocation.pid}/fd/{allocation.fd}"
     try:
         # O_NONBLOCK: the number may name a pipe by now, and opening one would wait for its other end.
@@ -187,27 +209,27 @@ def _map_shared(allocation: Allocation) -> Region:
             f"{allocation.pid} alive, on this host, run by the same user, and in the same PID namespace (container) "
             "as the server?"
         ) from None
+    file = MemoryFile(fd, path)
+    if not _check_shared(fd, path, allocation):
+        return Region(allocation, None, file)
     try:
-        sealed = _check_shared(fd, path, allocation)
         mapping = mmap.mmap(fd, allocation.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
         raise WeightUpdateError(f"Cannot map {allocation.nbytes:,} bytes of {path}: {error}.") from None
-    finally:
-        os.close(fd)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "the given buffer is not writable": it is only read
         data = torch.frombuffer(mapping, dtype=torch.uint8)
-    return Region(allocation, data, None if sealed else mapping)
+    return Region(allocation, data, file)
 
 
 def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
-    """Raise WeightUpdateError if this is not what was described. Returns whether its size is sealed.
+    """Raise WeightUpdateError if this is not what was described. Returns whether it can be mapped without danger.
 
     A pid or descriptor may have been reused, or mean something else in another PID namespace. An ordinary file is
     nobody's weights. Inodes of memfds are small counters, so an arena's name carries its id besides.
     """
+    seals = _seals(fd)  # before the size: the owner may shrink the file and then seal it
     status, target = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
-    seals = _seals(fd, status)
     another_arena = target.startswith(_ARENA_NAME) and target.split()[0] != _ARENA_NAME + allocation.id
     if seals is None or another_arena or status.st_ino != allocation.inode:
         raise WeightUpdateError(
@@ -216,13 +238,14 @@ def _check_shared(fd: int, path: str, allocation: Allocation) -> bool:
         )
     if status.st_size < allocation.nbytes:
         raise WeightUpdateError(f"{path} holds {status.st_size:,} bytes, but {allocation.nbytes:,} were described.")
-    return bool(seals & fcntl.F_SEAL_SHRINK)
+    # Huge pages have holes for which none may be left: reading such a mapping is SIGBUS, too.
+    return bool(seals & fcntl.F_SEAL_SHRINK) and status.st_blksize == mmap.PAGESIZE
 
 
-def _seals(fd: int, status: os.stat_result) -> int | None:
+def _seals(fd: int) -> int | None:
     """The seals of a memfd or of a file in /dev/shm; None for any other file."""
     try:
-        return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(status.st_mode) else None
+        return int(fcntl.fcntl(fd, fcntl.F_GET_SEALS)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     except OSError:
         return None
 

@@ -56,12 +56,13 @@ class UpdatePlan:
         self._lock = threading.Lock()  # what `commit` reads, `close` must not take away
         self._copied: torch.cuda.Event | None = None
         self._given = {source.name: source for _, source in sources}
+        self._was_kept = False
+        target = weight_map.slots | weight_map.stacks
+        for name, source in sources:  # before any of them is read: shapes bound the work
+            _check_fits(source, target[weight_map.aliases.get(name, name)].shape)
         found, self.changes_under_its_names = _without_aliases(weight_map, sources)
         if not found:
             raise WeightUpdateError("The update has no tensors.")
-        target = weight_map.slots | weight_map.stacks
-        for name, source in found.items():
-            _check_fits(source, target[name].shape)
         self.names = _filled(weight_map, found)
         self.missing = weight_map.missing(self.names)
         self._converted = [
@@ -87,6 +88,11 @@ class UpdatePlan:
         """Processes whose memory it reads."""
         return self._memory.owners
 
+    @property
+    def scattered(self) -> str:
+        """Name of a tensor that takes long to read, row by row; empty if there is none."""
+        return self._memory.scattered
+
     def check(self, *, strict_dtype: bool, partial: bool) -> None:
         """Raise WeightUpdateError if it is not what a request asks for."""
         if not partial and self.missing:
@@ -102,6 +108,11 @@ class UpdatePlan:
         unknown = [name for name in checksums if name not in self._given]
         if unknown:
             raise WeightUpdateError(f"There are checksums for {listed(unknown)}, which the update does not contain.")
+        if checksums:
+            self._read_again()
+        self._compare(checksums)
+
+    def _compare(self, checksums: Mapping[str, str]) -> None:
         found = tensor_checksums(self._given[name].whole() for name in checksums)
         wrong = [name for name, own in zip(checksums, found, strict=True) if own != checksums[name].lower()]
         if wrong:
@@ -111,10 +122,12 @@ class UpdatePlan:
             )
 
     def ready(self) -> None:
-        """Raise WeightUpdateError if some source cannot be read any more. Cheap: for right before a commit."""
-        if self._copy is None:
-            raise WeightUpdateError("The memory of this update is closed already: it was unregistered meanwhile.")
-        self._memory.check()
+        """Raise WeightUpdateError if some source cannot be read any more. Called right before a commit.
+
+        Cheap, but for a plan that was kept and whose memory cannot be mapped: its present values are copied.
+        """
+        self._check_open()
+        self._read_again()
 
     def commit(self) -> None:
         """Copy in place, converting dtypes. An error in here may leave the weights torn.
@@ -122,7 +135,7 @@ class UpdatePlan:
         On CUDA this only enqueues: synchronize before the owner writes again.
         """
         with self._lock:
-            self.ready()
+            self._check_open()
             assert self._copy is not None
             self._copy.run()
             if self.loaded:
@@ -145,7 +158,11 @@ class UpdatePlan:
     def confirm(self, checksums: Mapping[str, str]) -> None:
         """Compare with the trainer's checksums again after the copy: the owner may have written since they matched."""
         if checksums:
-            self.verify(checksums)
+            self._compare(checksums)
+
+    def keep(self) -> None:
+        """Later pushes may name this plan: each of them copies again what cannot be mapped."""
+        self.is_registered = self._was_kept = True
 
     def discard(self) -> None:
         """One push is over: close, unless later pushes may use the plan."""
@@ -163,6 +180,15 @@ class UpdatePlan:
     def views(self) -> list[Tensor]:
         """Return all memory that this rank reads, opened."""
         return [*self.sources, *(s.read(part) for s in self.loaded.values() for part in s.parts)]
+
+    def _check_open(self) -> None:
+        if self._copy is None:
+            raise WeightUpdateError("The memory of this update is closed already: it was unregistered meanwhile.")
+
+    def _read_again(self) -> None:
+        if self._was_kept:
+            with self._lock:
+                self._memory.read_again()
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the loader, one after the other, and note those that are not finite in its dtype."""

@@ -55,7 +55,7 @@ class Registrations:
             if id in self._plans:
                 dropped.append(self._drop(id))
             self._plans[id] = plan
-            plan.is_registered = True
+            plan.keep()
             while len(self._plans) > self._capacity:
                 dropped.append(self._drop(next(iter(self._plans))))
 

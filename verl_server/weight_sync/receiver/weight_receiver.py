@@ -156,6 +156,8 @@ class WeightReceiver:
     def _keep(self, id: str, plan: UpdatePlan) -> None:
         if plan.changes_under_its_names:
             raise WeightUpdateError(plan.changes_under_its_names)
+        if plan.scattered:  # the loop would read it at every push
+            raise WeightUpdateError(f"The elements of '{plan.scattered}' lie far apart in memory. Make it contiguous.")
         self._registrations.put(id, plan)
 
     def _handle(self, name: str, value: LocalSerializedTensor | TensorHandle) -> TensorHandle:
