@@ -121,8 +121,8 @@ BREAKS = [
     Break(
         "control routes need the admin key",
         "server/auth.py",
-        '        if path.rstrip("/") in self._control_paths:\n',
-        '        if path in ("/no", *self._control_paths)[:1]:\n',
+        '            case "control":\n',
+        '            case "controls":\n',
         "tests/server/test_auth.py",
     ),
     Break(

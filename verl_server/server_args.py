@@ -8,7 +8,6 @@ help of the flag. Field names are SGLang's where SGLang has the setting. A serve
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
 import math
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from verl_server.errors import BadRequestError
+from verl_server.web.addresses import is_loopback
 
 _COUNTS_FROM_ZERO = (
     "max_top_logprobs",
@@ -434,12 +434,7 @@ class ServerArgs:
     @property
     def is_loopback(self) -> bool:
         """True if only this host can connect to `host`."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def url(self) -> str:

@@ -20,8 +20,8 @@ from verl_server.engine import http_clients
 from verl_server.ipc.descriptors import raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
 from verl_server.server import http_process
-from verl_server.server.acceptor import Acceptor
 from verl_server.server.http_process import HttpServer
+from verl_server.web.acceptor import Acceptor
 
 CLIENTS = 400
 BODY = b'{"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}'

@@ -19,12 +19,12 @@ from tests.server.conftest import Stack
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.dialects.operation import Operation
 from verl_server.server.dialects.vllm.sampling import (
     SAMPLING_REFUSED,
     SAMPLING_WITHOUT_EFFECT,
     VllmSamplingParams,
 )
+from verl_server.server.operation import Operation
 from verl_server.server_args import ServerArgs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -169,7 +169,7 @@ def table() -> list[Operation]:
     found = operations(MagicMock(), args, AccessRules(args), MagicMock())
     # tests/server/sessions sends the fields of session routes: they need an owner's key, and refuse unknown fields.
     known = [each for each in found if each.body or each.refused or each.without_effect]
-    return [operation for operation in known if not operation.owner]
+    return [operation for operation in known if operation.access != "owner"]
 
 
 OPERATIONS = {operation.path: operation for operation in table()}

@@ -1,4 +1,7 @@
-"""The HTTP application of one TokenizerManager: the operations of all dialects, behind `AuthMiddleware`.
+"""The HTTP application of one TokenizerManager: the operations of all dialects, behind the door.
+
+`RouteMiddleware` finds the operation of a request, `AuthMiddleware` decides whether the caller may call it, and
+`Dispatch` calls it.
 
 `http_process` serves the application on the TokenizerManager's event loop. If a route does not convert an error into a
 response, this module does.
@@ -8,9 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -19,7 +24,6 @@ from verl_server.errors import VerlServerError
 from verl_server.server.auth import AccessRules, AuthMiddleware
 from verl_server.server.dialects.anthropic.routes import AnthropicApi
 from verl_server.server.dialects.openai.routes import OpenAIApi
-from verl_server.server.dialects.operation import Operation, exact_first
 from verl_server.server.dialects.sessions.routes import SessionApi
 from verl_server.server.dialects.sglang.admin_routes import ControlApi
 from verl_server.server.dialects.sglang.health_routes import HealthApi
@@ -31,14 +35,17 @@ from verl_server.server.dialects.vllm.control_routes import VllmControlApi
 from verl_server.server.dialects.vllm.routes import VllmApi
 from verl_server.server.instance import InstanceMiddleware
 from verl_server.server.openapi import DescriptionApi
+from verl_server.server.operation import Operation
 from verl_server.server.replay.middleware import ReplayMiddleware
 from verl_server.server.responses import ClientDisconnectedError, bad_request, error_object, json_response, status_error
+from verl_server.server.routing import Dispatch, RouteMiddleware
 from verl_server.server.routing_headers import RoutingHeadersMiddleware
 from verl_server.server.sessions.access import SessionPathMiddleware
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.sessions.session_turns import SessionTurns
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+from verl_server.web.resolver import Resolver
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +55,12 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
     rules = AccessRules(server_args)
     sessions = SessionService(manager, server_args) if sessions is None else sessions
     mounted = operations(manager, server_args, rules, sessions)
-    control_paths = {path for operation in mounted if operation.control for path in operation.paths}
-    app = Starlette(
-        routes=exact_first([route for operation in mounted for route in operation.routes()]),
-        exception_handlers={
-            VerlServerError: _on_error,
-            HTTPException: _on_http_exception,
-            ClientDisconnectedError: disconnect_handler(manager),
-            Exception: _on_crash,
-        },
-    )
+    handlers: dict[Any, Callable[[Request, Exception], Any]] = {
+        VerlServerError: _on_error,
+        HTTPException: _on_http_exception,
+        ClientDisconnectedError: disconnect_handler(manager),
+    }
+    app = ServerErrorMiddleware(ExceptionMiddleware(Dispatch(), handlers), handler=_on_crash)
     replaying = ReplayMiddleware(
         RoutingHeadersMiddleware(app),
         grace=server_args.replay_grace,
@@ -66,7 +69,7 @@ def create_app(manager: TokenizerManager, server_args: ServerArgs, sessions: Ses
         most_body=server_args.max_request_bytes,
         cumulative_events=not server_args.incremental_streaming_output,
     )
-    guarded = AuthMiddleware(replaying, rules, control_paths, sessions.ledger.table)
+    guarded = RouteMiddleware(AuthMiddleware(replaying, rules, sessions.ledger.table), Resolver(mounted))
     return SessionPathMiddleware(InstanceMiddleware(guarded, manager.instance_id))
 
 

@@ -7,18 +7,15 @@ import contextlib
 import logging
 import socket
 import threading
-from typing import Any
-
-import uvicorn
 
 from verl_server.errors import ServerLaunchError
 from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import BACKLOG
-from verl_server.server.acceptor import Acceptor
 from verl_server.server.app import create_app
 from verl_server.server.sessions.service import SessionService
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
+from verl_server.web.http_server import GuardedServer
 
 _KEEP_ALIVE = 600
 """Seconds that an idle connection stays open. Clients close idle connections earlier (`HttpServerEngineAdapter` after
@@ -40,9 +37,9 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
         self._sessions = SessionService(manager, server_args)
         level = server_args.log_level_http or "warning"
-        config = uvicorn.Config(
+        self._uvicorn = GuardedServer(
             create_app(manager, server_args, self._sessions),
-            log_config=None,
+            _connection_limit(server_args),
             log_level=level,
             access_log=level in ("debug", "info"),
             lifespan="off",
@@ -50,9 +47,7 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_GRACEFUL,
             backlog=BACKLOG,
-            server_header=False,
         )
-        self._uvicorn = _UvicornServer(config, _connection_limit(server_args))
 
     def start(self) -> None:
         """Begin to serve. Return when the server accepts connections."""
@@ -100,33 +95,6 @@ class HttpServer:
         """Stop the server, and wait a bounded time for its end. Call it in any thread except the loop's."""
         self._uvicorn.should_exit = True
         self._done.wait(_GRACEFUL + 5)
-
-
-class _UvicornServer(uvicorn.Server):
-    """A uvicorn server whose connections an `Acceptor` accepts."""
-
-    def __init__(self, config: uvicorn.Config, connection_limit: int) -> None:
-        super().__init__(config)
-        self._connection_limit = connection_limit
-        self._acceptors: list[Acceptor] = []
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])  # without sockets, uvicorn prepares everything and accepts no connection
-        loop, connections = asyncio.get_running_loop(), self.server_state.connections
-        for sock in sockets or []:
-            self._acceptors.append(Acceptor(loop, sock, self._make_protocol, connections, self._connection_limit))
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for acceptor in self._acceptors:
-            acceptor.close()
-        await super().shutdown(sockets)
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        kind: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = kind(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
 
 
 def _connection_limit(server_args: ServerArgs) -> int:

@@ -22,13 +22,12 @@ from starlette.responses import HTMLResponse, Response
 
 from verl_server import __version__
 from verl_server.sampling_params import UNSUPPORTED_PARAMS, SamplingParams
-from verl_server.server.dialects.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.dialects.vllm.reading import InferenceRequest
 from verl_server.server.dialects.vllm.sampling import SAMPLING_REFUSED, SAMPLING_WITHOUT_EFFECT, VllmSamplingParams
 from verl_server.server.field_docs import field_docs
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.responses import encoded_response
-from verl_server.server.sessions.access import is_open
 
 Schema = dict[str, Any]
 
@@ -188,10 +187,10 @@ def _operation(operation: Operation, path: str, method: str, schemas: _Schemas) 
         needs_body = any(field.required for field in msgspec.structs.fields(operation.body))
         content = {JSON: {"schema": schemas.reference(operation.body)}}
         described["requestBody"] = {"required": needs_body, "content": content}
-    if not is_open(path):
-        keys = ("adminKey", "apiKey") if operation.control else ("apiKey", "adminKey")
-        described["security"] = [*([] if operation.owner else [{}]), *({key: []} for key in keys)]
-    if operation.control:
+    if operation.access != "open":
+        keys = ("adminKey", "apiKey") if operation.access == "control" else ("apiKey", "adminKey")
+        described["security"] = [*([] if operation.access == "owner" else [{}]), *({key: []} for key in keys)]
+    if operation.access == "control":
         described["x-control"] = True
     return described
 
@@ -213,7 +212,7 @@ def _responses(operation: Operation, path: str, method: str, schemas: _Schemas) 
         else:
             content[media_type] = {"schema": {} if operation.answer is None else schemas.reference(operation.answer)}
     responses: Schema = {"200": {"description": "Success."} | ({"content": content} if content else {})}
-    in_text = operation.media_types == (TEXT,) and operation.control
+    in_text = operation.media_types == (TEXT,) and operation.access == "control"
     for status in _error_statuses(operation, path, method):
         name = f"{_dialect(operation)}{'Text' if in_text else ''}{status}"
         schemas.errors[name] = _error(_dialect(operation), status, in_text)
@@ -236,17 +235,17 @@ def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
     statuses = {412, 500}
     if dialect != "server":
         statuses |= {503}  # every dialect needs the scheduler
-    if not is_open(path):
+    if operation.access != "open":
         statuses |= {401}
-    if operation.body is not None or operation.query or operation.control:
+    if operation.body is not None or operation.query or operation.access == "control":
         statuses |= {400}
     if operation.body is not None or method != "GET":
         statuses |= {413}
-    if operation.body is not None and not operation.control:
+    if operation.body is not None and operation.access != "control":
         statuses |= {429}
-    if operation.control or path == "/abort_request":
+    if operation.access == "control" or path == "/abort_request":
         statuses |= {403, 404, 409, 415, 504}
-    if operation.owner:
+    if operation.access == "owner":
         statuses |= {403, 409, 503}
     if "{" in path or path == "/metrics" or operation.body is not None:
         statuses |= {404}

@@ -11,7 +11,6 @@ import pytest
 from tests.server.conftest import MakeStack, Stack
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.sessions.access import is_owner_path
 from verl_server.server.sessions.service import SessionService
 
 OWNER = {"Authorization": "Bearer owner"}
@@ -120,11 +119,12 @@ def test_session_routes_need_an_owners_key(
 ) -> None:
     stack = make_stack(**settings)
     mounted = operations(stack.manager, stack.args, AccessRules(stack.args), SessionService(stack.manager, stack.args))
-    owned = [operation for operation in mounted if operation.owner]
+    owned = [operation for operation in mounted if operation.access == "owner"]
     assert len(owned) >= 8
     for operation in mounted:
         for path in operation.paths:
-            assert is_owner_path(path) == operation.owner, path
+            is_session_path = re.match(r"/(sessions|open_session)\b", path) is not None
+            assert is_session_path == (operation.access == "owner"), path
     reached = reaches(stack, monkeypatch)
     for operation in owned:
         for method in operation.methods:

@@ -2,8 +2,8 @@
 
 A session is named by its key, as API key or in the path (`/s/KEY/v1/...`), or by the header X-Session-ID beside an
 owner's key. `SessionPathMiddleware` is the outermost: it removes a key from the path in place, so that no log and no
-error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits the routes of
-`SESSION_ROUTES` in its own session, and nothing else: a new route is closed until somebody lists it there.
+error holds it. `AuthMiddleware` calls `SessionAccess.resolve` before any route. A session key permits operations that
+have `in_session` in its own session, and open ones, and nothing else: a new operation is closed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, ForbiddenError, SessionUnavailableError, UnauthorizedError
+from verl_server.server.operation import Operation
 from verl_server.server.responses import bad_request, error_headers, error_object, json_response, message_error
 from verl_server.server.sessions.ledger import KEY_PREFIX
 from verl_server.server.sessions.session import SessionCaller
@@ -25,22 +26,6 @@ from verl_server.server.sessions.table import SessionTable
 
 SESSION_HEADER = "X-Session-ID"
 CHILD_HEADER = "X-Session-Child"
-SESSION_ROUTES = {
-    "/v1/chat/completions": ("POST",),
-    "/v1/completions": ("POST",),
-    "/v1/messages": ("POST",),
-    "/v1/messages/count_tokens": ("POST",),
-    "/v1/responses": ("POST",),
-    "/generate": ("POST",),
-    "/inference/v1/generate": ("POST",),
-    "/v1/models": ("GET", "HEAD"),
-}
-"""Path -> methods that a session key permits. GET of `/v1/models/NAME` and of the open routes is permitted, too."""
-_OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/ping", "/liveness")
-"""Paths that start with one of these prefixes need no key."""
-_MODEL = "/v1/models/"
-_OWNER_PATH = re.compile(r"/+(sessions|open_session)(/.*)?")
-"""Paths of the session routes, which need an owner's key. `/close_session` also ends hints, so it checks by itself."""
 _IN_PATH = re.compile(r"/+s(/+)([^/]*)(.*)", re.DOTALL)
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9_-]{43}")
 _STATE = "session_key"
@@ -49,16 +34,6 @@ _OWNER_STATE = "owner"
 """Name in `scope["state"]` of the hash of an owner's key."""
 _HIDDEN = f"{KEY_PREFIX}..."
 _NO_KEY = "sessions need a key: start the server with --api-key-file or --admin-api-key-file"
-
-
-def is_open(path: str) -> bool:
-    """Return True if the path needs no key."""
-    return path.startswith(_OPEN_PREFIXES)
-
-
-def is_owner_path(path: str) -> bool:
-    """Return True for a path of the session routes."""
-    return _OWNER_PATH.fullmatch(path) is not None
 
 
 def owner_of(scope: Scope) -> bytes | None:
@@ -103,11 +78,14 @@ class SessionAccess:
         self._table = table
         self._owner_keys = [key.encode() for key in owner_keys]
 
-    def resolve(self, scope: Scope, sent_keys: list[bytes], is_owner: bool) -> Response | bool:
+    def resolve(
+        self, scope: Scope, operation: Operation | None, sent_keys: list[bytes], is_owner: bool
+    ) -> Response | bool:
         """Find the session of a request, and set `scope["state"]["session"]`. Remove a key from the path.
 
-        Return a refusal; True if a session key permits the request; or False: the ordinary rules decide. `sent_keys`
-        are the keys of the headers. `is_owner`: an owner's key is among them.
+        Return a refusal; True if a session key permits the request; or False: the ordinary rules decide. `operation` is
+        None if nothing serves the request. `sent_keys` are the keys of the headers.
+        `is_owner`: an owner's key is among them.
         """
         in_path: bytes | None = scope.get("state", {}).pop(_STATE, None)
         if not self._owner_keys:
@@ -121,13 +99,13 @@ class SessionAccess:
                 return False
             scope_key = hashlib.blake2b(b"\0".join(sorted(sent_keys)), digest_size=16).digest()
             scope.setdefault("state", {})[_OWNER_STATE] = scope_key
-            return self._resolve_header(scope, headers, scope_key) or False
+            return self._resolve_header(scope, operation, headers, scope_key) or False
         if (refusal := self.starting()) is not None:
             return refusal
         session_id = self._table.of_key(keys.pop().decode("latin-1")) if len(keys) == 1 else None
         if session_id is None:
             return unauthorized()
-        if not _is_permitted(scope["method"], scope["path"]):
+        if operation is None or not (operation.in_session or operation.access == "open"):
             return _forbidden(
                 f"A session key permits generation in its own session only: {scope['method']} {scope['path']} needs "
                 "the owner's key."
@@ -143,10 +121,12 @@ class SessionAccess:
             SessionUnavailableError("The server is starting and reads its session store. Retry later.")
         )
 
-    def _resolve_header(self, scope: Scope, headers: Headers, scope_key: bytes) -> Response | None:
+    def _resolve_header(
+        self, scope: Scope, operation: Operation | None, headers: Headers, scope_key: bytes
+    ) -> Response | None:
         """Set the session that X-Session-ID names. An id that nobody created is a hint for routers, as before."""
         named = headers.get(SESSION_HEADER)
-        if named is None or scope["path"] not in SESSION_ROUTES:
+        if named is None or operation is None or not operation.in_session:
             return None
         if (refusal := self.starting()) is not None:
             return refusal
@@ -165,12 +145,6 @@ class SessionAccess:
 
 
 _CHILD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-def _is_permitted(method: str, path: str) -> bool:
-    if is_open(path) or path.startswith(_MODEL):
-        return method in ("GET", "HEAD")
-    return method in SESSION_ROUTES.get(path, ())
 
 
 def _take_key(scope: Scope) -> bytes | None:

@@ -22,9 +22,9 @@ from verl_server.server.dialects.anthropic.protocol import (
     TokenCount,
 )
 from verl_server.server.dialects.anthropic.reading import COUNT_TOKENS, MESSAGES
-from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
+from verl_server.server.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.responses import EventStream, error_headers, json_response, read_body, unless_disconnected
 from verl_server.server.sessions.request_turns import ReplyShape
 from verl_server.server.sessions.session_turns import SessionTurns
@@ -53,9 +53,16 @@ class AnthropicApi:
         self._args = server_args
 
     def operations(self) -> list[Operation]:
-        known: dict[str, Any] = {"methods": POST, "refused": REFUSED, "without_effect": WITHOUT_EFFECT}
+        known: dict[str, Any] = {
+            "methods": POST,
+            "in_session": True,
+            "refused": REFUSED,
+            "without_effect": WITHOUT_EFFECT,
+        }
         return [
-            Operation("/v1/messages", self.messages, body=MessagesRequest, media_types=(JSON, EVENTS), **known),
+            Operation(
+                "/v1/messages", self.messages, body=MessagesRequest, replayed=True, media_types=(JSON, EVENTS), **known
+            ),
             Operation(
                 "/v1/messages/count_tokens", self.count_tokens, body=CountTokensRequest, answer=TokenCount, **known
             ),

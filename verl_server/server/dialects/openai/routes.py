@@ -46,9 +46,9 @@ from verl_server.server.dialects.openai.tokenizing import (
     TokenizeRequest,
 )
 from verl_server.server.dialects.openai.tokens import TokenTexts
-from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest
 from verl_server.server.generation import Generation
+from verl_server.server.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
@@ -81,12 +81,14 @@ class OpenAIApi:
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("/v1/models", self.models),
-            Operation("/v1/models/{name:path}", self.model),
+            Operation("/v1/models", self.models, in_session=True),
+            Operation("/v1/models/{name:path}", self.model, in_session=True),
             Operation(
                 "/v1/completions",
                 self.completions,
                 POST,
+                in_session=True,
+                replayed=True,
                 body=CompletionRequest,
                 refused=COMPLETION_REFUSED,
                 without_effect=COMPLETION_WITHOUT_EFFECT,
@@ -96,6 +98,8 @@ class OpenAIApi:
                 "/v1/chat/completions",
                 self.chat_completions,
                 POST,
+                in_session=True,
+                replayed=True,
                 body=ChatCompletionRequest,
                 refused=CHAT_REFUSED,
                 without_effect=CHAT_WITHOUT_EFFECT,
@@ -105,6 +109,8 @@ class OpenAIApi:
                 "/v1/responses",
                 self.responses,
                 POST,
+                in_session=True,
+                replayed=True,
                 body=ResponsesRequest,
                 refused=RESPONSES_REFUSED,
                 without_effect=RESPONSES_WITHOUT_EFFECT,

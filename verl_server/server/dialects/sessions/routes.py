@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.server.dialects.operation import JSON, POST, Operation
 from verl_server.server.json_body import parse_json
+from verl_server.server.operation import JSON, POST, Operation
 from verl_server.server.responses import encoded_response, json_response, message_error, read_body
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
@@ -69,16 +69,16 @@ class SessionApi:
     def operations(self) -> list[Operation]:
         one = "/sessions/{session_id}"
         return [
-            Operation("/sessions", self.create, POST, owner=True, body=CreateSession, answer=CreatedSession),
-            Operation("/sessions", self.list_sessions, owner=True, query=_LIST_QUERY, answer=SessionList),
-            Operation(one, self.read, owner=True, answer=SessionInfo),
-            Operation(one, self.delete, ("DELETE",), owner=True),
-            Operation(f"{one}/reward", self.reward, POST, owner=True, body=RewardBody, answer=Reward),
-            Operation(f"{one}/finish", self.finish, POST, owner=True, body=FinishBody, answer=SessionInfo),
+            Operation("/sessions", self.create, POST, access="owner", body=CreateSession, answer=CreatedSession),
+            Operation("/sessions", self.list_sessions, access="owner", query=_LIST_QUERY, answer=SessionList),
+            Operation(one, self.read, access="owner", answer=SessionInfo),
+            Operation(one, self.delete, ("DELETE",), access="owner"),
+            Operation(f"{one}/reward", self.reward, POST, access="owner", body=RewardBody, answer=Reward),
+            Operation(f"{one}/finish", self.finish, POST, access="owner", body=FinishBody, answer=SessionInfo),
             Operation(
                 f"{one}/trajectory",
                 self.trajectory,
-                owner=True,
+                access="owner",
                 query=_TRAJECTORY_QUERY,
                 answer=SessionTrajectory,
                 media_types=(JSON, MSGPACK),

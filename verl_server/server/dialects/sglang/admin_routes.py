@@ -23,7 +23,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
 )
 from verl_server.server.auth import AccessRules
-from verl_server.server.dialects.operation import BOTH, JSON, POST, TEXT, Handler, Operation
+from verl_server.server.operation import BOTH, JSON, POST, TEXT, Access, Handler, Operation
 from verl_server.server.responses import (
     bad_request,
     error_headers,
@@ -91,15 +91,17 @@ class ControlApi:
     def operations(self) -> list[Operation]:
         timeout = {"timeout": "Longest wait for an idle scheduler, in seconds."}
         return [
-            Operation(FlushCacheReq.route, self.flush_cache, BOTH, control=True, query=timeout, media_types=(TEXT,)),
-            _operation(AbortReq, self.abort_request, control=False, media_types=()),
+            Operation(
+                FlushCacheReq.route, self.flush_cache, BOTH, access="control", query=timeout, media_types=(TEXT,)
+            ),
+            _operation(AbortReq, self.abort_request, access="key", media_types=()),
             _operation(PauseGenerationReq, self.pause_generation),
             _operation(ContinueGenerationReq, self.continue_generation),
             *(_operation(kind, self._plain(kind)) for kind in _PLAIN_REQS),
             _operation(UpdateWeightsFromDiskReq, self.update_weights_from_disk),
             _operation(UpdateWeightVersionReq, self.update_weight_version),
             _operation(AcceptRestartReq, self.accept_restart),
-            Operation("/post_process_weights", self.post_process_weights, POST, control=True),
+            Operation("/post_process_weights", self.post_process_weights, POST, access="control"),
             _operation(GetWeightsByNameReq, self.get_weights_by_name, BOTH),
             _operation(WeightsCheckerReq, self.weights_checker, BOTH),
             _operation(ReleaseMemoryOccupationReq, self.release_memory_occupation, BOTH),
@@ -235,13 +237,13 @@ def _operation(
     kind: type[msgspec.Struct],
     handler: Handler,
     methods: tuple[str, ...] = POST,
-    control: bool = True,
+    access: Access = "control",
     media_types: tuple[str, ...] = (JSON,),
 ) -> Operation:
     """Return the operation of a request of `io_struct`, whose route the request names."""
     others = {name: reason for name, reason in _BASE_FIELDS.items() if name not in kind.__struct_fields__}
     path: str = kind.route  # type: ignore[attr-defined]
-    return Operation(path, handler, methods, control=control, body=kind, without_effect=others, media_types=media_types)
+    return Operation(path, handler, methods, access=access, body=kind, without_effect=others, media_types=media_types)
 
 
 def _success(reply: ControlReply, **extra: Any) -> Response:

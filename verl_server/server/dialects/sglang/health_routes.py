@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from verl_server.errors import ControlTimeoutError, ServerUnavailableError, VerlServerError
 from verl_server.io_struct import GetInternalStateReq
-from verl_server.server.dialects.operation import Operation
 from verl_server.server.generate_request import GenerateReqInput
+from verl_server.server.operation import Operation
 from verl_server.server.responses import json_response, status_error
 from verl_server.server.tokenizer_manager import TokenizerManager
 
@@ -35,10 +35,10 @@ class HealthApi:
 
     def operations(self) -> list[Operation]:
         return [
-            Operation("/health", self.health, aliases=("/ping",), media_types=()),
-            Operation("/health_generate", self.health_generate, media_types=()),
-            Operation("/ready", self.ready, media_types=()),
-            Operation("/liveness", self.liveness),
+            Operation("/health", self.health, aliases=("/ping",), access="open", media_types=()),
+            Operation("/health_generate", self.health_generate, access="open", media_types=()),
+            Operation("/ready", self.ready, access="open", media_types=()),
+            Operation("/liveness", self.liveness, access="open"),
         ]
 
     async def health(self, request: Request) -> Response:

@@ -14,9 +14,9 @@ from verl_server import __version__
 from verl_server.errors import BadRequestError, ServerDiedError, VerlServerError
 from verl_server.io_struct import GetInternalStateReq
 from verl_server.results import ModelInfo, ServerInfo
-from verl_server.server.dialects.operation import JSON, TEXT, Operation
 from verl_server.server.dialects.vllm.config import vllm_config
 from verl_server.server.metrics import CONTENT_TYPE, gauges_text
+from verl_server.server.operation import JSON, TEXT, Operation
 from verl_server.server.responses import json_response
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -56,7 +56,7 @@ class InfoApi:
                 media_types=(JSON, TEXT),
             ),
             Operation("/get_load", self.get_load),
-            Operation("/metrics", self.metrics, media_types=(TEXT,)),
+            Operation("/metrics", self.metrics, access="open", media_types=(TEXT,)),
         ]
 
     async def _internal_state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from verl_server.errors import BadRequestError, error_for_status
 from verl_server.io_struct import ControlReq, StartProfileReq, StopProfileReq
-from verl_server.server.dialects.operation import BOTH, TEXT, Operation
+from verl_server.server.operation import BOTH, TEXT, Operation
 from verl_server.server.responses import json_response, message_error, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -73,27 +73,31 @@ class OpsApi:
                 StartProfileReq.route,
                 self.start_profile,
                 BOTH,
-                control=True,
+                access="control",
                 body=StartProfileReq,
                 refused=_PROFILE_REFUSED,
                 without_effect=profile_id,
                 media_types=(TEXT,),
             ),
-            Operation(StopProfileReq.route, self.stop_profile, BOTH, control=True, media_types=(TEXT,)),
-            Operation("/freeze_gc", self.freeze_gc, BOTH, control=True, media_types=(TEXT,)),
+            Operation(StopProfileReq.route, self.stop_profile, BOTH, access="control", media_types=(TEXT,)),
+            Operation("/freeze_gc", self.freeze_gc, BOTH, access="control", media_types=(TEXT,)),
             Operation(
-                "/set_internal_state", self.set_internal_state, ("POST", "PUT"), control=True, body=SetInternalStateReq
+                "/set_internal_state",
+                self.set_internal_state,
+                ("POST", "PUT"),
+                access="control",
+                body=SetInternalStateReq,
             ),
             Operation(
                 "/configure_logging",
                 self.configure_logging,
                 BOTH,
-                control=True,
+                access="control",
                 body=ConfigureLoggingReq,
                 refused=_LOGGING_REFUSED,
                 media_types=(),
             ),
-            *(Operation(path, self.refuse, BOTH, control=True) for path in _REFUSALS),
+            *(Operation(path, self.refuse, BOTH, access="control") for path in _REFUSALS),
         ]
 
     async def start_profile(self, request: Request) -> Response:

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
-from verl_server.server.dialects.operation import BOTH, Operation
 from verl_server.server.json_body import parse_json
+from verl_server.server.operation import BOTH, Operation
 from verl_server.server.responses import json_response, message_error, read_body
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
@@ -49,7 +49,7 @@ class SglangSessionApi:
                 "/open_session",
                 self.open_session,
                 BOTH,
-                owner=True,
+                access="owner",
                 body=OpenSessionReq,
                 without_effect={
                     "capacity_of_str_len": _CAPACITY,

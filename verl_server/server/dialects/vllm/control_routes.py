@@ -22,11 +22,11 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
-from verl_server.server.dialects.operation import POST, Handler, Operation
 from verl_server.server.dialects.vllm.errors import answers_errors
 from verl_server.server.dialects.vllm.sleep import Sleep
 from verl_server.server.dialects.vllm.weight_transfer import CarryOut, InitBroadcasterReq, WeightTransfer
 from verl_server.server.dialects.vllm.worker_methods import METHODS, CollectiveRpcReq, Methods
+from verl_server.server.operation import POST, Handler, Operation
 from verl_server.server.responses import json_response, read_json, unless_disconnected
 from verl_server.server.tokenizer_manager import TokenizerManager
 from verl_server.server_args import ServerArgs
@@ -331,4 +331,4 @@ def query_flag(request: Request, name: str, default: bool) -> bool:
 
 
 def _control(path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **others: Any) -> Operation:
-    return Operation(path, answers_errors(handler), POST, control=True, body=body, **others)
+    return Operation(path, answers_errors(handler), POST, access="control", body=body, **others)

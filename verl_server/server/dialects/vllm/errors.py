@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import VerlServerError
-from verl_server.server.dialects.operation import Handler
+from verl_server.server.operation import Handler
 from verl_server.server.responses import error_headers, json_response
 
 

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from verl_server import __version__
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.auth import AccessRules
-from verl_server.server.dialects.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.dialects.vllm.choices import InferenceChoices
 from verl_server.server.dialects.vllm.errors import ModelNotFoundError, answers_errors, error_content
 from verl_server.server.dialects.vllm.reading import INFERENCE, REFUSED, WITHOUT_EFFECT, InferenceRequest
 from verl_server.server.generation import Generation
+from verl_server.server.operation import EVENTS, JSON, POST, Operation
 from verl_server.server.responses import (
     SSE_DONE,
     EventStream,
@@ -57,6 +57,7 @@ class VllmApi:
                 "/inference/v1/generate",
                 answers_errors(self.generate),
                 POST,
+                in_session=True,
                 body=InferenceRequest,
                 refused=REFUSED,
                 without_effect=WITHOUT_EFFECT,

@@ -1,21 +1,20 @@
 """`Operation`: one route of a dialect, with everything that its request and its answer may hold.
 
-The API class of each dialect returns its operations. `app.create_app` mounts them. `/openapi.json`, the reference in
+The API class of each dialect returns its operations. `app.create_app` serves them. `/openapi.json`, the access
+rules, the reference in
 docs/ and the test that sends every field read the same table. A known field of a body is in exactly one of three
 places: in the struct (implemented), in `refused`, or in `without_effect`. Other fields are ignored and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
-from starlette.types import Receive, Scope, Send
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -23,6 +22,11 @@ JSON = "application/json"
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
+
+Access = Literal["open", "key", "control", "owner"]
+"""Who may call an operation. open: everybody. key: who has a key, or everybody if `api_key` is not set. control: the
+operation affects the whole server, and needs the admin key if one is set. owner: a session route, which needs a key of
+the server, also where ordinary routes are open."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,11 @@ class Operation:
     methods: tuple[str, ...] = GET
     aliases: tuple[str, ...] = ()
     """Other paths of the same handler, for example names of older versions."""
-    control: bool = False
-    """True for a route that affects the whole server. If an admin key is set, the route requires it."""
-    owner: bool = False
-    """True for a session route, which needs a key of the server, also where ordinary routes are open."""
+    access: Access = "key"
+    in_session: bool = False
+    """True if a session key permits the operation in its own session."""
+    replayed: bool = False
+    """True for a generation whose answer is kept for a request that comes again (`replay`)."""
     body: type[msgspec.Struct] | None = None
     """Struct of the JSON body. Its fields are implemented, except for `id` of a control request, which is internal."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -63,39 +68,3 @@ class Operation:
             return ()
         is_internal = self.body.__struct_config__.tag is not None
         return tuple(name for name in self.body.__struct_fields__ if name != "id" or not is_internal)
-
-    def routes(self) -> list[Route]:
-        return [Route(path, self.handler, methods=list(self.methods)) for path in self.paths]
-
-
-def exact_first(routes: Sequence[Route]) -> list[BaseRoute]:
-    """Return `routes` with a table of all paths without parameters before them.
-
-    Starlette compares a path with one route after the other, which takes 0.1 ms for a hundred routes.
-    """
-    return [_ExactRoutes(routes), *routes]
-
-
-class _ExactRoutes(BaseRoute):
-    """A table of routes by method and path. What it does not find is left to the routes behind it."""
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes: dict[tuple[str, str], Route] = {}
-        for exact in (route for route in routes if "{" not in route.path):
-            for method in exact.methods or ():
-                # The first route that matches serves the path, as without the table.
-                found = (r for r in routes if method in (r.methods or ()) and r.path_regex.match(exact.path))
-                self._routes[method, exact.path] = next(found)
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        route = self._find(scope)
-        return (Match.NONE, {}) if route is None else route.matches(scope)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._find(scope)
-        assert route is not None
-        scope["route"] = route
-        await route.handle(scope, receive, send)
-
-    def _find(self, scope: Scope) -> Route | None:
-        return self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None

@@ -1,8 +1,8 @@
 """`Acceptor` accepts connections from a listening socket while file descriptors are free.
 
-`http_process` creates one for its uvicorn server, on the TokenizerManager's event loop. When no descriptor is free,
+`GuardedServer` creates one for each of its listening sockets. When no descriptor is free,
 uvloop's own servers accept waiting connections and close them at once, which clients see as a reset. With an
-`Acceptor`, the connections wait in the kernel's backlog until other connections end.
+`Acceptor`, the connections wait in the kernel's backlog until other connections end; idle ones are ended for them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import socket
 from collections.abc import Callable, Collection
 from typing import Any
 
+from verl_server.web.http_protocol import GuardedProtocol
+
 logger = logging.getLogger(__name__)
 
 _BATCH = 64
 """Largest number of connections that are accepted before the event loop runs other work."""
+_IDLE_SECONDS = 5.0
+"""Seconds that a connection may wait for its next request, or for its first one, while others wait for a place."""
 _RETRY_SECONDS = 0.05
 """Seconds until the next attempt, after the limit was reached or the system had no free descriptor."""
 
@@ -59,7 +63,7 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(_BATCH):
             if len(self._connections) + len(self._opening) >= self._limit:
-                self._disable_keep_alive()
+                self._make_room()
                 self._pause(f"all {self._limit} connections that the limit of open files permits are in use")
                 return
             try:
@@ -84,11 +88,19 @@ class Acceptor:
         except OSError:  # the client has closed the connection already
             connection.close()
 
-    def _disable_keep_alive(self) -> None:
-        """Make uvicorn close each busy connection after its current response, and so free a place for another one."""
-        for connection in self._connections:
-            if connection.cycle is not None and not connection.cycle.response_complete:
+    def _make_room(self) -> None:
+        """Close connections that have waited for a request for `_IDLE_SECONDS`, and the busy ones after their response.
+
+        WebSockets, which uvicorn serves with another class, stay.
+        """
+        before = self._loop.time() - _IDLE_SECONDS
+        for connection in list(self._connections):
+            if not isinstance(connection, GuardedProtocol):
+                continue
+            if not connection.is_idle:
                 connection.cycle.keep_alive = False
+            elif connection.idle_since <= before:
+                connection.transport.close()
 
     def _pause(self, reason: str) -> None:
         if not self._was_full:

@@ -1,0 +1,13 @@
+"""`is_loopback`: whether only programs of this machine reach a listening address."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only programs of this machine can connect to a server that listens on `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,37 @@
+"""`GuardedServer`: a uvicorn server whose connections have bounds. `server.http_process` and `env_server` run it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from verl_server.web.acceptor import Acceptor
+from verl_server.web.http_protocol import GuardedProtocol
+
+
+class GuardedServer(uvicorn.Server):
+    """Serves sockets that are bound already. An `Acceptor` accepts the connections."""
+
+    def __init__(self, app: ASGIApp, connection_limit: int, **settings: Any) -> None:
+        """`connection_limit` is the largest number of connections at one time. `settings` are those of uvicorn."""
+        super().__init__(uvicorn.Config(app, http=GuardedProtocol, log_config=None, server_header=False, **settings))
+        self._connection_limit = connection_limit
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])  # without sockets, uvicorn prepares everything and accepts no connection
+        loop, connections = asyncio.get_running_loop(), self.server_state.connections
+        for sock in sockets or []:
+            self._acceptors.append(Acceptor(loop, sock, self._make_protocol, connections, self._connection_limit))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return GuardedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
