@@ -18,7 +18,7 @@ from declarations import Class, ClassName, Field, Function, Package
 
 from verl_server.server.app import operations
 from verl_server.server.auth import AccessRules
-from verl_server.server.dialects.operation import Operation
+from verl_server.server.operation import Operation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
