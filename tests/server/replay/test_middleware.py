@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.steps import Steps
+from verl_server.server.replay import middleware as middleware_module
 from verl_server.server.replay.middleware import ReplayMiddleware
 
 SESSION = SimpleNamespace(session_id="ses_1", child=None, scope_key=b"s" * 16)
@@ -314,7 +318,136 @@ def test_old_answers_make_room() -> None:
         await house.ended()
         assert house.app.runs == 4
 
-    scenario(test, most_bytes=2 * len(WHOLE))
+    scenario(test, most_bytes=2 * kept_bytes() + len(WHOLE))
+
+
+def kept_bytes() -> int:
+    """Return the bytes that the server counts for one kept answer of `App`."""
+    sizes: list[int] = []
+
+    async def test(house: House) -> None:
+        house.connect(idempotency_key="a")
+        await house.ended()
+        sizes.append(house.middleware.entries.size)
+
+    scenario(test)
+    return sizes[0]
+
+
+async def ask(house: House, keys: range) -> None:
+    """Send one request after the other, each with its key."""
+    for key in keys:
+        house.connect(idempotency_key=f"key-{key}")
+        await house.tasks.pop()
+
+
+def test_the_work_of_a_request_does_not_grow_with_the_kept_answers() -> None:
+    async def test(house: House) -> None:
+        counts: list[int] = []
+        for kept in (100, 400):
+            await ask(house, range(len(house.middleware.entries), kept))
+            with Steps() as steps:
+                await ask(house, range(kept, kept + 1))
+            counts.append(steps.count)
+        assert len(house.middleware.entries) == 401
+        assert abs(counts[1] - counts[0]) < 100, counts
+
+    scenario(test)
+
+
+def test_a_full_table_drops_an_answer_without_looking_at_all() -> None:
+    counts: list[int] = []
+    for kept in (50, 200):
+
+        async def test(house: House, kept: int = kept) -> None:
+            await ask(house, range(100, 110 + kept))
+            with Steps() as steps:
+                await ask(house, range(110 + kept, 111 + kept))
+            assert len(house.middleware.entries) == kept
+            counts.append(steps.count)
+
+        scenario(test, most_bytes=kept * kept_bytes() + len(WHOLE))
+    assert abs(counts[1] - counts[0]) < 100, counts
+
+
+def test_the_counted_bytes_of_a_kept_answer_are_about_its_memory() -> None:
+    async def test(house: House) -> None:
+        events = [b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % k for k in range(20)]
+        house.app.media_type, house.app.pieces = b"text/event-stream", events
+        house.app.gates = [asyncio.Event() for _ in range(22)]
+        house.app.open()
+        text, count = sum(map(len, events)) + 20 * len(b"id: 10\n"), 200
+        await ask(house, range(50))
+        gc.collect()
+        tracemalloc.start()
+        before, size = tracemalloc.get_traced_memory()[0], house.middleware.entries.size
+        await ask(house, range(50, 50 + count))
+        gc.collect()
+        used = (tracemalloc.get_traced_memory()[0] - before) / count
+        tracemalloc.stop()
+        counted = (house.middleware.entries.size - size) / count
+        assert used < text + 1500, used
+        assert 0.75 < counted / used < 1.4, (counted, used)
+
+    scenario(test)
+
+
+def test_an_answer_that_was_sent_again_expires_too() -> None:
+    async def test(house: House) -> None:
+        for _ in range(2):
+            house.connect(idempotency_key="k")
+            await house.ended()
+        await until(lambda: len(house.middleware.entries) == 0)
+        assert house.middleware.entries.size == 0
+
+    scenario(test, ttl=0.05)
+
+
+def test_the_bytes_of_an_answer_that_is_too_large_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware_module, "_MOST_ENTRY_BYTES", 1000)
+
+    async def test(house: House) -> None:
+        house.app.pieces = [b"x" * 5000, b"y", b"z"]
+        first = house.connect(None, idempotency_key="k")
+        await house.ended()
+        assert first.body == b"x" * 5000 + b"yz" and house.middleware.entries.size < 2000
+        again = house.connect(None, idempotency_key="k")
+        await house.ended()
+        assert again.status == 409 and house.app.runs == 1
+
+    scenario(test)
+
+
+def test_what_waits_for_a_delivery_is_called_once_and_let_go() -> None:
+    async def test(house: House) -> None:
+        delivered: list[int] = []
+        house.app.hold(2)
+        first = house.connect(idempotency_key="k")
+        await until(lambda: bool(first.body))
+        house.app.replay.on_delivered = lambda: delivered.append(1)
+        house.app.open()
+        await house.ended()
+        house.connect(idempotency_key="k")
+        await house.ended()
+        assert delivered == [1]
+
+    scenario(test)
+
+
+def test_a_packed_answer_is_read_from_any_event_on() -> None:
+    async def test(house: House) -> None:
+        house.app.media_type = b"text/event-stream"
+        house.app.pieces = [b"data: a\n\n", b"data: b\n\ndata: c\n\n", b"data: [DONE]\n\n"]
+        first = house.connect(idempotency_key="k")
+        await house.ended()
+        for last in range(6):
+            again = house.connect(idempotency_key="k", last_event_id=str(last))
+            await house.ended()
+            events = first.body.split(b"\n\n")[last:]
+            assert again.body == b"\n\n".join(events) and again.ended
+        assert house.app.runs == 1
+
+    scenario(test)
 
 
 def test_a_body_beyond_the_bound_reaches_the_route() -> None:

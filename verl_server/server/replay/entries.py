@@ -1,18 +1,25 @@
-"""`Entries`: the requests that may be joined or answered again, by their keys, within bounds of time and memory."""
+"""`Entries`: the requests that may be joined or answered again, by their keys, within bounds of time and memory.
+
+`ReplayMiddleware` owns it, and uses it on the event loop only. No method looks at all entries: the kept answers stand
+in the order in which they expire, with their bytes counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from verl_server.server.replay.answer_log import AnswerLog
 
-Scope = tuple[bytes, str, str]
-"""Hash of the caller's key, the session, and the child session. Keys of different scopes never meet."""
+Scope = bytes
+"""16 bytes: a hash of the caller's key, the session and the child session. Keys of different scopes never meet."""
+
+_KEPT_BYTES = 900
+"""Bytes of a kept answer beside its buffers: the entry, its log, the keys and their places in the tables."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Entry:
     """One request and its answer."""
 
@@ -21,63 +28,101 @@ class Entry:
     digest: bytes
     """Hash of the path, the headers that change the answer, and the body."""
     log: AnswerLog
+    abandoned: asyncio.Event | None
+    """Set when nobody waits any more: the application sees that its client disconnected. None when it has ended."""
     readers: int = 0
     is_lost: bool = False
     """A connection was lost before its reply was complete, and no retry has joined since."""
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when `is_lost` becomes true."""
-    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nobody waits any more: the application sees that its client disconnected."""
+    lost: asyncio.Event | None = None
+    """Set when `is_lost` becomes true. None: nobody waits for it."""
     timer: asyncio.TimerHandle | None = None
+    """Runs while the application runs and no connection reads."""
     on_delivered: Callable[[], None] | None = None
-    """Called when a connection took the whole answer."""
+    """Called when the first connection took the whole answer."""
     is_dropped: bool = False
+    is_too_large: bool = False
+    """The answer is complete, and its bytes were dropped, because there are too many."""
+    expires: float = 0.0
+    """Time of the loop until which the complete answer is kept."""
+    size: int = 0
+    """Bytes of memory of the complete answer, about."""
+
+    def delivered(self) -> None:
+        """A connection took the whole answer."""
+        call, self.on_delivered = self.on_delivered, None
+        if call is not None:
+            call()
 
 
 class Entries:
-    """All entries of one server. Used on the event loop only."""
+    """All entries of one server."""
 
     def __init__(self, grace: float, ttl: float, most_bytes: int, most_entry_bytes: int) -> None:
         self._grace, self._ttl, self._most_bytes, self._most_entry_bytes = grace, ttl, most_bytes, most_entry_bytes
-        self._entries: dict[int, Entry] = {}  # in the order of arrival
-        self._by_key: dict[tuple[Scope, bytes], Entry] = {}
-        self._by_digest: dict[tuple[Scope, bytes], list[Entry]] = {}
+        self._running: set[Entry] = set()
+        self._kept: dict[Entry, None] = {}  # complete answers, the first to expire first
+        self._by_key: dict[bytes, Entry] = {}  # by scope and key
+        self._live: dict[bytes, dict[Entry, None]] = {}  # by scope and digest: entries that run, are read, or are lost
+        self._timer: asyncio.TimerHandle | None = None  # set for the first kept answer to expire
+        self.size = 0
+        """Bytes of memory of the kept answers, about."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._running) + len(self._kept)
 
     def add(self, entry: Entry) -> None:
-        self._entries[id(entry)] = entry
+        self._running.add(entry)
         if entry.key is not None:
-            self._by_key[entry.scope, entry.key] = entry
-        self._by_digest.setdefault((entry.scope, entry.digest), []).append(entry)
+            if (before := self.find(entry.scope, entry.key)) is not None:
+                self.drop(before)
+            self._by_key[entry.scope + entry.key] = entry
+        self._live.setdefault(entry.scope + entry.digest, {})[entry] = None
 
     def find(self, scope: Scope, key: bytes) -> Entry | None:
-        return self._by_key.get((scope, key))
+        return self._by_key.get(scope + key)
 
-    def same(self, scope: Scope, digest: bytes) -> list[Entry]:
-        """Return the entries of one scope whose request was the same."""
-        return list(self._by_digest.get((scope, digest), ()))
+    async def lost(self, scope: Scope, digest: bytes, seconds: float) -> Entry | None:
+        """Return the one entry of a request whose connection was lost and which no connection reads, or None.
+
+        If the request came only once, its connection may be lost within `seconds` from now.
+        """
+        same = self._live.get(scope + digest, {})
+        if len(same) == 1 and not (only := next(iter(same))).is_lost:
+            only.lost = only.lost or asyncio.Event()
+            try:
+                await asyncio.wait_for(only.lost.wait(), seconds)
+            except TimeoutError:
+                return None
+        found: Entry | None = None
+        for entry in self._live.get(scope + digest, ()):
+            if entry.is_lost and not entry.readers:
+                if found is not None:
+                    return None
+                found = entry
+        return None if found is None or self.is_too_large(found) else found
 
     def joined(self, entry: Entry) -> None:
         """A connection reads the entry."""
         entry.readers += 1
         entry.is_lost = False
-        entry.lost.clear()
         self._cancel(entry)
+        if not entry.is_dropped:
+            self._live.setdefault(entry.scope + entry.digest, {})[entry] = None
 
     def left(self, entry: Entry, *, complete: bool) -> None:
         """A connection has ended. If it was the last one and took too little, the entry waits for a retry."""
         entry.readers -= 1
         if not complete:
             entry.is_lost = True
-            entry.lost.set()
+            if entry.lost is not None:
+                entry.lost.set()
+                entry.lost = None
         if entry.readers or entry.is_dropped:
             return
-        if not entry.log.is_complete:
-            self._later(entry, self._grace, entry.abandoned.set)
-        elif entry.key is None and not entry.is_lost:
-            self.drop(entry)
+        if entry.abandoned is not None and not entry.log.is_complete:
+            entry.timer = asyncio.get_running_loop().call_later(self._grace, entry.abandoned.set)
+        elif not entry.is_lost:
+            self._settle(entry)
 
     def ended(self, entry: Entry) -> None:
         """The application has ended. A refusal, or an answer without an end, is not kept: a retry is judged anew."""
@@ -85,43 +130,78 @@ class Entries:
         if not is_kept or (entry.key is None and not entry.is_lost and not entry.readers):
             self.drop(entry)
             return
-        self._later(entry, self._ttl, lambda: self.drop(entry))
-        self._make_room()
+        self._cancel(entry)
+        entry.abandoned = None
+        if entry.log.size > self._most_entry_bytes:
+            entry.is_too_large = True
+            entry.log = _mark(entry.log)
+        entry.log.pack()
+        entry.size = _KEPT_BYTES + entry.log.packed_size
+        entry.expires = asyncio.get_running_loop().time() + self._ttl
+        self._running.discard(entry)
+        self._kept[entry] = None
+        self.size += entry.size
+        if not entry.readers and not entry.is_lost:
+            self._settle(entry)
+        while self.size > self._most_bytes and self._kept:
+            self.drop(next(iter(self._kept)))
+        if self._timer is None:
+            self._expire()
 
     def is_too_large(self, entry: Entry) -> bool:
         """Return True if the answer is not kept because of its size."""
-        return entry.log.size > self._most_entry_bytes
+        return entry.is_too_large or entry.log.size > self._most_entry_bytes
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry. Connections that read its log read on."""
+        if entry.is_dropped:
+            return
         entry.is_dropped = True
         self._cancel(entry)
-        if self._entries.pop(id(entry), None) is None:
-            return
+        self._running.discard(entry)
+        if entry in self._kept:
+            del self._kept[entry]
+            self.size -= entry.size
         if entry.key is not None:
-            self._by_key.pop((entry.scope, entry.key), None)
-        same = self._by_digest[entry.scope, entry.digest]
-        same.remove(entry)
-        if not same:
-            del self._by_digest[entry.scope, entry.digest]
+            self._by_key.pop(entry.scope + entry.key, None)
+        self._rest(entry)
 
-    def _make_room(self) -> None:
-        size = sum(each.log.size for each in self._complete())
-        for each in list(self._complete()):
-            if size <= self._most_bytes:
+    def _settle(self, entry: Entry) -> None:
+        """A complete answer was taken whole, and nobody reads it: only its key leads to it."""
+        if entry.key is None:
+            self.drop(entry)
+        else:
+            self._rest(entry)
+
+    def _rest(self, entry: Entry) -> None:
+        """Remove an entry from those that run, are read, or are lost."""
+        same = self._live.get(entry.scope + entry.digest)
+        if same is not None:
+            same.pop(entry, None)
+            if not same:
+                del self._live[entry.scope + entry.digest]
+
+    def _expire(self) -> None:
+        """Drop the answers that have expired, and set the timer for the next one."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._kept:
+            first = next(iter(self._kept))
+            if first.expires > loop.time():
+                self._timer = loop.call_at(first.expires, self._expire)
                 return
-            size -= each.log.size
-            self.drop(each)
-
-    def _complete(self) -> Iterator[Entry]:
-        return (each for each in self._entries.values() if each.log.is_complete)
-
-    def _later(self, entry: Entry, seconds: float, call: Callable[[], None]) -> None:
-        self._cancel(entry)
-        entry.timer = asyncio.get_running_loop().call_later(seconds, call)
+            self.drop(first)
 
     @staticmethod
     def _cancel(entry: Entry) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
             entry.timer = None
+
+
+def _mark(log: AnswerLog) -> AnswerLog:
+    """Return a complete log with the start of an answer, and without its body."""
+    mark = AnswerLog(numbers_events=False, supersedes=False)
+    mark.send(log.start or {"type": "http.response.start", "status": log.status})
+    mark.send({"type": "http.response.body"})
+    return mark

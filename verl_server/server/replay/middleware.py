@@ -17,9 +17,9 @@ The header `Last-Event-ID` of a request with a key continues a stream behind tha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,12 @@ class ReplayInfo:
     body: bytes
     """16 bytes: a hash of the request."""
     on_delivered: Callable[[], None] | None = None
-    """The routes set it. It is called when a connection took the whole answer."""
+    """The routes set it. It is called when the first connection took the whole answer."""
+
+    def hand_over(self, entry: Entry) -> None:
+        """Give `on_delivered` to the entry, which calls it at most once."""
+        if self.on_delivered is not None:
+            entry.on_delivered, self.on_delivered = self.on_delivered, None
 
 
 class ReplayMiddleware:
@@ -87,7 +92,7 @@ class ReplayMiddleware:
             await self._app(scope, read.rest, send)
             return
         try:
-            entry = await self._entry(scope, headers, session, key, read.body)
+            entry = await self._entry(scope, headers, session, key, read)
             start = _first_piece(headers, entry, key is not None)
         except VerlServerError as error:
             await message_error(error)(scope, receive, send)
@@ -96,25 +101,22 @@ class ReplayMiddleware:
 
     # -- which answer ------------------------------------------------------------------------------------------
 
-    async def _entry(self, scope: Scope, headers: Headers, session: Any, key: str | None, body: bytes) -> Entry:
+    async def _entry(self, scope: Scope, headers: Headers, session: Any, key: str | None, read: _Read) -> Entry:
         """Return the entry that answers a request: a new one, or one that it joins."""
         if key is not None and not 0 < len(key) <= _MOST_KEY:
             raise BadRequestError(f"Idempotency-Key must have 1 to {_MOST_KEY} characters.")
-        caller = (
-            _caller_digest(headers, session),
-            *((session.session_id, session.child or "") if session else ("", "")),
-        )
-        digest = _digest(scope["path"], headers, body)
+        caller = _scope(headers, session)
+        digest = _digest(read, scope["path"], headers)
         hashed = None if key is None else hashlib.blake2b(key.encode(), digest_size=16).digest()
         if hashed is not None:
             entry = self.entries.find(caller, hashed)
             if entry is not None and not (session is not None and self._is_only_in_ledger(entry)):
                 return self._known(entry, digest)
         elif _is_retry(headers):
-            lost = await self._lost(caller, digest)
+            lost = await self.entries.lost(caller, digest, _NOTICE_SECONDS)
             if lost is not None:
                 return lost
-        return self._begin(scope, caller, hashed, digest, body)
+        return self._begin(scope, caller, hashed, digest, read.body)
 
     def _is_only_in_ledger(self, entry: Entry) -> bool:
         """Return True for an answer that is complete and too large to be kept."""
@@ -129,30 +131,23 @@ class ReplayMiddleware:
             raise IdempotencyConflictError("The answer of this idempotency key is too large to be sent again.")
         return entry
 
-    async def _lost(self, caller: Any, digest: bytes) -> Entry | None:
-        """Return the one request of the same body whose connection was lost, or None."""
-        same = self.entries.same(caller, digest)
-        if len(same) == 1 and not same[0].is_lost:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(same[0].lost.wait(), _NOTICE_SECONDS)
-        lost = [each for each in self.entries.same(caller, digest) if each.is_lost and not each.readers]
-        return lost[0] if len(lost) == 1 and not self.entries.is_too_large(lost[0]) else None
-
     # -- the application ---------------------------------------------------------------------------------------
 
-    def _begin(self, scope: Scope, caller: Any, key: bytes | None, digest: bytes, body: bytes) -> Entry:
+    def _begin(self, scope: Scope, caller: bytes, key: bytes | None, digest: bytes, body: bytes) -> Entry:
         """Start the application for a request that is not known."""
         supersedes = self._cumulative and scope["path"] == "/generate"
-        entry = Entry(caller, key, digest, AnswerLog(numbers_events=key is not None, supersedes=supersedes))
+        log, abandoned = AnswerLog(numbers_events=key is not None, supersedes=supersedes), asyncio.Event()
+        entry = Entry(caller, key, digest, log, abandoned)
         self.entries.add(entry)
         info = ReplayInfo(key, digest)
         inner: MutableMapping[str, Any] = {**scope, "state": {**scope.get("state", {}), "replay": info}}
-        task = asyncio.ensure_future(self._run(entry, inner, info, body))
+        task = asyncio.ensure_future(self._run(entry, abandoned, inner, info, body))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return entry
 
-    async def _run(self, entry: Entry, scope: Scope, info: ReplayInfo, body: bytes) -> None:
+    async def _run(self, entry: Entry, abandoned: asyncio.Event, scope: Scope, info: ReplayInfo, body: bytes) -> None:
+        log = entry.log
         was_read = False
 
         async def receive() -> Message:
@@ -160,14 +155,14 @@ class ReplayMiddleware:
             if not was_read:
                 was_read = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await entry.abandoned.wait()
+            await abandoned.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
-            if entry.abandoned.is_set():
+            if abandoned.is_set():
                 raise OSError("nobody waits for this answer")
-            entry.on_delivered = info.on_delivered
-            entry.log.send(dict(message))
+            info.hand_over(entry)
+            log.send(dict(message))
 
         try:
             await self._app(scope, receive, send)
@@ -176,26 +171,27 @@ class ReplayMiddleware:
         except Exception:
             logger.exception("%s failed.", scope["path"])
         finally:
-            entry.on_delivered = info.on_delivered
-            entry.log.end()
+            info.hand_over(entry)
+            log.end()
             self.entries.ended(entry)
 
     # -- the connection ----------------------------------------------------------------------------------------
 
     async def _follow(self, entry: Entry, place: int, receive: Receive, send: Send) -> None:
         """Send the log of an entry from piece `place` on, until its end or until the client disconnects."""
+        log = entry.log
         self.entries.joined(entry)
         gone = asyncio.ensure_future(_disconnected(receive))
         complete = False
         try:
-            complete = await self._send_all(entry.log, place, gone, send)
+            complete = await self._send_all(log, place, gone, send)
         except OSError:
             pass  # the connection broke
         finally:
             gone.cancel()
             self.entries.left(entry, complete=complete)
-        if complete and entry.on_delivered is not None and not entry.log.is_broken:
-            entry.on_delivered()
+        if complete and not log.is_broken:
+            entry.delivered()
 
     async def _send_all(self, log: AnswerLog, place: int, gone: asyncio.Future[None], send: Send) -> bool:
         """Return True when everything was sent, and False if the client disconnected before."""
@@ -203,14 +199,15 @@ class ReplayMiddleware:
         while True:
             if gone.done():
                 return False
-            if log.start is not None and not started:
+            if not started and (start := log.start) is not None:
                 started = True
-                await send(_continued(log.start) if place else log.start)
-            while started and place < len(log.pieces):
-                piece = log.pieces[place]
-                place += 1
-                if piece:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send(_continued(start) if place else start)
+            while started and place < log.count:
+                body, place = log.read(place)
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                if place < log.count:
+                    await asyncio.sleep(0)  # a connection that takes everything at once must not hold the loop
                 if gone.done():
                     return False
             if log.is_complete:
@@ -224,30 +221,34 @@ class ReplayMiddleware:
     # -- the body ----------------------------------------------------------------------------------------------
 
     async def _read(self, receive: Receive) -> _Read:
-        """Read the whole body. Beyond the bound, return a `receive` that repeats what was read."""
+        """Read and hash the whole body. Beyond the bound, return a `receive` that repeats what was read."""
         messages: list[Message] = []
+        hashed = hashlib.blake2b(digest_size=16)
         size = 0
         while True:
             message = await receive()
             messages.append(message)
             size += len(message.get("body", b""))
             if message["type"] != "http.request" or size > self._most_body:
-                return _Read(b"", _repeated(messages, receive))
+                return _Read(b"", hashed, _repeated(messages, receive))
+            hashed.update(message.get("body", b""))  # piece by piece: the hash of a large body takes long
             if not message.get("more_body", False):
-                return _Read(b"".join(each.get("body", b"") for each in messages), None)
+                return _Read(b"".join(each.get("body", b"") for each in messages), hashed, None)
 
 
 @dataclass(frozen=True)
 class _Read:
     body: bytes
+    hashed: hashlib.blake2b
+    """Of the body."""
     rest: Receive | None
 
 
 def _repeated(messages: list[Message], receive: Receive) -> Receive:
-    left = list(messages)
+    left = deque(messages)
 
     async def repeat() -> Message:
-        return left.pop(0) if left else await receive()
+        return left.popleft() if left else await receive()
 
     return repeat
 
@@ -257,16 +258,20 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _caller_digest(headers: Headers, session: Any) -> bytes:
-    if session is not None:
-        return bytes(session.scope_key)
-    given = headers.get("authorization") or headers.get("x-api-key") or ""
-    return hashlib.blake2b(given.encode(), digest_size=16).digest()
+def _scope(headers: Headers, session: Any) -> bytes:
+    """Return the hash of the caller's key, the session and the child session."""
+    hashed = hashlib.blake2b(digest_size=16)
+    if session is None:
+        hashed.update(b"key\0" + (headers.get("authorization") or headers.get("x-api-key") or "").encode())
+    else:
+        parts = (b"session", session.scope_key, session.session_id.encode(), (session.child or "").encode())
+        hashed.update(b"\0".join(parts))
+    return hashed.digest()
 
 
-def _digest(path: str, headers: Headers, body: bytes) -> bytes:
+def _digest(read: _Read, path: str, headers: Headers) -> bytes:
     """Return the hash of what determines an answer."""
-    hashed = hashlib.blake2b(body, digest_size=16)
+    hashed = read.hashed.copy()
     for part in (path, headers.get("accept", "")):
         hashed.update(b"\0" + part.encode())
     return hashed.digest()
@@ -284,7 +289,7 @@ def _first_piece(headers: Headers, entry: Entry, has_key: bool) -> int:
         return 0
     if not last.isdigit() or len(last) > 9:
         raise BadRequestError(f"Last-Event-ID must be the `id` of an event of this answer, not {last[:40]!r}.")
-    return min(int(last), len(entry.log.pieces))
+    return min(int(last), entry.log.count)
 
 
 def _continued(start: Message) -> Message:

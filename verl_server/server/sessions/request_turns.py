@@ -74,7 +74,8 @@ class RequestTurns:
         self._waiting: dict[str, OpenTurn] = {}
         """Turns that are not stored yet, by the name of the sample in scheduler messages."""
         self._stores: dict[str, asyncio.Task[None]] = {}
-        self._stored: list[OpenTurn | StoredTurn] = []
+        self._stored: list[tuple[str, int]] = []
+        """(session, turn) of the turns that are stored. A kept answer holds this list, so it has no tokens."""
         self._states: list[ReqState] = []
         self._overridden: dict[int, dict[str, Any]] = {}  # turn -> what its request asked for in vain
 
@@ -138,7 +139,7 @@ class RequestTurns:
             state.shows_logprobs = shows_logprobs
             if isinstance(turn, StoredTurn):
                 state.session = self._ledger.described_again(turn)
-                self._stored.append(turn)
+                self._stored.append((turn.session_id, turn.turn))
             else:
                 state.session = self._ledger.described(turn, self._next)
                 self._waiting[state.req.rid] = turn
@@ -175,14 +176,13 @@ class RequestTurns:
         """Let the ledger note when the client's connection took the whole reply."""
         if self._replay is None:
             response.background = BackgroundTask(self._delivered, response)
-        else:
-            self._replay.on_delivered = partial(self._delivered, response)
+        else:  # called for an answer with an end only
+            self._replay.on_delivered = partial(_delivered, self._ledger, self._stored)
 
     def _delivered(self, response: Response) -> None:
         if isinstance(response, EventStream) and not response.is_complete:
             return  # Starlette runs the background task also for a client that left in the middle
-        for turn in self._stored:
-            self._ledger.delivered(turn.session_id, turn.turn)
+        _delivered(self._ledger, self._stored)
 
     def _store(self, state: ReqState, turn: OpenTurn, reason: FinishReason | None) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._stored_turn(state, turn, reason))
@@ -237,7 +237,13 @@ class RequestTurns:
             body=None if self._replay is None else self._replay.body,
         )
         await self._ledger.commit(turn, finished)
-        self._stored.append(turn)
+        self._stored.append((turn.session_id, turn.turn))
+
+
+def _delivered(ledger: TurnLedger, turns: list[tuple[str, int]]) -> None:
+    """Note that the replies of turns (session, turn) reached the client."""
+    for session_id, turn in turns:
+        ledger.delivered(session_id, turn)
 
 
 def conditions(req: TokenizedGenerateReq) -> bytes:
