@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,13 @@ import torch
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.train.batches import Sample
-from verl_server.train.checkpoints import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from verl_server.train.checkpoints import (
+    Progress,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    write_progress,
+)
 from verl_server.train.grpo import PolicyTrainer
 from verl_server.train.metrics import RolloutReport, describe_rollout
 from verl_server.train.options import GRPOConfig
@@ -83,7 +92,8 @@ def test_a_checkpoint_without_a_loss_scale_starts_with_the_first_one(policy_fold
     trainer = make_trainer(policy_folder)
     train(trainer, 0, 1)
     folder = save(trainer, tmp_path, 1)
-    assert json.loads((folder / "run.json").read_text()).keys() == {"next_step", "version", "has_optimizer_state"}
+    stored = json.loads((folder / "run.json").read_text()).keys()
+    assert stored == {"next_step", "version", "has_optimizer_state", "files", "checksum"}
     resumed = make_trainer(policy_folder, torch.float16)
     load(resumed, folder)
     train(resumed, 1, 2)
@@ -95,14 +105,91 @@ def test_a_checkpoint_without_a_loss_scale_starts_with_the_first_one(policy_fold
     assert plain.scaling.scale is None and plain.steps.applied == 6
 
 
-def test_only_a_finished_checkpoint_counts(policy_folder: Path, tmp_path: Path) -> None:
+def test_one_checkpoint_stays_and_an_interrupted_save_does_not_count(policy_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(policy_folder)
     first = save(trainer, tmp_path, 9)
-    (tmp_path / "checkpoint-10").mkdir()  # as a save that was interrupted leaves it
+    (tmp_path / ".checkpoint-10.partial").mkdir()  # as a save that was interrupted leaves it
     assert latest_checkpoint(tmp_path) == first
     second = save(trainer, tmp_path, 10)
     assert latest_checkpoint(tmp_path) == second
-    assert list(tmp_path.glob("checkpoint-*")) == [second]
+    assert list(tmp_path.glob("*checkpoint-*")) == [second]
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def flip_a_digit(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"version": 5', b'"version": 4'))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "says"),
+    [
+        ("run.json", Path.unlink, "Cannot read .*run.json"),
+        ("run.json", empty, "run.json is not valid JSON"),
+        ("run.json", cut, "run.json is not valid JSON"),
+        ("run.json", flip_a_digit, "the checksum of .*run.json is wrong"),
+        ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+        ("__0_0.distcp", cut, r"__0_0.distcp has [\d,]+ bytes instead of [\d,]+"),
+        ("__0_0.distcp", flip, "the checksum of .*__0_0.distcp is wrong"),
+        (".metadata", flip, "the checksum of .*.metadata is wrong"),
+        (".metadata", empty, r".metadata has 0 bytes instead of [\d,]+"),
+    ],
+)
+def test_a_file_that_was_lost_or_damaged_is_named(
+    policy_folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], None], says: str
+) -> None:
+    trainer = make_trainer(policy_folder)
+    folder = save(trainer, tmp_path, 5)
+    damage(folder / file)
+    with pytest.raises(BadRequestError, match=f"checkpoint-5 is damaged: .*{says}.* there is no earlier one"):
+        RunFolder(tmp_path).resume()
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(BadRequestError, match="remove the folder to continue from checkpoint-4"):
+        RunFolder(tmp_path).resume()
+    assert save(trainer, tmp_path, 5) == folder
+    assert load(trainer, folder).next_step == 5 and not (tmp_path / "checkpoint-4").exists()
+
+
+def test_the_older_checkpoint_is_removed_when_the_new_one_is_on_the_disk(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(policy_folder)
+    save(trainer, tmp_path, 1)
+    calls: list[str] = []
+    fsync, rename, remove = os.fsync, os.replace, shutil.rmtree
+
+    def note_fsync(fd: int) -> None:
+        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        fsync(fd)
+
+    def note_rename(old: Path, new: Path) -> None:
+        calls.append(f"rename {Path(new).name}")
+        rename(old, new)
+
+    def note_remove(folder: Path, **options: bool) -> None:
+        if folder.exists():
+            calls.append(f"remove {folder.name}")
+        remove(folder, **options)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    monkeypatch.setattr(shutil, "rmtree", note_remove)
+    save(trainer, tmp_path, 2)
+    renamed = calls.index("rename checkpoint-2")
+    assert {"fsync run.json", "fsync __0_0.distcp", "fsync .checkpoint-2.partial"} <= set(calls[:renamed])
+    assert calls[renamed + 1 :] == [f"fsync {tmp_path.name}", "remove checkpoint-1"]
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
@@ -115,7 +202,6 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match=r"nothing to resume in .*run: it contains no finished checkpoint"):
         folder.resume()
     (tmp_path / "run/checkpoint-1").mkdir()
-    (tmp_path / "run/checkpoint-1/run.json").write_text('{"next_step": 1}')
     with pytest.raises(BadRequestError, match="Continue it with --resume, or name another folder with --out"):
         folder.start()
 
@@ -128,7 +214,46 @@ def test_resuming_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "cut of')
     (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2/run.json").write_text('{"next_step": 2}')
+    write_progress(tmp_path / "checkpoint-2", Progress(2, 2))
     assert folder.resume() == tmp_path / "checkpoint-2"
     for name in ("metrics.jsonl", "trajectories.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [0, 1]
+
+
+def recorded(path: Path, steps: int) -> RunFolder:
+    """Return a folder with steps and a checkpoint behind them."""
+    folder = RunFolder(path)
+    folder.start()
+    for step in range(steps):
+        folder.record(describe_rollout(RolloutReport(), step=step, version="0", ranks=1, gap=None))
+    (path / f"checkpoint-{steps}").mkdir()
+    write_progress(path / f"checkpoint-{steps}", Progress(steps, steps))
+    return folder
+
+
+def test_steps_that_the_metrics_lost_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = recorded(tmp_path, 4)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + lines[3][:20])
+    folder.resume()
+    assert "metrics.jsonl lacks 3 of the 4 steps before checkpoint-4: 1, 2, 3" in caplog.text
+    (tmp_path / "metrics.jsonl").unlink()
+    folder.resume()
+    assert "lacks 4 of the 4 steps" in caplog.text
+
+
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_removed(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 2)
+    file = tmp_path / "metrics.jsonl"
+    damaged = b"{broken}\n" + file.read_bytes()
+    file.write_bytes(damaged)
+    with pytest.raises(BadRequestError, match=r"metrics\.jsonl:1 is damaged"):
+        folder.resume()
+    assert file.read_bytes() == damaged
+
+
+def test_a_model_that_was_replaced_when_the_power_failed_is_there_again(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 1)
+    (tmp_path / ".model.before").mkdir()
+    folder.resume()
+    assert (tmp_path / "model").is_dir()

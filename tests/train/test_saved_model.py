@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl_server import durable
 from verl_server.engine.in_process import Engine
 from verl_server.models.tiny import make_model_folder
-from verl_server.train import durable
 from verl_server.train.demo import make_policy_folder
 from verl_server.train.policy import Policy, load_policy, save_policy
 
@@ -110,7 +110,7 @@ def test_a_model_is_replaced_as_a_whole(folder: Path, tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "_flush", full)
+        patch.setattr(durable, "flush", full)
         with pytest.raises(OSError, match="No space left"):
             save(load_policy(str(folder), CPU), folder, out)
     assert (out / "model.safetensors").read_bytes() == before

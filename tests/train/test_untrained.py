@@ -13,6 +13,7 @@ import pytest
 from tests.train.conftest import make_trajectory
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory, read_jsonl
+from verl_server.train.checkpoints import Progress, write_progress
 from verl_server.train.grpo import _run_steps
 from verl_server.train.options import TrainArgs
 from verl_server.train.run_folder import RunFolder
@@ -49,7 +50,7 @@ def test_episodes_of_a_step_that_is_not_completed_are_kept(tmp_path: Path, one_r
     assert read_jsonl(file) == run.played
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3, 3]
     (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3/run.json").write_text('{"next_step": 3}')
+    write_progress(tmp_path / "checkpoint-3", Progress(3, 3))
     RunFolder(tmp_path).resume()
     assert read_jsonl(file) == run.played
     with pytest.raises(BadRequestError, match=r"already holds a run \(untrained-rank0"):

@@ -5,7 +5,6 @@ verl-server trajectories show runs/x --episode 3-0 --color logprob --tokenizer M
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.table import Column, Table
 from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
+from verl_server.model_folder import read_json
 from verl_server.rollout.trajectory import Trajectory, read_jsonl, summarize
 from verl_server.rollout.viewer import ColorBy, TokenText, render
 
@@ -74,7 +74,7 @@ def _ls_runs(folder: Path, console: Console) -> int:
         raise BadRequestError(f"{folder} has no run: neither trajectories.jsonl nor folders with a summary.json.")
     table = Table("run", "episodes", "scored", "mean reward", "tokens", "ends")
     for file in files:
-        found = json.loads(file.read_text())
+        found = read_json(file)
         mean = found.get("mean_reward")
         ends = ", ".join(f"{name} {count}" for name, count in found.get("reasons", {}).items())
         facts = [str(found.get(key, "-")) for key in ("episodes", "scored")]
@@ -145,7 +145,7 @@ def _read(path: Path) -> list[Trajectory]:
 def _token_text(args: Show) -> TokenText | None:
     name = args.tokenizer
     if name is None and (args.path / "run.json").is_file():
-        name = json.loads((args.path / "run.json").read_text()).get("model_path")
+        name = read_json(args.path / "run.json").get("model_path")
     if name is None:
         return None
     from transformers import AutoTokenizer

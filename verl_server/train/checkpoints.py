@@ -1,5 +1,8 @@
 """Checkpoints of a training run: model, optimizer, the scale of the loss, the next step and the served version.
 
+A checkpoint is complete when it has its name. Its run.json lists its files with their sizes and checksums, and has a
+checksum of itself, so that a file that is lost or damaged is named before a run continues.
+
 All ranks call `save_checkpoint` and `load_checkpoint` together. Every rank writes its own shards (torch's distributed
 checkpoint), so a run may continue on another number of ranks. No random state is stored: episodes, draws and the order
 of training are functions of the seed and the step.
@@ -7,8 +10,11 @@ of training are functions of the seed and the step.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +30,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from verl_server.errors import VerlServerError
-from verl_server.train.durable import discard, publish, temporary_folder
+from verl_server.durable import discard, flush, publish, temporary_folder
+from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.model_folder import read_json
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
+
+_PIECE = 16 * 2**20
+"""Bytes of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,78 @@ class CheckpointError(VerlServerError):
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """The finished checkpoint of the highest step, or None. A checkpoint is finished once it contains run.json."""
-    finished = [file.parent for file in out.glob("checkpoint-*/run.json")]
-    return max(finished, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+    """The checkpoint of the highest step, or None. `check_checkpoint` says if it is whole."""
+    return max(_checkpoints(out), key=_step_of, default=None)
+
+
+def check_checkpoint(folder: Path) -> Progress:
+    """Read all files of a checkpoint, and return its progress. Raises BadRequestError if one is lost or damaged."""
+    try:
+        values = _read_values(folder)
+        files = {folder / name: (size, checksum) for name, (size, checksum) in values["files"].items()}
+        for file, (size, _) in files.items():
+            if not file.is_file():
+                raise BadRequestError(f"{file} is missing")
+            if (found := file.stat().st_size) != size:
+                raise BadRequestError(f"{file} has {found:,} bytes instead of {size:,}")
+        for file, checksum in _file_checksums(list(files)).items():
+            if checksum != files[file][1]:
+                raise BadRequestError(f"the checksum of {file} is wrong")
+        return _progress(values)
+    except (BadRequestError, OSError) as error:
+        older = [other for other in _checkpoints(folder.parent) if _step_of(other) < _step_of(folder)]
+        remedy = (
+            f"continue from {max(older, key=_step_of).name}" if older else "start again, for there is no earlier one"
+        )
+        reason = str(error).rstrip(".")
+        raise BadRequestError(
+            f"The checkpoint {folder} is damaged: {reason}. Restore it, or remove the folder to {remedy}."
+        ) from None
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Write the run.json of a folder that holds all other files of a checkpoint."""
+    values = {name: value for name, value in asdict(progress).items() if value is not None}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    checksums = _file_checksums(files)
+    values["files"] = {str(file.relative_to(folder)): [file.stat().st_size, checksums[file]] for file in files}
+    (folder / "run.json").write_text(json.dumps(values | {"checksum": _checksum(values)}) + "\n")
+
+
+def _read_values(folder: Path) -> dict[str, Any]:
+    values = read_json(folder / "run.json")
+    if values.pop("checksum", None) != _checksum(values):
+        raise BadRequestError(f"the checksum of {folder / 'run.json'} is wrong")
+    return values
+
+
+def _progress(values: dict[str, Any]) -> Progress:
+    return Progress(**{name: value for name, value in values.items() if name != "files"})
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    return [folder for folder in out.glob("checkpoint-*") if folder.is_dir() and folder.name[11:].isdecimal()]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[11:])
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _file_checksums(files: list[Path]) -> dict[Path, str]:
+    with ThreadPoolExecutor() as pool:  # crc32 releases the interpreter
+        return dict(zip(files, pool.map(_file_checksum, files), strict=True))
+
+
+def _file_checksum(file: Path) -> str:
+    value = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            value = zlib.crc32(piece, value)
+    return f"{value:08x}"
 
 
 def save_checkpoint(
@@ -75,11 +154,12 @@ def save_checkpoint(
     progress = Progress(next_step, version, bool(optimizer.state), loss_scaling)
 
     def begin(_: list[bytes]) -> str | None:
-        return None if latest_checkpoint(out) == folder else str(temporary_folder(folder))
+        return None if latest_checkpoint(out) == folder and _is_whole(folder) else str(temporary_folder(folder))
 
     def finish(_: list[bytes]) -> None:
-        values = {name: value for name, value in asdict(progress).items() if value is not None}
-        (Path(unfinished) / "run.json").write_text(json.dumps(values) + "\n")
+        write_progress(Path(unfinished), progress)
+        for lines in out.glob("*.jsonl"):  # the steps before this one are not run again
+            flush(lines)
         publish(folder)
         for older in out.glob("checkpoint-*"):
             if older != folder:
@@ -92,7 +172,7 @@ def save_checkpoint(
         state = _state_to_save(policy, optimizer, progress)
         state_dict_saver.save(state, checkpoint_id=unfinished, process_group=saving.process_group)
         saving.ranks.call("save_checkpoint: finish", finish)
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, BadRequestError, OSError) as error:
         if saving.ranks.rank == 0:
             discard(folder)
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -103,15 +183,30 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore model and optimizer in place, and return the progress of the run."""
-    progress = Progress(**json.loads((folder / "run.json").read_text()))
+    """Restore model and optimizer in place, and return the progress of the run.
+
+    `check_checkpoint` has read all files before. Raises BadRequestError if they cannot be read.
+    """
+    progress = _progress(_read_values(folder))
     state = _state_to_load(policy, optimizer, progress)
-    state_dict_loader.load(state, checkpoint_id=folder)
+    try:
+        state_dict_loader.load(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise BadRequestError(f"The checkpoint {folder} cannot be read: {type(reason).__name__}: {reason}") from error
     # Each tied parameter is there once, so "strict" would miss its other name.
     set_model_state_dict(policy, state["model"], options=StateDictOptions(strict=False))
     if progress.has_optimizer_state:
         set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     return progress
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_checkpoint(folder)
+    except BadRequestError:
+        return False
+    return True
 
 
 def _state_to_load(policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
+from verl_server.durable import discard, publish, temporary_folder
 from verl_server.errors import BadRequestError
-from verl_server.train.durable import discard, publish, temporary_folder
 from verl_server.train.logprobs import token_logprobs
 from verl_server.train.ranks import SaveGroup
 

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from verl_server.durable import discard, flush, replace_file
 from verl_server.errors import BadRequestError
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
-from verl_server.train.checkpoints import latest_checkpoint
+from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
+
+logger = logging.getLogger(__name__)
 
 _FILES = ("metrics.jsonl", "trajectories.jsonl", "errors.jsonl")
 _KEPT_TRAJECTORIES = 4
@@ -49,21 +52,34 @@ class RunFolder:
                 + " another folder with --out."
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        flush(self.path.parent)
 
     def resume(self) -> Path:
-        """The checkpoint to continue from. Raises BadRequestError if there is none.
+        """The checkpoint to continue from. Raises BadRequestError if there is none, or if a file is damaged.
 
         Lines of later steps are removed from the jsonl files, because these steps run again.
         """
+        discard(self.path / "model")  # as an interrupted `save_policy` left it
         checkpoint = latest_checkpoint(self.path)
         if checkpoint is None:
             raise BadRequestError(
                 f"There is nothing to resume in {self.path}: it contains no finished checkpoint. Start a new run "
                 "without --resume, or name the folder of an earlier run with --out."
             )
-        step = json.loads((checkpoint / "run.json").read_text())["next_step"]
-        for name in _FILES:
-            _drop_from(self.path / name, step)
+        step = check_checkpoint(checkpoint).next_step
+        lines = {name: _lines_before(self.path / name, step) for name in _FILES}
+        if lacking := sorted(set(range(step)) - {number for number, _ in lines["metrics.jsonl"]}):
+            logger.warning(
+                "%s lacks %d of the %d steps before %s: %s. The run continues without them.",
+                self.path / "metrics.jsonl",
+                len(lacking),
+                step,
+                checkpoint.name,
+                ", ".join(map(str, lacking[:10])) + (", ..." if len(lacking) > 10 else ""),
+            )
+        for name, kept in lines.items():
+            if (self.path / name).exists():
+                _rewrite(self.path / name, [line for _, line in kept])
         return checkpoint
 
     def record(
@@ -87,17 +103,29 @@ def _labelled(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, A
     return [{"step": step} | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
 
 
-def _drop_from(file: Path, step: int) -> None:
-    """Remove the lines of `step` and of later steps, and an incomplete last line."""
+def _lines_before(file: Path, step: int) -> list[tuple[int, bytes]]:
+    """(step, line) of the lines before `step`. A last line that was cut off is left out.
+
+    Raises BadRequestError for any other line that is damaged.
+    """
     if not file.exists():
-        return
+        return []
     kept = []
-    for line in file.read_bytes().splitlines(keepends=True):
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
         try:
-            if json.loads(line)["step"] < step:
-                kept.append(line)
-        except ValueError:
-            continue
+            found = int(json.loads(line)["step"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise BadRequestError(
+                f"{file}:{number} is damaged: {type(error).__name__}: {error}. Remove the line to continue without it."
+            ) from None
+        if found < step:
+            kept.append((found, line))
+    return kept
+
+
+def _rewrite(file: Path, lines: Sequence[bytes]) -> None:
     shorter = file.with_suffix(".new")
-    shorter.write_bytes(b"".join(kept))
-    os.replace(shorter, file)
+    shorter.write_bytes(b"".join(lines))
+    replace_file(shorter, file)

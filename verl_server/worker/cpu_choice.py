@@ -146,6 +146,8 @@ def _write(choice: CpuChoice, path: Path, *, replace: bool) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(choice), indent=1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())  # or a loss of power leaves an empty file under the name
         os.chmod(made, 0o644)
         if replace or not _link(made, path):
             os.replace(made, path)

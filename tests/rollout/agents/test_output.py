@@ -112,6 +112,39 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         run(player, 1, out=tmp_path, resume=True, **_OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("run.json", b"", r"run\.json is not valid JSON"),
+        ("run.json", b'{"run": "run-0', r"run\.json is not valid JSON"),
+        ("run.json", None, r"has episodes, but no run\.json"),
+        ("episodes.jsonl", None, r"episodes\.jsonl of this run is missing"),
+        ("trajectories.jsonl", None, r"trajectories\.jsonl of this run is missing"),
+    ],
+)
+def test_a_file_that_was_lost_or_cut_off_is_named(tmp_path: Path, file: str, content: bytes | None, says: str) -> None:
+    run(player, 1, out=tmp_path, **_OPTIONS)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(content)
+    others = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    with pytest.raises(BadRequestError, match=says):
+        run(player, 1, out=tmp_path, resume=True, **_OPTIONS)
+    assert others == {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}, "nothing was removed"
+
+
+def test_episodes_whose_trajectories_were_lost_are_played_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(player, 2, out=tmp_path, **_OPTIONS)
+    trajectories = tmp_path / "trajectories.jsonl"
+    trajectories.write_bytes(b"".join(trajectories.read_bytes().splitlines(keepends=True)[:-1]))
+    again = run(player, 2, out=tmp_path, resume=True, **_OPTIONS)
+    assert len(again.episodes) == 1 and len(again.trajectories) == 4
+    assert "lost trajectories of 1 episodes" in caplog.text
+
+
 def test_a_resumed_run_plays_again_what_a_failed_reward_function_left(tmp_path: Path) -> None:
     works: list[bool] = []
 

@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_server.durable import replace_file
+
 logger = logging.getLogger(__name__)
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -87,16 +89,14 @@ def _compile(command: list[str], path: Path) -> None:
     """Compile into a temporary file, then rename it to `path`, because several processes may compile at once."""
     began = time.monotonic()
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(descriptor)
     try:
         _run([*command, made])
         os.chmod(made, 0o755)
-        os.fsync(descriptor)
-        os.replace(made, path)
+        replace_file(Path(made), path)  # the linker made another file: a loss of power must not leave half of it
     except BaseException:
         Path(made).unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
     logger.info("Compiled the kernels for the CPU in %.1f s: %s", time.monotonic() - began, path)
 
 

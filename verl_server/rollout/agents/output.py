@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,10 +23,14 @@ from typing import Any
 
 import msgspec
 
+from verl_server.durable import replace_file, write_file
 from verl_server.errors import BadRequestError
+from verl_server.model_folder import read_json
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
 from verl_server.session_types import Branch
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeLine(msgspec.Struct, kw_only=True):
@@ -72,15 +77,19 @@ class RunFolder:
         wanted = json.loads(msgspec.json.encode(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)}))
         self.logs.mkdir(parents=True, exist_ok=True)
         if not self._run_file.exists():
+            if any(file.exists() and file.stat().st_size for file in (self._trajectories, self._episodes)):
+                raise BadRequestError(f"{folder} has episodes, but no run.json. Restore it, or name another folder.")
             self.id = settings_id()
+            for file in (self._trajectories, self._episodes):  # from now on, a file that is not there was lost
+                write_file(file, b"")
             _write(self._run_file, {"run": self.id} | wanted)
             return
         if not resume:
             raise BadRequestError(
                 f"{folder} has a run already. Continue it (resume=True, --resume), or name another folder."
             )
-        found = json.loads(self._run_file.read_text())
-        self.id = str(found.pop("run"))
+        found = read_json(self._run_file)
+        self.id = str(found.pop("run", None))
         different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
         if different:
             texts = [f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in different]
@@ -110,12 +119,21 @@ class RunFolder:
         return summary
 
     def _recover(self) -> None:
-        """Remove what an interruption left half-written."""
+        """Remove what an interruption left half-written. An episode whose trajectories were lost is played again."""
+        for file in (self._episodes, self._trajectories):
+            if not file.exists():
+                raise BadRequestError(f"{file} of this run is missing. Restore it, or name another folder.")
         written = _whole_lines(self._episodes, EpisodeLine)
         lines = [msgspec.structs.replace(entry, final=entry.is_complete) for entry in written]
+        wanted = {(e.task, e.member, e.attempt): e.branches for e in lines if e.final}
+        found = Counter((t.task.group, t.member, t.attempt) for t in _whole_lines(self._trajectories, Trajectory))
+        lost = {key for key, branches in wanted.items() if found[key] != branches}
+        if lost:
+            logger.warning("%s lost trajectories of %d episodes. They are played again.", self._trajectories, len(lost))
+        lines = [e for e in lines if (e.task, e.member, e.attempt) not in lost]
         _rewrite(self._episodes, lines)
         self.finished = {(entry.task, entry.member): entry for entry in lines if entry.final}
-        kept = {(entry.task, entry.member, entry.attempt) for entry in lines if entry.final}
+        kept = wanted.keys() - lost
         trajectories = _whole_lines(self._trajectories, Trajectory)
         _rewrite(self._trajectories, (t for t in trajectories if (t.task.group, t.member, t.attempt) in kept))
 
@@ -238,10 +256,8 @@ def _rewrite(path: Path, records: Iterable[Any]) -> None:
     new = path.with_suffix(".tmp")
     new.unlink(missing_ok=True)
     append_jsonl(new, records)
-    os.replace(new, path)
+    replace_file(new, path)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    new = path.with_suffix(".tmp")
-    new.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(new, path)
+    write_file(path, json.dumps(content, indent=2).encode() + b"\n")

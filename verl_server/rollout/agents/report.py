@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from verl_server.model_folder import read_json
 from verl_server.rollout.agents.output import EpisodeLine, read_lines, summarize_lines
 from verl_server.rollout.page import page, section
 
@@ -18,7 +19,7 @@ _EPISODES = 200
 
 def write_run_report(folder: Path) -> Path:
     """Write `report.html` from run.json and episodes.jsonl of the folder. Returns its path."""
-    settings = json.loads((folder / "run.json").read_text())
+    settings = read_json(folder / "run.json")
     lines = read_lines(folder / "episodes.jsonl")
     final = sorted((entry for entry in lines if entry.final), key=lambda entry: (entry.task, entry.member))
     summary = summarize_lines(lines)

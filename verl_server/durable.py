@@ -1,10 +1,28 @@
-"""Folders that are complete or absent: written under a temporary name, flushed to the disk, then renamed."""
+"""Files and folders that are complete or absent, also after a loss of power.
+
+Everything is written under a temporary name, flushed to the disk, and then renamed; then the folder above is flushed.
+Checkpoints, models, and the settings and summaries of runs are written by these functions.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, which is replaced if it exists."""
+    temporary = _temporary(path)
+    temporary.write_bytes(data)
+    replace_file(temporary, path)
+
+
+def replace_file(new: Path, path: Path) -> None:
+    """Flush the file `new` to the disk, and rename it to `path` in the same folder."""
+    flush(new)
+    os.replace(new, path)
+    flush(path.parent)
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -17,32 +35,37 @@ def temporary_folder(folder: Path) -> Path:
 
 def publish(folder: Path) -> None:
     """Flush the temporary folder of `folder` to the disk, and rename it to `folder`, which is replaced if it exists."""
-    temporary, before = _temporary(folder), folder.with_name(f".{folder.name}.before")
+    temporary, before = _temporary(folder), _before(folder)
     for path in (*temporary.rglob("*"), temporary):
-        _flush(path)
+        flush(path)
     if folder.exists():  # a folder with files cannot be replaced by one rename
         shutil.rmtree(before, ignore_errors=True)
         os.replace(folder, before)
     os.replace(temporary, folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Remove the temporary folder of `folder`, and restore what `publish` had moved away if it was interrupted."""
     shutil.rmtree(_temporary(folder), ignore_errors=True)
-    before = folder.with_name(f".{folder.name}.before")
+    before = _before(folder)
     if before.exists() and not folder.exists():
         os.replace(before, folder)
 
 
-def _temporary(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _before(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.before")
