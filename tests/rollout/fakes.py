@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
 from websockets.asyncio.server import ServerConnection, serve
 
-from verl_server.rollout.env_server import create_env_app, uvicorn_config
+from verl_server.ipc.sockets import bind_socket
+from verl_server.rollout.env_server import create_env_app, make_server
 from verl_server.rollout.environment import StepResult
 
 
@@ -90,14 +90,14 @@ class WordRenderer:
 @asynccontextmanager
 async def env_server(factory: Callable[[], Any], **settings: Any) -> AsyncIterator[str]:
     """Run our environment server on this event loop; yield the URL."""
-    server = uvicorn.Server(uvicorn_config(create_env_app(factory, **settings)))
-    server.config.port = 0
-    task = asyncio.create_task(server.serve())
+    server = make_server(create_env_app(factory, **settings), 1000)
+    sock = bind_socket("127.0.0.1", 0)
+    task = asyncio.create_task(server.serve([sock]))
     try:
         async with asyncio.timeout(10):
             while not server.started:
                 await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         await asyncio.wait_for(task, 10)

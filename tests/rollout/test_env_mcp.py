@@ -85,7 +85,7 @@ Ask = Callable[..., Awaitable[Any]]
 async def _asking(factory: Callable[[], Any], **settings: Any) -> AsyncIterator[Ask]:
     """Yield `ask(method, **params)`, which posts a request to the application and returns the response's JSON."""
     transport = httpx.ASGITransport(create_env_app(factory, **settings))
-    async with httpx.AsyncClient(transport=transport, base_url="http://env") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
         async def ask(method: str, headers: dict[str, str] | None = None, **params: Any) -> Any:
             message = {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}

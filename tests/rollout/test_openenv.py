@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tests.rollout.fakes import env_server
 from tests.rollout.test_environment import Counter
-from verl_server.rollout.env_server import uvicorn_config
+from verl_server.ipc.sockets import bind_socket
+from verl_server.rollout.env_server import make_server
 from verl_server.rollout.environment import EnvError, RemoteEnvironment
 
 pytest.importorskip("openenv", reason="needs openenv-core (extra `openenv`)")
@@ -66,13 +66,13 @@ def _their_app() -> Any:
 
 def test_our_client_plays_their_environment() -> None:
     async def main() -> None:
-        server = uvicorn.Server(uvicorn_config(_their_app()))
-        server.config.port = 0
-        task = asyncio.create_task(server.serve())
+        server = make_server(_their_app(), 1000)
+        sock = bind_socket("127.0.0.1", 0)
+        task = asyncio.create_task(server.serve([sock]))
         async with asyncio.timeout(20):
             while not server.started:
                 await asyncio.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
 
         async def play(seed: int) -> list[tuple[Any, ...]]:
             async with RemoteEnvironment(url) as environment:

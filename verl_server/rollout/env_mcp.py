@@ -24,6 +24,7 @@ from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
 from verl_server.rollout.tools import Toolbox, ToolError
+from verl_server.web.bodies import bounded_body
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +91,16 @@ class McpRoutes:
 
     async def post(self, request: Request) -> Response:
         """Answer one JSON-RPC request. Its errors have the status 200, as in OpenEnv's server."""
-        raw = bytearray()
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > MAX_MESSAGE_BYTES:
-                error = JsonRpcError(INVALID_REQUEST, f"The body exceeds {MAX_MESSAGE_BYTES} bytes.")
-                return Response(_failed(None, error), 413, media_type="application/json")
+        raw = await bounded_body(request, MAX_MESSAGE_BYTES)
+        if raw is None:
+            error = JsonRpcError(INVALID_REQUEST, f"The body exceeds {MAX_MESSAGE_BYTES} bytes.")
+            return Response(_failed(None, error), 413, media_type="application/json")
         named = request.headers.get(SESSION_HEADER)
         if named is not None and named not in self._sessions:
             error = JsonRpcError(INVALID_REQUEST, f"Unknown {SESSION_HEADER}: {named[:80]}. Send `initialize` again.")
             return Response(_failed(None, error), 404, media_type="application/json")
         created: list[McpSession] = []
-        answer = await self.answer(bytes(raw), named=named, created=created)
+        answer = await self.answer(raw, named=named, created=created)
         if answer is None:
             return Response(status_code=202)
         headers = {SESSION_HEADER: created[0].id} if created else None

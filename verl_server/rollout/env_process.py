@@ -7,21 +7,24 @@ parent. `python -m verl_server.rollout.env_process` is the same command.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tyro
-import uvicorn
 from tyro.conf import Positional
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
-from verl_server.ipc.descriptors import raise_descriptor_limit
+from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
+from verl_server.rollout.env_door import check_address
 from verl_server.rollout.env_factory import load_factory
-from verl_server.rollout.env_server import create_env_app, uvicorn_config
+from verl_server.rollout.env_server import create_env_app, make_server
+from verl_server.rollout.environment import KEY_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class EnvServerArgs:
     kwargs: str = "{}"
     """JSON object with the keyword arguments of the class."""
     host: str = "127.0.0.1"
-    """Address to listen on. There are no keys: whoever reaches the address can use the environment."""
+    """Address to listen on. An address that is not loopback needs a key or --allow-unauthenticated."""
     port: int = 8000
     """TCP port. 0 selects a free one."""
     max_concurrent_envs: int = 1024
@@ -43,37 +46,54 @@ class EnvServerArgs:
     """Seconds without a message after which a connection, or a session at /mcp, is closed."""
     tool_timeout: float = 30.0
     """Seconds for one tool call of a client."""
+    api_key_file: Path | None = None
+    """File with the key that clients send as `Authorization: Bearer KEY`. VERL_ENV_API_KEY of the environment is the
+    key without a file; clients of this package send theirs."""
+    allow_unauthenticated: bool = False
+    """Permit an address that is not loopback without a key."""
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_start = on_start
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_start()
+_PLAIN_CONNECTIONS = 256
+"""Connections beside those that own environments: plain HTTP, and clients that learn that the server is full."""
 
 
-def serve(args: EnvServerArgs, on_ready: Callable[[str], None]) -> None:
+def serve(args: EnvServerArgs, api_key: str | None, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM, Ctrl-C or the end of the parent. `on_ready(url)` is called when the server answers."""
+    check_address(args.host, api_key, args.allow_unauthenticated)
     factory = load_factory(args.environment, _keyword_arguments(args.kwargs))
     app = create_env_app(
         factory,
         max_concurrent_envs=args.max_concurrent_envs,
         idle_timeout=args.idle_timeout,
         tool_timeout=args.tool_timeout,
+        host=args.host,
+        api_key=api_key,
     )
-    raise_descriptor_limit(args.max_concurrent_envs, f"max_concurrent_envs={args.max_concurrent_envs}")
+    connections = args.max_concurrent_envs + _PLAIN_CONNECTIONS
+    limit = raise_descriptor_limit(connections, f"max_concurrent_envs={args.max_concurrent_envs}")
     with bind_socket(args.host, args.port) as sock:
         url = f"http://{args.host}:{sock.getsockname()[1]}"
-        _Server(uvicorn_config(app), lambda: on_ready(url)).run([sock])
+        server = make_server(app, max(limit - DESCRIPTOR_SLACK, limit // 2))
+        server.on_started = lambda: on_ready(url)
+        server.run([sock])
 
 
 def _child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) -> None:
     argument["kwargs"] = json.dumps(argument["kwargs"])
-    serve(EnvServerArgs(**argument), lambda url: ready({"url": url}))
+    api_key = argument.pop("api_key")
+    serve(EnvServerArgs(**argument), api_key, lambda url: ready({"url": url}))
+
+
+def _api_key(args: EnvServerArgs) -> str | None:
+    if args.api_key_file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = args.api_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"--api-key-file {args.api_key_file} cannot be read: {error}") from None
+    if not key:
+        raise BadRequestError(f"--api-key-file {args.api_key_file} is empty.")
+    return key
 
 
 def _keyword_arguments(text: str) -> dict[str, Any]:
@@ -87,10 +107,8 @@ def _keyword_arguments(text: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    serve(
-        tyro.cli(EnvServerArgs, args=argv, prog="verl-server env serve"),
-        lambda url: print(f"Ready: {url}", file=sys.stderr, flush=True),
-    )
+    args = tyro.cli(EnvServerArgs, args=argv, prog="verl-server env serve")
+    serve(args, _api_key(args), lambda url: print(f"Ready: {url}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from verl_server.errors import BadRequestError
 from verl_server.ipc.child_process import ChildProcess
 from verl_server.rollout.action_schema import ActionSchema
+from verl_server.rollout.env_door import EnvDoor, check_address
 from verl_server.rollout.env_factory import EnvFactory
 from verl_server.rollout.env_mcp import McpRoutes, McpSession
 from verl_server.rollout.env_pool import EnvPool
@@ -33,8 +34,14 @@ from verl_server.rollout.env_socket import serve_socket
 from verl_server.rollout.environment import MAX_MESSAGE_BYTES
 from verl_server.rollout.hosted_env import EnvMessageError, HostedEnv
 from verl_server.rollout.tools import Toolbox
+from verl_server.web.bodies import bounded_body
+from verl_server.web.http_server import GuardedServer
 
 logger = logging.getLogger(__name__)
+
+
+_STATUSES = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503}
+"""Code of an error -> HTTP status. Any other error is one of the environment: 500."""
 
 
 class _Message(NamedTuple):
@@ -143,19 +150,22 @@ class _EnvApp:
         return JSONResponse(schemas | {"state": anything})
 
     async def _once(self, request: Request, call: Callable[[HostedEnv, dict[str, Any]], Any]) -> Response:
-        raw = await request.body()
-        hosted = HostedEnv(self.factory, self.pool.action_schema)
+        raw = await bounded_body(request, MAX_MESSAGE_BYTES)
+        if raw is None:
+            return JSONResponse({"detail": f"The body exceeds {MAX_MESSAGE_BYTES} bytes."}, 413)
         try:
             body = orjson.loads(raw) if raw else {}
             if not isinstance(body, dict):
                 return JSONResponse({"detail": "The body must be an object."}, 422)
-            return Response(await _played(call(hosted, body)), media_type="application/json")
+            hosted = self.pool.open()
+            try:
+                return Response(await _played(call(hosted, body)), media_type="application/json")
+            finally:
+                await self.pool.close(hosted)
         except orjson.JSONDecodeError as error:
             return JSONResponse({"detail": f"Invalid JSON: {error}"}, 422)
         except EnvMessageError as error:
-            return JSONResponse({"detail": str(error)}, 422 if error.code == "VALIDATION_ERROR" else 500)
-        finally:
-            await hosted.close()
+            return JSONResponse({"detail": str(error)}, _STATUSES.get(error.code, 500))
 
 
 def create_env_app(
@@ -165,12 +175,15 @@ def create_env_app(
     max_concurrent_envs: int = 1024,
     idle_timeout: float = 3600.0,
     tool_timeout: float = 30.0,
-) -> Starlette:
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
+) -> ASGIApp:
     """The application that serves environments made by `factory()`, one for each WebSocket connection or MCP session.
 
     While `max_concurrent_envs` of them are open, a further client receives the error CAPACITY_REACHED. A connection
     that has carried no message for `idle_timeout` seconds is closed, and so is a session. A tool call that takes longer
-    than `tool_timeout` seconds fails. Raises BadRequestError if the factory declares an `action_schema` that is not a
+    than `tool_timeout` seconds fails. `host` is the address on which the server will listen. With `api_key`, every
+    route but `/health` needs it. Raises BadRequestError if the factory declares an `action_schema` that is not a
     JSON schema, or a tool whose arguments have none.
     """
     if not tool_timeout > 0:
@@ -188,7 +201,7 @@ def create_env_app(
         yield
         await mcp.close_all()
 
-    return Starlette(
+    routes = Starlette(
         routes=[
             WebSocketRoute("/ws", app.websocket),
             WebSocketRoute("/mcp", mcp.websocket),
@@ -200,6 +213,8 @@ def create_env_app(
         ],
         lifespan=lifespan,
     )
+    routes.router.redirect_slashes = False
+    return EnvDoor(routes, host, api_key)
 
 
 async def _read(socket: WebSocket, inbox: asyncio.Queue[_Message | EnvMessageError]) -> None:
@@ -271,10 +286,14 @@ class EnvServer:
         idle_timeout: float = 3600.0,
         tool_timeout: float = 30.0,
         startup_timeout: float = 60.0,
+        api_key: str | None = None,
+        allow_unauthenticated: bool = False,
     ) -> None:
         """Start a server for "MODULE:CLASS" or "FILE.py:CLASS" and wait until it answers.
 
-        `kwargs` are the keyword arguments of the class. Port 0 selects a free port. Raises ServerLaunchError if the
+        `kwargs` are the keyword arguments of the class. Port 0 selects a free port. A `host` that is not loopback needs
+        `api_key`, which clients send (VERL_ENV_API_KEY), or `allow_unauthenticated`. Raises BadRequestError without it,
+        and ServerLaunchError if the
         environment cannot be loaded or the server takes longer than `startup_timeout` seconds.
         """
         argument = {
@@ -285,8 +304,10 @@ class EnvServer:
             "max_concurrent_envs": max_concurrent_envs,
             "idle_timeout": idle_timeout,
             "tool_timeout": tool_timeout,
+            "allow_unauthenticated": allow_unauthenticated,
         }
-        self._child = ChildProcess("env-server", "verl_server.rollout.env_process", argument)
+        check_address(host, api_key, allow_unauthenticated)
+        self._child = ChildProcess("env-server", "verl_server.rollout.env_process", argument | {"api_key": api_key})
         try:
             self.url: str = self._child.wait_ready(startup_timeout)["url"]
         except BaseException:
@@ -307,11 +328,11 @@ class EnvServer:
         self.shutdown()
 
 
-def uvicorn_config(app: Starlette) -> uvicorn.Config:
-    """Settings for large messages, long steps and many connections at once."""
-    return uvicorn.Config(
+def make_server(app: ASGIApp, connection_limit: int) -> GuardedServer:
+    """A server for large messages, long steps and many connections at once."""
+    return GuardedServer(
         app,
-        log_config=None,
+        connection_limit,
         log_level="warning",
         access_log=False,
         lifespan="auto",
@@ -320,6 +341,5 @@ def uvicorn_config(app: Starlette) -> uvicorn.Config:
         ws_ping_interval=None,
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=2,
-        server_header=False,
         backlog=4096,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -35,6 +36,16 @@ StepReturn = tuple[Observation | str, float | None, bool] | tuple[Observation | 
 
 MAX_MESSAGE_BYTES = 100 * 2**20
 """OpenEnv's limit. Observations may be screenshots."""
+
+
+KEY_VARIABLE = "VERL_ENV_API_KEY"
+"""Variable of the process environment with the key of environment servers."""
+
+
+def key_headers() -> dict[str, str]:
+    """The header that carries the key of VERL_ENV_API_KEY, if there is one."""
+    key = os.environ.get(KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class EnvError(VerlServerError):
@@ -127,7 +138,7 @@ class RemoteEnvironment:
     def __init__(self, url: str, timeouts: EnvTimeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
         self.url = websocket_url(url)
         self._timeouts = timeouts or EnvTimeouts()
-        self._headers = dict(headers or {})
+        self._headers = key_headers() | dict(headers or {})
         self._socket: ClientConnection | None = None
 
     async def reset(self, seed: int | None = None, **options: Any) -> StepResult:
@@ -225,7 +236,9 @@ class RemoteEnvironment:
         except TimeoutError:
             raise EnvTimeoutError(f"{self.url} did not {what} within {timeout:.3g} s (EnvTimeouts.{bound}).") from None
         except InvalidStatus as error:
-            raise EnvError(f"{self.url} answered HTTP {error.response.status_code}, not a WebSocket.") from None
+            status = error.response.status_code
+            remedy = f" Set {KEY_VARIABLE} to its key." if status == 401 else ""
+            raise EnvError(f"{self.url} answered HTTP {status}, not a WebSocket.{remedy}") from None
         except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError) as error:
             raise EnvError(f"{self.url} did not {what}: {error!r}") from error
 
@@ -250,7 +263,7 @@ def environment_schema(url: str, timeout: float) -> dict[str, Any] | None:
     address = f"{scheme.replace('ws', 'http')}://{rest.removesuffix('/ws')}/schema"
     try:
         with httpx.Client(timeout=timeout, trust_env=not _is_local(address)) as client:
-            answer = client.get(address)
+            answer = client.get(address, headers=key_headers())
         content = orjson.loads(answer.content) if answer.status_code == 200 else None
     except (httpx.HTTPError, orjson.JSONDecodeError):
         return None

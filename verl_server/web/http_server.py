@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -21,12 +22,16 @@ class GuardedServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, http=GuardedProtocol, log_config=None, server_header=False, **settings))
         self._connection_limit = connection_limit
         self._acceptors: list[Acceptor] = []
+        self.on_started: Callable[[], None] = lambda: None
+        """Called when the server accepts connections."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])  # without sockets, uvicorn prepares everything and accepts no connection
         loop, connections = asyncio.get_running_loop(), self.server_state.connections
         for sock in sockets or []:
             self._acceptors.append(Acceptor(loop, sock, self._make_protocol, connections, self._connection_limit))
+        if self.started:
+            self.on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for acceptor in self._acceptors:

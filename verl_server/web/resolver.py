@@ -70,7 +70,7 @@ class Resolver(Generic[OperationT]):
         exact = self._exact.get(path)
         if exact is not None and (operation := exact.get(method)) is not None:
             return Found(operation, _NO_PARAMETERS)
-        if _CONTROL_CHARACTERS.search(path):
+        if has_control_character(path):
             return NotServed(400, "The path of the URL has a control character.")
         allowed = set(exact or ())
         for pattern, methods in self._patterns:
@@ -89,6 +89,11 @@ class Resolver(Generic[OperationT]):
         """Return the path that differs in slashes only, if there is one."""
         plain = "/" + "/".join(part for part in path.split("/") if part)
         return plain if plain != path and plain in self._exact else None
+
+
+def has_control_character(path: str) -> bool:
+    """Return True for a path that is refused before anything else: `$` of a regular expression ignores a line break."""
+    return _CONTROL_CHARACTERS.search(path) is not None
 
 
 def _compiled(path: str) -> re.Pattern[str]:

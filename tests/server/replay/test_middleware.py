@@ -9,12 +9,15 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.steps import Steps
+from verl_server.server.operation import POST, Operation
 from verl_server.server.replay import middleware as middleware_module
 from verl_server.server.replay.middleware import ReplayMiddleware
+from verl_server.web.resolver import Found
 
 SESSION = SimpleNamespace(session_id="ses_1", child=None, scope_key=b"s" * 16)
 BOUND = 10.0
@@ -111,8 +114,10 @@ class House:
 
     def connect(self, session: Any = SESSION, path: str = "/v1/messages", **headers: str) -> Client:
         client = Client()
+        operation = Operation(path, MagicMock(), POST, replayed=True)
+        state = {"route": Found(operation, {})} | ({"session": session} if session else {})
         scope = {
-            **{"type": "http", "method": "POST", "path": path, "state": {"session": session} if session else {}},
+            **{"type": "http", "method": "POST", "path": path, "state": state},
             "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
         }
         self.tasks.append(asyncio.ensure_future(self.middleware(scope, client.receive, client.send)))

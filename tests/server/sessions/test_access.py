@@ -21,6 +21,7 @@ PERMITTED = {
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
     ("POST", "/generate"),
+    ("PUT", "/generate"),
     ("POST", "/inference/v1/generate"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/x"),

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
-import uvicorn
 from jsonschema.exceptions import best_match
 from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
@@ -29,9 +28,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from verl_server.errors import BadRequestError
+from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
 from verl_server.rollout.environment import EnvError, EnvTimeoutError
 from verl_server.rollout.environments.text import TextEnvironment
+from verl_server.web.bodies import bounded_body
+from verl_server.web.http_server import GuardedServer
 
 T = TypeVar("T")
 
@@ -186,15 +188,17 @@ class EnvironmentGateway:
             "/{token}/call": ("POST", self._call),
         }
         app = Starlette(routes=[Route(path, handler, methods=[method]) for path, (method, handler) in paths.items()])
-        config = uvicorn.Config(
+        app.router.redirect_slashes = False
+        limit = raise_descriptor_limit()
+        server = _Server(
             app,
-            log_config=None,
+            max(limit - DESCRIPTOR_SLACK, limit // 2),
             access_log=False,
             lifespan="off",
+            ws="none",
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=1,
         )
-        server = _Server(config)
         with bind_socket("127.0.0.1", 0) as sock:
             self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             serving = asyncio.create_task(server.serve([sock]))
@@ -256,7 +260,7 @@ class EnvironmentGateway:
             return JSONResponse({"error": str(error)}, 502)
 
 
-class _Server(uvicorn.Server):
+class _Server(GuardedServer):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the program that this server runs in."""
@@ -266,11 +270,9 @@ class _Server(uvicorn.Server):
 async def _body(request: Request) -> dict[str, Any]:
     if request.method == "GET":
         return {}
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise BadRequestError(f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    data = await bounded_body(request, MAX_BODY_BYTES)
+    if data is None:
+        raise BadRequestError(f"The body is larger than {MAX_BODY_BYTES} bytes.")
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -31,12 +31,12 @@ from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlSe
 from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
 from verl_server.server.responses import message_error
+from verl_server.server.routing import route_of
+from verl_server.web.resolver import NotServed
 
 logger = logging.getLogger(__name__)
 
 KEY_HEADER = "idempotency-key"
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate")
-"""Routes that generate, and whose answer may be sent again."""
 _MOST_KEY = 255
 _MOST_ENTRY_BYTES = 16 * 2**20
 _NOTICE_SECONDS = 0.05
@@ -78,7 +78,8 @@ class ReplayMiddleware:
         self._running: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to a task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _PATHS:
+        route = route_of(scope)
+        if isinstance(route, NotServed) or not route.operation.replayed:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -23,7 +22,7 @@ from verl_server.server.generate_fields import ACCEPTED_HINTS, UNSUPPORTED_FIELD
 from verl_server.server.generate_request import GENERATE, GenerateReqInput
 from verl_server.server.generation import Generation
 from verl_server.server.json_body import MalformedBodyError
-from verl_server.server.operation import EVENTS, JSON, POST, TEXT, Operation
+from verl_server.server.operation import EVENTS, JSON, TEXT, Operation
 from verl_server.server.packed_prompts import split_prompt
 from verl_server.server.responses import (
     SSE_DONE,
@@ -54,17 +53,20 @@ class NativeApi:
         self._args = server_args
 
     def operations(self) -> list[Operation]:
-        generate: dict[str, Any] = {
-            "body": GenerateReqInput,
-            "refused": UNSUPPORTED_FIELDS,
-            "without_effect": ACCEPTED_HINTS,
-            "answer": GenerateResult | list[GenerateResult],
-            "media_types": (JSON, EVENTS, MSGPACK),
-        }
         return [
             Operation("/", self.root, media_types=(TEXT,)),
-            Operation("/generate", self.generate, POST, in_session=True, replayed=True, **generate),
-            Operation("/generate", self.generate, ("PUT",), **generate),
+            Operation(
+                "/generate",
+                self.generate,
+                ("POST", "PUT"),
+                in_session=True,
+                replayed=True,
+                body=GenerateReqInput,
+                refused=UNSUPPORTED_FIELDS,
+                without_effect=ACCEPTED_HINTS,
+                answer=GenerateResult | list[GenerateResult],
+                media_types=(JSON, EVENTS, MSGPACK),
+            ),
         ]
 
     async def root(self, request: Request) -> Response:
