@@ -36,6 +36,10 @@ _MOST_TEXT_ON_LOOP = 8 * 1024
 _LONG_BODY = 128 * 1024
 """Bytes of the largest body that the workers for short requests process."""
 _NICENESS_OF_LONG = 10
+_MOST_WARNINGS = 100
+"""Names of unused template variables that are remembered: callers may choose any number of names."""
+_LONGEST_NAME = 100
+"""Characters of such a name that are remembered."""
 
 
 class TextService:
@@ -100,8 +104,13 @@ class TextService:
         )
 
     def warn_of_unused(self, names: Iterable[str]) -> None:
-        """Log a warning, once for each name, that clients set variables that the chat template does not use."""
-        for name in set(names) - self._warned:
+        """Log a warning, once for each name, that clients set variables that the chat template does not use.
+
+        The names after the first ones are not logged.
+        """
+        for name in {name[:_LONGEST_NAME] for name in names} - self._warned:
+            if len(self._warned) >= _MOST_WARNINGS:
+                return
             self._warned.add(name)
             logger.warning("Clients set the chat template variable `%s`, which the template does not use.", name)
 
