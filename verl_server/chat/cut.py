@@ -7,7 +7,9 @@ are rendered behind a short dummy conversation, and the dummy is cut off. `next_
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +175,8 @@ def _dummies(turn: ReplyFacts, new: Sequence[Message]) -> Iterator[_Dummy]:
     Templates look the calls of tool results up, some refuse more than one call, and some leave calls out.
     """
     written = json.dumps(list(new), default=str)
-    number = next(i for i in range(len(written) + 1) if f"{_MARK}{i}." not in written)
+    taken = set(re.findall(rf"{_MARK}(\d+)\.", written))
+    number = next(i for i in itertools.count() if str(i) not in taken)
     mark = f"{_MARK}{number}."
     if turn.calls:
         yield _Dummy(_calling(turn.calls, mark), mark, True)

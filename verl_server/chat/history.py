@@ -108,14 +108,16 @@ class MessageTree:
 
     def turn_through(self, node: int) -> int:
         """Return the latest turn whose prompt or reply holds this node, or else the nearest node above; or -1."""
-        while node >= 0:
-            below = [node]
+        above = node
+        searched = -1  # the node below which everything was looked at
+        while above >= 0:
+            below = [above]
             while below:
                 last = below.pop()
                 if self.nodes[last].turn >= 0:
                     return self.nodes[last].turn
-                below += self.children(last)
-            node = self.nodes[node].parent
+                below += [child for child in self.children(last) if child != searched]
+            searched, above = above, self.nodes[above].parent
         return -1
 
     def match(self, starts: Sequence[int], keys: Sequence[MessageKey]) -> Match:
@@ -152,17 +154,18 @@ class MessageTree:
 def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
     """Return the keys of messages in OpenAI's shape."""
     keys = []
-    calls: list[Any] = []
+    calls: dict[Any, int] = {}  # id -> ordinal, of the last message with calls
     results = 0
     for message in messages:
         role = str(message.get("role"))
         ordinal = None
         if role == "assistant":
-            calls, results = [call.get("id") for call in _calls(message)], 0
+            calls, results = {}, 0
+            for i, call in enumerate(_calls(message)):
+                calls.setdefault(str(call.get("id")), i)
         elif role == "tool":
             # The id of a call is not compared: the ordinal of the call says which result this is.
-            call_id = message.get("tool_call_id")
-            ordinal, results = calls.index(call_id) if call_id in calls else results, results + 1
+            ordinal, results = calls.get(str(message.get("tool_call_id")), results), results + 1
         shown = [_call_key(call) for call in _calls(message)]
         digest = _message_digest(role, _text(message.get("content")), shown, ordinal)
         keys.append(MessageKey(_ROLES.get(role, OTHER), digest, reasoning_digest(_reasoning(message))))
