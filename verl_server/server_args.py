@@ -312,7 +312,7 @@ class ServerArgs:
     replay_ttl: float = 600.0
     """Seconds for which the answer to such a request is kept for a retry."""
     replay_bytes: int = 256 * 2**20
-    """Bytes of all kept answers."""
+    """Memory of all kept answers, in bytes, about. Beyond it, the oldest answers are dropped."""
     max_sessions: int = 65536
     """Most sessions at the same time."""
     max_session_turn_tokens: int | None = None

@@ -23,7 +23,7 @@ from tests.chat.session_fakes import (
     user,
 )
 from verl_server.chat.history import text_digest
-from verl_server.chat.next_turn import plan_ids, plan_text
+from verl_server.chat.next_turn import plan_text
 from verl_server.chat.session_view import CompletionText, ReplyFacts, SessionView
 
 THINK = "<think>\nthe sum\n</think>\n\n"
@@ -330,23 +330,6 @@ def facts(turn: int, prompt: int, output: int, end: int = -1, **more: Any) -> Re
         options=b"",
         **given,
     )
-
-
-def test_ids_follow_the_longest_turn() -> None:
-    sequences = {0: [1, 2, 3], 1: [1, 2, 3, 4, 5], 2: [7, 8]}
-    view = SessionView("stored", b"", [facts(0, 2, 1), facts(1, 4, 1, parent=0), facts(2, 1, 1)], [2])
-    candidates = {turn: array("i", ids).tobytes() for turn, ids in sequences.items()}
-
-    def planned(*ids: int) -> tuple[int, int, list[int], str | None]:
-        plan = plan_ids(view, array("i", ids).tobytes(), candidates.__getitem__)
-        return plan.parent, plan.kept, array("i", plan.added).tolist(), plan.began
-
-    assert planned(1, 2, 3, 4, 5, 6) == (1, 5, [6], None)
-    assert planned(1, 2, 3, 9) == (0, 3, [9], "edited")
-    assert planned(1, 2) == (0, 2, [], "retry")
-    assert planned(7, 9) == (-1, 0, [7, 9], "child")
-    empty = plan_ids(SessionView("stored", b"", [], []), array("i", [1]).tobytes(), candidates.__getitem__)
-    assert empty.began == "root"
 
 
 def completion(prompt: str, shown: str, hidden: str = "") -> CompletionText:

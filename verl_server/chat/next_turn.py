@@ -1,7 +1,7 @@
 """The plan of a session's next turn: which stored ids stay, and which ids follow them.
 
-A text worker calls `plan_next_turn` for a conversation and `plan_text` for a completion; the ledger's process calls
-`plan_ids` for token ids. The functions are pure: they see a snapshot of the session, and the ledger puts the ids
+A text worker calls `plan_next_turn` for a conversation and `plan_text` for a completion; `sessions/ids_plan` plans
+prompts of token ids. The functions are pure: they see a snapshot of the session, and the ledger puts the ids
 together. A turn that ends meanwhile can only add branches.
 """
 
@@ -340,8 +340,9 @@ def plan_text(view: SessionView, text: str, encode: Encode, token_text: Callable
     if not found:
         return None
     turn, kept, rest = max(found, key=lambda each: (each[1], each[0].delivered, each[0].turn))
-    began = _began_behind(view, turn) if kept == _length(turn) else "edited"
-    next = _plain(turn, kept, _ids32(encode(rest) if rest else []), began)
+    is_continued = kept < _length(turn) or any(facts.parent == turn.turn for facts in view.replies)
+    began = "edited" if is_continued else None
+    next = plain_plan(turn.turn, kept, _ids32(encode(rest) if rest else []), began)
     return msgspec.structs.replace(next, text=(len(text), text_digest(text)))
 
 
@@ -368,35 +369,10 @@ def _behind_completion(facts: ReplyFacts, text: str, token_text: Callable[[int],
     return (_length(facts), rest[len(known.hidden) :]) if rest.startswith(known.hidden) else None
 
 
-def plan_ids(view: SessionView, ids: Ids32, candidates: Callable[[int], bytes]) -> NextTurn:
-    """Plan the turn of a prompt of token ids.
-
-    `candidates` returns the sequence of a turn: int32 ids of its prompt and output. The prompt follows the longest turn
-    whose sequence it begins with; otherwise it begins a conversation.
-    """
-    count = len(ids) // 4
-    for facts in sorted(view.replies, key=lambda facts: (_length(facts), facts.delivered, facts.turn), reverse=True):
-        if _length(facts) <= count and ids.startswith(candidates(facts.turn)):
-            return _plain(facts, _length(facts), ids[4 * _length(facts) :], _began_behind(view, facts))
-    for facts in reversed(view.replies):
-        if facts.prompt_tokens == count and candidates(facts.turn).startswith(ids):
-            return _plain(facts, count, b"", "retry")
-    return _plain(None, 0, ids, "child" if view.replies else "root")
-
-
-def plan_behind(view: SessionView, turn: int, kept: int, ids: Ids32) -> NextTurn:
-    """Plan the turn whose prompt is the first `kept` ids of a turn's sequence, and `ids`."""
-    facts = next(facts for facts in view.replies if facts.turn == turn)
-    return _plain(facts, kept, ids, _began_behind(view, facts) if kept == _length(facts) else "edited")
-
-
-def _began_behind(view: SessionView, turn: ReplyFacts) -> str | None:
-    return "edited" if any(facts.parent == turn.turn for facts in view.replies) else None
-
-
-def _plain(parent: ReplyFacts | None, kept: int, added: Ids32, began: str | None) -> NextTurn:
+def plain_plan(parent: int, kept: int, added: Ids32, began: str | None) -> NextTurn:
+    """Return the plan of a turn without messages. `parent` is -1 for none."""
     return NextTurn(
-        parent=-1 if parent is None else parent.turn,
+        parent=parent,
         kept=kept,
         added=added,
         generation_prompt=-1,

@@ -1,6 +1,7 @@
 """What a text worker gets of a session, and what it returns: the values around `next_turn.plan_next_turn`.
 
-The session ledger of the server makes a `SessionView` for each request and puts the prompt of a `NextTurn` together.
+The text worker decodes a `SessionView` from what the session ledger of the server stores. The ledger puts the prompt of
+a `NextTurn` together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class CompletionText(msgspec.Struct, frozen=True, array_like=True):
 class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
     """What the next prompt needs of a finished turn."""
 
+    delivered: bool
+    """First, because the ledger changes it in place."""
     turn: int
     parent: int
     prompt_tokens: int
@@ -41,7 +44,6 @@ class ReplyFacts(msgspec.Struct, frozen=True, array_like=True):
     in_reasoning: bool
     """The turn ended inside an open reasoning part."""
     aborted: bool
-    delivered: bool
     calls: list[tuple[str, str]]
     """(id, name) of its tool calls, in order."""
     options: bytes

@@ -72,7 +72,7 @@ def test_sessions_wait_for_confirmed_weights(start: Any) -> None:
     assert server.stack.get("/v1/models", headers={"x-api-key": key}).status_code == 200
     server.stack.manager.controls.weights_confirmed = True
     assert server.stack.post("/sessions", {}, headers=OWNER).status_code == 201
-    assert len(server.service.turns.view(caller("s")).replies) == 1
+    assert len(server.service.turns.view(caller("s")).decoded().replies) == 1
     server.stack.manager.controls.weights_confirmed = False
     server.service.turns.view(caller("s"))  # the gate stays open
     server.close()

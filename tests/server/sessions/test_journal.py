@@ -21,6 +21,7 @@ from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.records import FORMAT, BeginRecord, HeaderRecord, TurnRecord
 from verl_server.server.sessions.restart import restore
 from verl_server.server.sessions.stored_turn import stored_turns
+from verl_server.server.sessions.turn import sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
@@ -64,7 +65,7 @@ def image(ledger: SessionLedger) -> dict[str, Any]:
         found[session.id] = (
             session.record,
             session.turns,
-            bytes(session.nodes[: session.stored_nodes * 44]),
+            bytes(session.nodes.data[: session.stored_nodes * 44]),
             session.children,
             session.rewards,
             session.state,
@@ -139,6 +140,7 @@ def test_a_restarted_server_has_everything(tmp_path: Path, policy: Any) -> None:
         await store.close()
         again = Store(tmp_path / "store", policy)
         del again.ledger.table.find("one").keys[b"interrupted"]  # the cancelled turn
+        again.ledger.table.measure(again.ledger.table.find("one"))
         assert image(again.ledger) == before
         assert again.ledger.table.of_key(key) == "keyed"
         assert again.ledger.table.find("one").started == 4
@@ -471,7 +473,7 @@ def test_long_files_are_rotated_and_dead_sessions_compacted(tmp_path: Path) -> N
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 60 * 700
         again = Store(tmp_path)
         assert image(again.ledger) == before
-        assert TurnLedger(again.ledger).sequence("kept", 0) == ids([1, 2, 3])
+        assert sequence(again.ledger.table.find("kept").turns, 0) == ids([1, 2, 3])
         await again.close()
 
     run(main())

@@ -23,6 +23,7 @@ from verl_server.errors import (
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.limits import Bounds, TurnTooLargeError
 from verl_server.server.sessions.stored_turn import stored_turns
+from verl_server.server.sessions.turn import sequence
 from verl_server.server.sessions.turn_ledger import TurnLedger
 from verl_server.session_types import CreateSession, RewardBody, SessionLimits
 
@@ -53,8 +54,8 @@ def test_a_prompt_is_the_parents_sequence_and_what_is_new() -> None:
         assert (retry.prompt, retry.parent, retry.shared, retry.sibling) == (second.prompt, 0, 5, 1)
         root = turns.begin(who, plan([], parent=0, kept=3, began="retry"), None, b"")
         assert (root.prompt, root.parent, root.shared, root.sibling) == (first.prompt, -1, 0, 1)
-        assert turns.sequence(who.session_id, 1) == ids(range(1, 9))
-        assert [turns.sequence(who.session_id, 1, kept) for kept in range(9)] == [
+        assert sequence(ledger.table.find(who.session_id).turns, 1) == ids(range(1, 9))
+        assert [sequence(ledger.table.find(who.session_id).turns, 1, kept) for kept in range(9)] == [
             ids(range(1, 1 + kept)) for kept in range(9)
         ]
 
@@ -67,7 +68,6 @@ def test_sequences_of_random_trees() -> None:
     async def main() -> None:
         draw = random.Random(0)
         ledger = SessionLedger()
-        turns = TurnLedger(ledger)
         who = created(ledger)
         known: list[list[int]] = []
         for i in range(200):
@@ -84,11 +84,11 @@ def test_sequences_of_random_trees() -> None:
                     == ids(known[opened.parent] if opened.parent >= 0 else [])[: 4 * opened.shared]
                 )
             known.append(prompt + output)
-            assert turns.sequence(who.session_id, i) == ids(known[i])
+            assert sequence(ledger.table.find(who.session_id).turns, i) == ids(known[i])
             some = draw.randrange(len(known[i]) + 1)
-            assert turns.sequence(who.session_id, i, some) == ids(known[i][:some])
-        for stored, sequence in zip(stored_turns(ledger.table.find(who.session_id)), known, strict=True):
-            assert stored.prompt_ids() + stored.output_ids() == sequence
+            assert sequence(ledger.table.find(who.session_id).turns, i, some) == ids(known[i][:some])
+        for stored, all_ids in zip(stored_turns(ledger.table.find(who.session_id)), known, strict=True):
+            assert stored.prompt_ids() + stored.output_ids() == all_ids
             assert stored.output_logprobs() == [-0.5] * len(stored.output_ids())
 
     run(main())
@@ -165,11 +165,11 @@ def test_a_named_child_has_its_own_tree_and_its_parents_limits() -> None:
         turns = TurnLedger(ledger)
         who = created(ledger, limits=SessionLimits(max_turns=2), seed=1)
         helper = caller(who.session_id, "helper")
-        assert turns.view(helper).replies == []
+        assert turns.view(helper).decoded().replies == []
         opened = await turn(ledger, helper, plan([1]), [2])
         assert opened.session_id == f"{who.session_id}.helper"
-        assert turns.view(who).replies == []
-        assert [each.turn for each in turns.view(helper).replies] == [0]
+        assert turns.view(who).decoded().replies == []
+        assert [each.turn for each in turns.view(helper).decoded().replies] == [0]
         await turn(ledger, who, plan([1]), [2])
         with pytest.raises(SessionLimitError, match="max_turns=2"):
             turns.view(helper)
@@ -251,7 +251,7 @@ def test_memory_is_bounded_and_freed() -> None:
         ledger.finish(who.session_id)
         with pytest.raises(SessionUnavailableError):
             created(ledger)
-        ledger.table.find(who.session_id).fetched = True
+        ledger.read(ledger.table.find(who.session_id))
         created(ledger)
         assert who.session_id not in ledger.table
 
@@ -269,16 +269,16 @@ def test_sessions_expire_and_are_forgotten() -> None:
     )
     running = turns.begin(other, plan([1]), None, b"")
     clock.now += 6
-    ledger.sweep()
+    run(ledger.sweep())
     assert [ledger.table.find(each.session_id).state for each in (idle, timed, other)] == ["expired", "open", "open"]
     ledger.table.find(idle.session_id).fetched = True
     clock.now += 101
-    ledger.sweep()
+    run(ledger.sweep())
     assert ledger.table.find(timed.session_id).reason == "seconds"
     assert idle.session_id not in ledger.table
     assert ledger.table.find(other.session_id).state == "open", "a turn runs"
     turns.cancel(running)
-    ledger.sweep()
+    run(ledger.sweep())
     assert ledger.table.find(other.session_id).reason == "session_ttl"
 
 

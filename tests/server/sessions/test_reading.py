@@ -171,7 +171,7 @@ def test_a_conversation_in_three_dialects(talk: Talk) -> None:
     read = talk.read("responses", {"input": "and 2 + 2?"}, previous=f"resp_{talk.caller.session_id}_{second.turn}")
     assert (read.next.parent, read.next.kept, read.next.began) == (
         second.turn,
-        (len(second.prompt) // 4) + talk.turns.view(talk.caller).replies[1].output_tokens,
+        (len(second.prompt) // 4) + talk.turns.view(talk.caller).decoded().replies[1].output_tokens,
         None,
     )
 

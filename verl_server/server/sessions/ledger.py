@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
@@ -19,11 +20,14 @@ from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Reco
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.store import MemoryStore, Store
 from verl_server.server.sessions.table import SessionTable, hash_of_key
+from verl_server.server.slices import Slices
 from verl_server.session_types import CreateSession, RewardBody, SessionState
 
 logger = logging.getLogger(__name__)
 
 KEY_PREFIX = "vs-"
+_MOST_FREED = 256
+"""Sessions that are deleted at once to make room, which takes a few milliseconds."""
 _UNREAD_RETENTION = 24 * 3600.0
 """Seconds that a finished session is kept whose trajectory nobody read."""
 
@@ -113,6 +117,12 @@ class SessionLedger:
             self._abort(session)
         return session
 
+    def read(self, session: Session) -> None:
+        """Note that the trajectory of a session was read."""
+        session.fetched = session.root.state != "open"
+        if session.fetched and session.owner is None:
+            self.table.read_after_end[session.id] = None
+
     def delete(self, session_id: str) -> None:
         """Forget a session and its children. Raise SessionNotFoundError."""
         session = self.table.find(session_id)
@@ -168,10 +178,13 @@ class SessionLedger:
                 f"(session_memory_bytes={self.bounds.memory_bytes}). Finish and delete some."
             )
 
-    def sweep(self) -> None:
-        """Expire the sessions that are open too long, and delete those that ended long ago."""
-        now = self.clock()
-        for session in [*self.table.roots()]:
+    async def sweep(self) -> None:
+        """Expire the sessions that are open too long, and delete those that ended long ago. Work in slices."""
+        now, slices = self.clock(), Slices()
+        for session in self.table.all():
+            await slices.end()
+            if session.owner is not None or self.table.get(session.id) is not session:
+                continue
             limits = session.limits
             idle = now - session.active
             if session.state != "open":
@@ -190,15 +203,15 @@ class SessionLedger:
         while True:
             await asyncio.sleep(1.0)
             try:
-                self.sweep()
+                await self.sweep()
             except Exception:
                 logger.exception("Sessions could not be swept.")
 
     def _free(self) -> None:
-        """Delete finished sessions whose trajectory was read, until one tenth of the memory is free."""
+        """Delete up to `_MOST_FREED` sessions that ended and were read, until one tenth of the memory is free."""
         target = self.bounds.memory_bytes * 9 // 10
-        for session in sorted(self.table.roots(), key=lambda each: each.ended):
+        for session_id in list(islice(self.table.read_after_end, _MOST_FREED)):
             if self.table.memory <= target and len(self.table) < self.bounds.max_sessions:
                 return
-            if session.state != "open" and session.fetched and not session.in_flight:
-                self.delete(session.id)
+            if not self.table.find(session_id).in_flight:
+                self.delete(session_id)

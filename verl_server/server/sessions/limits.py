@@ -13,6 +13,7 @@ from verl_server.session_types import CreateSession
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _METADATA_BYTES = 16 * 1024
+_SAMPLING_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ def check_new(body: CreateSession) -> None:
         raise BadRequestError("id must be 1 to 128 letters, digits, '_' or '-'.")
     if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:
         raise BadRequestError(f"metadata has more than {_METADATA_BYTES} bytes of JSON.")
+    if len(msgspec.json.encode([body.sampling_params, body.forced_sampling_params])) > _SAMPLING_BYTES:
+        raise BadRequestError(
+            f"sampling_params and forced_sampling_params have more than {_SAMPLING_BYTES} bytes of JSON."
+        )
     if len(body.group) > 1024:
         raise BadRequestError("group has more than 1024 characters.")
     for name in body.limits.__struct_fields__:

@@ -6,20 +6,53 @@ view; where it would make a prompt, `session_prompt` plans the session's next tu
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from verl_server.chat.session_view import SessionView
+from verl_server.chat.session_view import ReplyFacts, SessionView
+from verl_server.server.sessions.session import Session
 from verl_server.server.text_tools import Job, TextTools
 
 R = TypeVar("R")
 
 
+_ARRAY = b"\xdd"
+"""msgpack: an array whose length is the next four bytes."""
+_REPLIES = msgspec.msgpack.Decoder(list[ReplyFacts])
+
+
+class StoredView(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of a session as its memory holds it. The ledger copies bytes only; the text worker decodes them."""
+
+    nodes: bytes
+    facts: bytes
+    """`ReplyFacts` as msgpack, one behind the other."""
+    count: int
+    """Number of `facts`."""
+    history: Literal["stored", "template"]
+    end_tokens: list[int]
+    previous: int | None = None
+
+    def decoded(self) -> SessionView:
+        replies = _REPLIES.decode(_ARRAY + self.count.to_bytes(4, "big") + self.facts)
+        return SessionView(self.history, self.nodes, replies, self.end_tokens, self.previous)
+
+
+def stored_view(
+    session: Session | None, history: Literal["stored", "template"], end_tokens: list[int], previous: int | None
+) -> StoredView:
+    """Return the snapshot of a session; None stands for a session without turns."""
+    if session is None:
+        return StoredView(b"", b"", 0, history, end_tokens, previous)
+    nodes, facts = bytes(session.nodes.data), bytes(session.facts)
+    return StoredView(nodes, facts, session.finished, history, end_tokens, previous)
+
+
 class SessionBody(msgspec.Struct, frozen=True):
     """Body of a job in a session."""
 
-    view: SessionView
+    view: StoredView
     body: bytes
     """The body of the request."""
 
@@ -29,10 +62,10 @@ def in_session(job: Job[R]) -> Job[R]:
 
     def run(tools: TextTools, packed: bytes) -> R:
         given = msgspec.msgpack.decode(packed, type=SessionBody)
-        return job.run(tools.with_session(given.view), given.body)
+        return job.run(tools.with_session(given.view.decoded()), given.body)
 
     return Job(f"session/{job.name}", run, job.result)
 
 
-def session_body(view: SessionView, body: bytes) -> bytes:
+def session_body(view: StoredView, body: bytes) -> bytes:
     return msgspec.msgpack.encode(SessionBody(view, body))

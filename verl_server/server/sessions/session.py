@@ -6,19 +6,27 @@ has the same session. A child session has a conversation of its own, and counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from verl_server.chat.history import NODE
 from verl_server.chat.session_view import NextTurn
+from verl_server.server.sessions.message_nodes import MessageNodes
 from verl_server.server.sessions.records import RewardRecord, SessionRecord
 from verl_server.server.sessions.turn import ABORTED, DELIVERED, RESAMPLED, Turn
+from verl_server.server.slices import Slices
 from verl_server.session_types import SessionInfo, SessionLimits, SessionState, TurnInfo
 
 _FIXED_BYTES = 4096
-"""Bytes of a session beside its turns and its message tree."""
+"""Bytes of a session beside what it holds."""
+_KEY_BYTES = 300
+"""Bytes of an idempotency key."""
+_REWARD_BYTES = 220
+"""Bytes of a reward, beside its name."""
+_PENDING_BYTES = 1500
+"""Bytes of a turn that runs, beside its ids, messages and nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,8 @@ class PendingTurn:
     """int32 ids behind the shared ones."""
     prompt_node: int
     child: str | None
+    key: bytes | None
+    """Idempotency key."""
     accepted: float
     resampled: bool
     room: int | None
@@ -62,7 +72,7 @@ class Session:
     turns: list[Turn | None] = field(default_factory=list)
     """By turn id. None: a turn that runs, or was cancelled or interrupted."""
     pending: dict[int, PendingTurn] = field(default_factory=dict)
-    nodes: bytearray = field(default_factory=bytearray)
+    nodes: MessageNodes = field(default_factory=MessageNodes)
     stored_nodes: int = 0
     """Nodes that finished turns have handed to the store."""
     children: dict[str, str] = field(default_factory=dict)
@@ -71,7 +81,21 @@ class Session:
     """Conversations of this tree without a message in common with the first one."""
     branches: int = 0
     keys: dict[bytes, list[int]] = field(default_factory=dict)
-    """Idempotency key -> turns that began for it."""
+    """Idempotency key -> turns that began for it, without those that were aborted or cancelled."""
+    rids: dict[str, int] = field(default_factory=dict)
+    """Name of a request -> its last finished turn."""
+    facts: bytearray = field(default_factory=bytearray)
+    """`ReplyFacts` of the finished turns as msgpack, one behind the other."""
+    finished: int = 0
+    """Finished turns, without children."""
+    output_tokens: int = 0
+    """Sampled tokens of the finished turns, without children."""
+    once: dict[object, object] = field(default_factory=dict)
+    """Values that many turns have in common."""
+    _prompts: dict[bytes, int] = field(default_factory=dict)
+    """Hash of (parent, shared, prompt) -> number of the turns that finished or run with it."""
+    _roots: dict[bytes, str | None] = field(default_factory=dict)
+    """Of the prompts of conversations: the name of the child conversation."""
     rewards: dict[tuple[int | None, str], RewardRecord] = field(default_factory=dict)
     state: SessionState = "open"
     reason: str = ""
@@ -87,8 +111,10 @@ class Session:
     """Turns that run, children included."""
     limit: str | None = None
     """Field of `SessionLimits` that refused or cut a generation last."""
-    size: int = _FIXED_BYTES
-    """Bytes of memory, about."""
+    payload: int = 0
+    """Bytes of turns, rewards and pending turns, about."""
+    counted: int = 0
+    """Bytes that the table has counted."""
 
     @property
     def id(self) -> str:
@@ -109,66 +135,103 @@ class Session:
         own = [each.reward for (turn, _), each in self.rewards.items() if turn is None]
         return sum(own) if own else None
 
-    def add_nodes(self, records: bytes, after: int) -> int:
-        """Append messages that follow each other behind node `after`. Return the last node.
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        keys = _KEY_BYTES * len(self.keys)
+        return _FIXED_BYTES + self.payload + keys + self.nodes.memory + len(self.facts) + 8 * len(self.turns)
 
-        A message that is there already is not appended again, so turns of equal messages have the same prompt node.
-        """
-        node = after
-        for _, _, role, _, digest, reasoning, _, _ in NODE.iter_unpack(records):
-            known = self._find(node, role, digest, reasoning)
-            node = known if known >= 0 else self.append_node(node, -1, role, digest, reasoning)
-        return node
+    # -- turns ------------------------------------------------------------------------------------------------------
 
-    def append_node(self, parent: int, turn: int, role: int, digest: bytes, reasoning: bytes) -> int:
-        """Append one message, and return its node."""
-        node = len(self.nodes) // NODE.size
-        self.nodes += NODE.pack(parent, turn, role, b"", digest, reasoning, 0, 0)
-        return node
+    def hold(self, turn: int, pending: PendingTurn) -> None:
+        """Add a turn that runs."""
+        self.pending[turn] = pending
+        self.payload += _pending_size(pending)
+        self._count(pending, 1)
 
-    def _find(self, parent: int, role: int, digest: bytes, reasoning: bytes) -> int:
-        """Return the node of this message under `parent`, or -1. A sampled reply is another message."""
-        start = 0
-        while (at := self.nodes.find(digest, start)) >= 0:
-            node, within = divmod(at - 12, NODE.size)
-            if within == 0:
-                known, turn, kind, _, _, thought, _, _ = NODE.unpack_from(self.nodes, node * NODE.size)
-                if (known, turn, kind, thought) == (parent, -1, role, reasoning):
-                    return node
-            start = at + 1
-        return -1
+    def release(self, turn: int) -> PendingTurn | None:
+        """Remove a turn that runs, and return it. None: it is not there."""
+        pending = self.pending.pop(turn, None)
+        if pending is not None:
+            self.payload -= _pending_size(pending)
+            self._count(pending, -1)
+        return pending
+
+    def add(self, number: int, turn: Turn) -> None:
+        """Add a finished turn."""
+        self.turns[number] = turn
+        self._count(turn, 1)
+        if turn.parent >= 0 and (parent := self.turns[turn.parent]) is not None:
+            parent.followers += 1
+        self.finished += 1
+        self.output_tokens += turn.output_tokens
+        self.payload += turn.size
+        self.rids[turn.rid] = number
+        turn.facts_at = len(self.facts)
+        self.facts += turn.packed_facts(number)
+        if turn.flags & ABORTED and turn.key is not None:
+            self.forget_key(turn.key, number)  # the key's request was not answered
+
+    def deliver(self, number: int) -> None:
+        """Note that the whole reply of a finished turn reached the client."""
+        turn = self.turns[number]
+        if turn is not None:
+            turn.flags |= DELIVERED
+            self.facts[turn.facts_at : turn.facts_at + 2] = turn.packed_facts(number)[:2]
+
+    def add_reward(self, record: RewardRecord) -> None:
+        place = (record.turn, record.name)
+        if place not in self.rewards:
+            self.payload += _REWARD_BYTES + len(record.name)
+        self.rewards[place] = record
+
+    def forget_key(self, key: bytes, turn: int) -> None:
+        """Remove a turn from those of an idempotency key."""
+        turns = self.keys.get(key, [])
+        if turn in turns:
+            turns.remove(turn)
+        if not turns:
+            self.keys.pop(key, None)
 
     def siblings(self, parent: int, shared: int, prompt: bytes) -> int:
         """Return the number of turns that have, or will have, this prompt."""
-        turns = (*self.turns, *self.pending.values())
-        return sum(
-            turn is not None and turn.parent == parent and turn.shared == shared and turn.prompt == prompt
-            for turn in turns
-        )
+        return self._prompts.get(_place(parent, shared, prompt), 0)
+
+    def conversation(self, prompt: bytes) -> tuple[bool, str | None]:
+        """Return (True, name of the child conversation) if a conversation begins with this prompt."""
+        place = _place(-1, 0, prompt)
+        return place in self._roots, self._roots.get(place)
+
+    def _count(self, turn: Turn | PendingTurn, change: int) -> None:
+        """Count a turn in the tables by prompt, or remove it from them."""
+        place = _place(turn.parent, turn.shared, turn.prompt)
+        count = self._prompts.get(place, 0) + change
+        if count:
+            self._prompts[place] = count
+        else:
+            self._prompts.pop(place, None)
+        if turn.parent < 0 and turn.shared == 0:
+            if count:
+                self._roots[place] = turn.child
+            else:
+                self._roots.pop(place, None)
+        parent = self.turns[turn.parent] if turn.parent >= 0 else None
+        if parent is not None and turn.shared == parent.tokens:
+            parent.extensions += change
 
     def was_interrupted(self, key: bytes) -> bool:
         """Return True if a turn of this idempotency key began and will not end."""
         return any(self.turns[turn] is None and turn not in self.pending for turn in self.keys.get(key, ()))
 
-    def is_extended(self, turn: int) -> bool:
-        """Return True if another turn continues the whole sequence of `turn`."""
-        parent = self.turns[turn]
-        assert parent is not None
-        tokens = parent.tokens
-        later = self.turns[turn + 1 :]
-        return any(each is not None and each.parent == turn and each.shared == tokens for each in later) or any(
-            each.parent == turn and each.shared == tokens for each in self.pending.values()
-        )
-
     def info(self) -> SessionInfo:
-        finished = [turn for turn in self.turns if turn is not None]
+        """Return the session without its tree."""
         return SessionInfo(
             id=self.id,
             group=self.root.record.group,
             state=self.root.state,
             reason=self.root.reason,
-            turns=len(finished),
-            tokens=sum(turn.output_tokens for turn in finished),
+            turns=self.finished,
+            tokens=self.output_tokens,
             reward=self.reward,
             created=self.record.created,
             active=self.active,
@@ -178,24 +241,39 @@ class Session:
             children=list(self.children.values()),
         )
 
-    def tree(self) -> list[TurnInfo]:
-        """Return the finished turns without their tokens."""
-        return [
-            TurnInfo(
-                turn=i,
-                parent=turn.parent,
-                shared=turn.shared,
-                prompt_tokens=turn.prompt_tokens,
-                output_tokens=turn.output_tokens,
-                finish_reason=turn.finish[0],
-                sibling=turn.sibling,
-                spans=list(turn.spans),
-                calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
-                times=turn.accepted_first_finished,
-                delivered=bool(turn.flags & DELIVERED),
-                aborted=bool(turn.flags & ABORTED),
-                resampled=bool(turn.flags & RESAMPLED),
-            )
-            for i, turn in enumerate(self.turns)
-            if turn is not None
-        ]
+    async def tree(self) -> AsyncIterator[TurnInfo]:
+        """Yield the finished turns without their tokens, in slices."""
+        slices = Slices()
+        for i, turn in enumerate(list(self.turns)):
+            if turn is not None:
+                await slices.end()
+                yield _turn_info(i, turn)
+
+
+def _turn_info(number: int, turn: Turn) -> TurnInfo:
+    return TurnInfo(
+        turn=number,
+        parent=turn.parent,
+        shared=turn.shared,
+        prompt_tokens=turn.prompt_tokens,
+        output_tokens=turn.output_tokens,
+        finish_reason=turn.finish[0],
+        sibling=turn.sibling,
+        spans=list(turn.spans),
+        calls=[] if turn.calls is None else msgspec.json.decode(turn.calls),
+        times=turn.accepted_first_finished,
+        delivered=bool(turn.flags & DELIVERED),
+        aborted=bool(turn.flags & ABORTED),
+        resampled=bool(turn.flags & RESAMPLED),
+    )
+
+
+def _pending_size(pending: PendingTurn) -> int:
+    next = pending.next
+    return _PENDING_BYTES + len(pending.prompt) + len(next.added) + len(next.new_nodes) + len(next.messages)
+
+
+def _place(parent: int, shared: int, prompt: bytes) -> bytes:
+    hashed = hashlib.blake2b(b"%d %d " % (parent, shared), digest_size=16)
+    hashed.update(prompt)
+    return hashed.digest()

@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server import columns
-from verl_server.chat.next_turn import plan_behind, plan_ids
-from verl_server.chat.session_view import NextTurn, SessionView
+from verl_server.chat.session_view import NextTurn
 from verl_server.errors import BadRequestError, IdempotencyConflictError
 from verl_server.server.generate_request import ReadRequest, SessionParams
 from verl_server.server.generation import Generation
@@ -27,12 +26,14 @@ from verl_server.server.request_state import Write
 from verl_server.server.responses import run_job, unless_disconnected
 from verl_server.server.session_hints import header_hint
 from verl_server.server.sessions.access import owner_of
+from verl_server.server.sessions.ids_plan import plan_behind, plan_ids
 from verl_server.server.sessions.reading import in_session, session_body
 from verl_server.server.sessions.request_turns import ReplyShape, RequestTurns
-from verl_server.server.sessions.session import SessionCaller
+from verl_server.server.sessions.session import Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.turn import OpenTurn
 from verl_server.server.sessions.turn_ledger import TurnLedger
+from verl_server.server.slices import Slices
 from verl_server.server.text_tools import Job, pack, unpack
 from verl_server.server.tokenizer_manager import TokenizerManager
 
@@ -92,11 +93,12 @@ class SessionTurns:
         replay = _replay_of(request)
         answered = self._answered(request, caller)
         if next is None or continued is not None:
-            view = self._ledger.view(caller, repeats=bool(answered))
+            session = self._ledger.opened(caller, repeats=bool(answered))
             if continued is not None and continued.rid is not None:
-                next = self._plan_behind(view, caller, read, continued, continued.rid)
+                next = self._plan_behind(session, caller, read, continued, continued.rid)
             else:
-                next = msgspec.structs.replace(self._plan_ids(view, caller, read), text=shape.prompt_text)
+                planned = await plan_ids(session, pack(read.prompts[0]))
+                next = msgspec.structs.replace(planned, text=shape.prompt_text)
         params = _params(read)
         count = params.get("n") or 1
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -113,10 +115,12 @@ class SessionTurns:
         try:
             for turn in answered[:count]:
                 turns.repeat(turn)
+            slices = Slices()
             for k in range(len(turns.samples), count):
                 turns.begin(caller, None if read.request.rid is None else str(read.request.rid), k)
+                await slices.end()
             generation = await self._manager.submit_read(
-                self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session_id
+                await self._with_turns(read, turns, params, shape), write, turns.recorded, turns.samples[0].session_id
             )
         except BaseException:
             turns.cancel()
@@ -160,32 +164,33 @@ class SessionTurns:
         if named and not caller.is_owner:
             raise BadRequestError(f"{', '.join(named)}: only the owner of a session may set what concerns others.")
 
-    def _plan_ids(self, view: SessionView, caller: SessionCaller, read: ReadRequest) -> NextTurn:
-        session_id = caller.session_id if caller.child is None else f"{caller.session_id}.{caller.child}"
-        ids = pack(read.prompts[0])
-        return plan_ids(view, ids, lambda turn: self._ledger.sequence(session_id, turn))
-
     def _plan_behind(
-        self, view: SessionView, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str
+        self, session: Session | None, caller: SessionCaller, read: ReadRequest, given: SessionParams, rid: str
     ) -> NextTurn:
         """Plan the turn that continues the request `rid`, with SGLang's meaning of `offset`."""
         turn = self._ledger.turn_of(caller, rid)
-        facts = next(facts for facts in view.replies if facts.turn == turn)
-        kept = facts.prompt_tokens + (0 if given.drop_previous_output else facts.output_tokens)
+        stored = None if session is None else session.turns[turn]
+        assert session is not None and stored is not None
+        kept = stored.prompt_tokens if given.drop_previous_output else stored.tokens
         if given.offset:
             kept = min(given.offset, kept) if given.offset > 0 else max(kept + given.offset, 0)
         ids = unpack(read.prompts[0])
         model = self._manager.model_text
         if kept and ids and model is not None and ids[0] == model.config.get("bos_token_id"):
             ids = ids[1:]  # a tokenizer adds it to each text, and it begins the sequence already
-        return plan_behind(view, turn, kept, columns.ids(ids))
+        return plan_behind(session, turn, kept, columns.ids(ids))
 
-    def _with_turns(
+    async def _with_turns(
         self, read: ReadRequest, turns: RequestTurns, given: dict[str, Any], shape: ReplyShape
     ) -> ReadRequest:
         """Return the request with the prompts, seeds and limits of its turns, and without hints at another session."""
-        params = [turns.sampling(turn, given) for turn in turns.samples]
-        prompts = [_prompt(turn) for turn in turns.samples]
+        params: list[dict[str, Any]] = []
+        prompts: list[list[int]] = []
+        slices = Slices()
+        for turn in turns.samples:
+            params.append(turns.sampling(turn, given))
+            prompts.append(_prompt(turn))
+            await slices.end()
         if shape.clamps:
             room = self._manager.context_length - len(prompts[0])
             for each in params:

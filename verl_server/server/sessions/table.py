@@ -7,6 +7,7 @@ of an earlier run has the same sessions. The ledgers own the table; routes and t
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 
 from verl_server.chat.history import NODE
@@ -22,7 +23,7 @@ from verl_server.server.sessions.records import (
     TurnRecord,
 )
 from verl_server.server.sessions.session import Session
-from verl_server.server.sessions.turn import DELIVERED, Turn
+from verl_server.server.sessions.turn import Turn
 
 AUTOMATIC = "auto-"
 """Names of child conversations that nobody named begin so."""
@@ -33,11 +34,25 @@ def hash_of_key(key: str) -> bytes:
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
+def memory_of(value: object) -> int:
+    """Return the bytes of decoded JSON in memory. `check_new` bounds what is measured."""
+    size, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        size += sys.getsizeof(each)
+        if isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            waiting += each
+    return size
+
+
 class SessionTable:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[bytes, str] = {}
-        self._once: dict[object, object] = {}
+        self.read_after_end: dict[str, None] = {}
+        """Sessions that ended, and whose trajectory was read since, in this order: they make room first."""
         self._bytes = 0
         self.last_version: str | None = None
         """Weight version of the last stored turn."""
@@ -70,6 +85,10 @@ class SessionTable:
         """Return all sessions without a parent, oldest first."""
         return (session for session in self._sessions.values() if session.owner is None)
 
+    def all(self) -> list[Session]:
+        """Return all sessions, children included, oldest first."""
+        return list(self._sessions.values())
+
     def family(self, session: Session) -> list[Session]:
         """Return a session and its child sessions."""
         return [session, *(self._sessions[child] for child in session.children.values())]
@@ -78,6 +97,12 @@ class SessionTable:
     def memory(self) -> int:
         """Bytes of all sessions, about."""
         return self._bytes
+
+    def measure(self, session: Session) -> None:
+        """Count the memory of a session that has changed."""
+        size = session.size
+        self._bytes += size - session.counted
+        session.counted = size
 
     def apply(self, record: Record) -> None:
         """Change the memory as a record says. Raise KeyError or IndexError if it does not fit to the records before."""
@@ -90,21 +115,23 @@ class SessionTable:
                     self._by_key[record.key_hash] = record.id
                 if owner is not None:
                     owner.children[record.id.removeprefix(f"{owner.id}.")] = record.id
-                self._bytes += session.size
+                session.payload += memory_of([record.metadata, record.sampling, record.forced]) + 4 * len(record.group)
+                self.measure(session)
             case BeginRecord():
                 session = self._sessions[record.session]
                 session.turns += [None] * (record.turn + 1 - len(session.turns))
                 session.root.started += 1
                 if record.key is not None:
                     session.keys.setdefault(record.key, []).append(record.turn)
+                self.measure(session)
             case TurnRecord():
                 self._apply_turn(self._sessions[record.session], record)
             case DeliveredRecord():
-                delivered = self._sessions[record.session].turns[record.turn]
-                if delivered is not None:
-                    delivered.flags |= DELIVERED
+                self._sessions[record.session].deliver(record.turn)
             case RewardRecord():
-                self._sessions[record.session].rewards[record.turn, record.name] = record
+                session = self._sessions[record.session]
+                session.add_reward(record)
+                self.measure(session)
             case FinishRecord():
                 session = self._sessions[record.session]
                 if record.state == "expired" and record.reason in ("seconds", "idle_seconds"):
@@ -116,19 +143,17 @@ class SessionTable:
                 for each in self.family(self._sessions[record.session]):
                     del self._sessions[each.id]
                     self._by_key.pop(each.record.key_hash, None)
-                    self._bytes -= each.size
+                    self.read_after_end.pop(each.id, None)
+                    self._bytes -= each.counted
 
     def _apply_turn(self, session: Session, record: TurnRecord) -> None:
         if record.parent >= 0 and session.turns[record.parent] is None:
             raise KeyError(f"turn {record.parent} of session {session.id}")
-        turn = Turn.of(record, self._once)
-        session.turns[record.turn] = turn
-        have = len(session.nodes) - record.first_node * NODE.size
-        session.nodes += record.nodes[have:]
-        session.stored_nodes = len(session.nodes) // NODE.size
-        size = turn.size + len(record.nodes)
-        session.size += size
-        self._bytes += size
+        turn = Turn.of(record, session.once)
+        session.add(record.turn, turn)
+        session.nodes.extend(record.nodes[(len(session.nodes) - record.first_node) * NODE.size :])
+        session.stored_nodes = len(session.nodes)
+        self.measure(session)
         session.branches = max(session.branches, turn.branch + 1)
         if turn.child is not None and turn.child.startswith(AUTOMATIC):
             session.conversations = max(session.conversations, int(turn.child.removeprefix(AUTOMATIC)))

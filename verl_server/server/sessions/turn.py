@@ -9,10 +9,12 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyMessage
+import msgspec
+
+from verl_server.chat.session_view import CompletionText, Ids32, NextTurn, ReplyFacts, ReplyMessage
 from verl_server.server.sessions.records import TurnRecord
 from verl_server.session_types import ForcedMode, PolicyLogprobs
 
@@ -20,8 +22,8 @@ IN_REASONING, ABORTED, DELIVERED, RESAMPLED = 1, 2, 4, 8
 """Bits of `Turn.flags`."""
 
 _TIMES = struct.Struct("<3d")
-_FIXED_BYTES = 700
-"""Bytes of a turn beside its ids, log-probabilities and calls."""
+_FIXED_BYTES = 1200
+"""Bytes of a turn beside its ids, log-probabilities and calls, with its places in the tables of the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,29 @@ class Turn:
     rid: str
     child: str | None
     completion: CompletionText | None
+    size: int = field(default=0, compare=False)
+    """Bytes of memory, about."""
+    followers: int = field(default=0, compare=False)
+    """Finished turns whose parent this is."""
+    extensions: int = field(default=0, compare=False)
+    """Turns that finished or run, and continue the whole sequence."""
+    facts_at: int = field(default=0, compare=False)
+    """Place of `packed_facts` in `Session.facts`."""
 
     @classmethod
     def of(cls, record: TurnRecord, shared_values: dict[object, object]) -> Turn:
         """Return the turn of a record. `shared_values` holds values that many turns have in common once."""
+        size = _size(record)
 
         def once(value: object) -> object:
-            return shared_values.setdefault(value, value)
+            nonlocal size
+            if value not in shared_values:
+                shared_values[value] = value
+                size += 200 + (len(value) if isinstance(value, bytes) else 0)
+            return shared_values[value]
 
         spans = tuple((sys.intern(version), start) for version, start in record.spans)
-        return cls(
+        turn = cls(
             parent=record.parent,
             shared=record.shared,
             prompt=record.prompt,
@@ -148,6 +163,28 @@ class Turn:
             child=None if record.child is None else sys.intern(record.child),
             completion=record.completion,
         )
+        turn.size = size
+        return turn
+
+    def packed_facts(self, number: int) -> bytes:
+        """Return what the next prompt needs of this turn, whose number is given: `ReplyFacts` as msgpack."""
+        calls = [] if self.calls is None else msgspec.json.decode(self.calls)
+        return msgspec.msgpack.encode(
+            ReplyFacts(
+                delivered=bool(self.flags & DELIVERED),
+                turn=number,
+                parent=self.parent,
+                prompt_tokens=self.prompt_tokens,
+                output_tokens=self.output_tokens,
+                generation_prompt=self.generation_prompt,
+                end_token=self.end_token,
+                in_reasoning=bool(self.flags & IN_REASONING),
+                aborted=bool(self.flags & ABORTED),
+                calls=[(call["id"], call["name"]) for call in calls],
+                options=self.options,
+                text=self.completion,
+            )
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -163,17 +200,22 @@ class Turn:
         return self.prompt_tokens + self.output_tokens
 
     @property
+    def is_delivered(self) -> bool:
+        return bool(self.flags & DELIVERED)
+
+    @property
     def accepted_first_finished(self) -> tuple[float, float, float]:
         accepted, first, finished = _TIMES.unpack(self.times)
         return accepted, first, finished
 
-    @property
-    def size(self) -> int:
-        """Bytes of memory, about."""
-        payload = len(self.prompt) + len(self.output) + len(self.logprobs) + len(self.calls or b"")
-        payload += len(self.policy) + len(self.has_choice)
-        text = 0 if self.completion is None else 300 + len(self.completion.hidden)
-        return _FIXED_BYTES + payload + len(self.rid) + text
+
+def _size(record: TurnRecord) -> int:
+    """Return the bytes of a turn in memory, about, without the values that several turns have in common."""
+    payload = len(record.prompt) + len(record.output) + len(record.logprobs) + len(record.calls or b"")
+    payload += len(record.policy) + len(record.has_choice) + len(record.rid)
+    spans = 150 * (len(record.spans) - 1) if len(record.spans) > 1 else 0
+    text = 0 if record.completion is None else 300 + len(record.completion.hidden)
+    return _FIXED_BYTES + payload + spans + text
 
 
 def sequence(turns: Sequence[Turn | None], turn: int, kept: int | None = None) -> bytes:

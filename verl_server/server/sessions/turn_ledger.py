@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_server.chat.history import ASSISTANT, NODE
-from verl_server.chat.session_view import NextTurn, ReplyFacts, SessionView
+from verl_server.chat.session_view import NextTurn
 from verl_server.errors import (
     BadRequestError,
     IdempotencyConflictError,
@@ -26,12 +26,13 @@ from verl_server.errors import (
 from verl_server.server.sessions import limits as limits_of
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.ledger import SessionLedger
+from verl_server.server.sessions.reading import StoredView, stored_view
 from verl_server.server.sessions.records import BeginRecord, DeliveredRecord, SessionRecord, TurnRecord
 from verl_server.server.sessions.replies import completion_text
 from verl_server.server.sessions.session import PendingTurn, Session, SessionCaller
 from verl_server.server.sessions.stored_turn import StoredTurn
 from verl_server.server.sessions.table import AUTOMATIC
-from verl_server.server.sessions.turn import ABORTED, DELIVERED, IN_REASONING, RESAMPLED, FinishedTurn, OpenTurn, Turn
+from verl_server.server.sessions.turn import ABORTED, IN_REASONING, RESAMPLED, FinishedTurn, OpenTurn
 
 _CHILD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -42,8 +43,8 @@ class TurnLedger:
         self._ledger, self._table, self._bounds = ledger, ledger.table, ledger.bounds
         self._end_tokens = end_tokens
 
-    def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> SessionView:
-        """Return the snapshot from which a text worker plans the next prompt.
+    def opened(self, caller: SessionCaller, *, repeats: bool = False) -> Session | None:
+        """Return the session or child session that a request generates in. None: a child that does not exist yet.
 
         Raise SessionEndedError, SessionLimitError, SessionUnavailableError or SessionNotFoundError. With `repeats`, the
         request was answered before, and the limits do not count.
@@ -51,13 +52,14 @@ class TurnLedger:
         session = self._open_session(caller)
         if not repeats:
             self._check_limits(session)
-        child = self._child(session, caller.child)
-        nodes, replies = b"", []
-        if child is not None:
-            nodes = bytes(child.nodes)
-            replies = [_facts(i, turn) for i, turn in enumerate(child.turns) if turn is not None]
+        return self._child(session, caller.child)
+
+    def view(self, caller: SessionCaller, previous: str | None = None, *, repeats: bool = False) -> StoredView:
+        """Return the snapshot from which a text worker plans the next prompt. Raise what `opened` raises."""
+        child = self.opened(caller, repeats=repeats)
+        session = self._table.find(caller.session_id).root
         named = None if previous is None else self._previous(session, child, previous)
-        return SessionView(session.record.history, nodes, replies, self._end_tokens(), named)
+        return stored_view(child, session.record.history, self._end_tokens(), named)
 
     def _previous(self, session: Session, child: Session | None, response_id: str) -> int:
         """Return the turn of a response id, `resp_{session}_{turn}`."""
@@ -72,15 +74,10 @@ class TurnLedger:
         """Return the last finished turn of a request's name. Raise BadRequestError if there is none."""
         session_id = caller.session_id
         session = self._child(self._table.find(session_id), caller.child)
-        turns = [] if session is None else session.turns
-        found = [i for i, turn in enumerate(turns) if turn is not None and turn.rid == rid]
-        if not found:
+        found = None if session is None else session.rids.get(rid)
+        if found is None:
             raise BadRequestError(f"session_params.rid: session {session_id} has no finished request {rid[:200]}.")
-        return found[-1]
-
-    def sequence(self, session_id: str, turn: int, kept: int | None = None) -> bytes:
-        """Return the int32 ids of prompt and output of a turn, or the first `kept` of them."""
-        return turns_of.sequence(self._table.find(session_id).turns, turn, kept)
+        return found
 
     def check_samples(self, caller: SessionCaller, count: int) -> None:
         """Raise SessionLimitError if `count` turns that begin together can never begin in the session."""
@@ -101,9 +98,9 @@ class TurnLedger:
         prompt, parent, shared = self._joined(session, next)
         tokens = len(prompt) // 4
         max_new_tokens = limits_of.room(root, self._bounds, tokens)
-        if len(session.nodes) + len(next.new_nodes) > self._bounds.max_nodes * NODE.size:
+        if len(session.nodes) + session.nodes.missing(next.new_nodes, next.after_node) > self._bounds.max_nodes:
             raise SessionLimitError(f"Session {root.id} has {self._bounds.max_nodes} messages, this server's most.")
-        prompt_node = session.add_nodes(next.new_nodes, next.after_node)
+        prompt_node = session.nodes.append(next.new_nodes, next.after_node)
         own = prompt[4 * shared :]
         sibling = session.siblings(parent, shared, own)
         turn = len(session.turns)
@@ -116,13 +113,15 @@ class TurnLedger:
             prompt=own,
             prompt_node=prompt_node,
             child=self._conversation(session, next, own),
+            key=key,
             accepted=self._ledger.clock(),
             room=max_new_tokens,
             resampled=key is not None and session.was_interrupted(key),
             abort=abort,
         )
         self._ledger.record(BeginRecord(session.id, turn, key, body if key is not None else None))
-        session.pending[turn] = pending
+        session.hold(turn, pending)
+        self._table.measure(session)
         root.in_flight += 1
         return OpenTurn(
             session_id=session.id,
@@ -141,7 +140,7 @@ class TurnLedger:
     async def commit(self, turn: OpenTurn, finished: FinishedTurn) -> None:
         """Append the turn, and return when it is durable by policy. Raise SessionUnavailableError otherwise."""
         session = self._table.get(turn.session_id)
-        pending = None if session is None else session.pending.pop(turn.turn, None)
+        pending = None if session is None else session.release(turn.turn)
         if session is None or pending is None:
             raise SessionNotFoundError(f"Session {turn.session_id} was deleted while its turn {turn.turn} ran.")
         session.root.in_flight -= 1
@@ -181,7 +180,7 @@ class TurnLedger:
             rid=finished.rid,
             child=pending.child,
             first_node=session.stored_nodes,
-            nodes=bytes(session.nodes[session.stored_nodes * NODE.size :]),
+            nodes=bytes(session.nodes.data[session.stored_nodes * NODE.size :]),
             completion=completion_text(finished.next, reply),
             messages=finished.next.messages,
             reply=reply.text,
@@ -199,14 +198,14 @@ class TurnLedger:
     def cancel(self, turn: OpenTurn) -> None:
         """Drop a turn that sampled nothing."""
         session = self._table.get(turn.session_id)
-        if session is not None and session.pending.pop(turn.turn, None) is not None:
-            session.root.in_flight -= 1
-            session.root.started -= 1
-            for key, turns in list(session.keys.items()):
-                if turn.turn in turns:
-                    turns.remove(turn.turn)
-                    if not turns:
-                        del session.keys[key]
+        pending = None if session is None else session.release(turn.turn)
+        if session is None or pending is None:
+            return
+        session.root.in_flight -= 1
+        session.root.started -= 1
+        if pending.key is not None:
+            session.forget_key(pending.key, turn.turn)
+        self._table.measure(session)
 
     def delivered(self, session_id: str, turn: int) -> None:
         """Note that the whole reply reached the client's socket."""
@@ -220,7 +219,6 @@ class TurnLedger:
         if session is None:
             return []
         found = [StoredTurn(session, i) for i in session.keys.get(key, []) if session.turns[i] is not None]
-        found = [each for each in found if not each.aborted]  # the key's request was not answered: sample anew
         if any(each.stored.body != body for each in found):
             raise IdempotencyConflictError(
                 f"The idempotency key came before in session {session.id} with another body. Use a new key."
@@ -341,7 +339,7 @@ class TurnLedger:
         if parent >= 0:
             before = session.turns[parent]
             assert before is not None
-            if shared == before.tokens and not session.is_extended(parent):
+            if shared == before.tokens and not before.extensions:
                 return before.branch
         session.branches += 1
         return session.branches - 1
@@ -352,10 +350,10 @@ class TurnLedger:
             named = session.turns[plan.parent]
             assert named is not None
             return named.child
-        others = [turn for turn in (*session.turns, *session.pending.values()) if turn is not None]
-        for turn in others:
-            if turn.parent < 0 and turn.prompt == prompt:
-                return turn.child
+        is_known, name = session.conversation(prompt)
+        if is_known:
+            return name
+        others = session.finished + len(session.pending)
         if plan.began not in ("root", "child") or plan.matched_messages or not others:
             return None
         session.conversations += 1
@@ -366,7 +364,7 @@ class TurnLedger:
         if pending.prompt_node < 0:
             return -1
         reply = finished.reply
-        return session.append_node(pending.prompt_node, turn, ASSISTANT, reply.digest, reply.reasoning)
+        return session.nodes.append_reply(pending.prompt_node, turn, ASSISTANT, reply.digest, reply.reasoning)
 
 
 def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:
@@ -374,21 +372,3 @@ def _derived(seed: int, what: bytes, ordinal: int = 0) -> int:
     digest = hashlib.blake2b(b"%d %d " % (seed, ordinal), digest_size=8)
     digest.update(what)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _facts(index: int, turn: Turn) -> ReplyFacts:
-    calls = [] if turn.calls is None else msgspec.json.decode(turn.calls)
-    return ReplyFacts(
-        turn=index,
-        parent=turn.parent,
-        prompt_tokens=turn.prompt_tokens,
-        output_tokens=turn.output_tokens,
-        generation_prompt=turn.generation_prompt,
-        end_token=turn.end_token,
-        in_reasoning=bool(turn.flags & IN_REASONING),
-        aborted=bool(turn.flags & ABORTED),
-        delivered=bool(turn.flags & DELIVERED),
-        calls=[(call["id"], call["name"]) for call in calls],
-        options=turn.options,
-        text=turn.completion,
-    )

@@ -115,15 +115,20 @@ class SessionApi:
             return message_error(error)
         slices, page = Slices(), []
         begun = after is None or after not in self._ledger.table
-        for session in [*self._ledger.table.roots()]:
+        for session in self._ledger.table.all():
             await slices.end()
+            if session.owner is not None:
+                continue
             if not begun:
                 begun = session.id == after
             elif (state in (None, session.state)) and (group in (None, session.record.group)):
                 page.append(session)
                 if len(page) > limit:
                     break
-        listed = [each.info() for each in page[:limit]]
+        listed: list[SessionInfo] = []
+        for session in page[:limit]:
+            await slices.end()
+            listed.append(session.info())
         return _answer(SessionList(listed, listed[-1].id if len(page) > limit else None))
 
     async def read(self, request: Request) -> Response:
@@ -132,7 +137,7 @@ class SessionApi:
             session = self._find(request)
         except VerlServerError as error:
             return message_error(error)
-        return self._described(session)
+        return await self._described(session)
 
     async def delete(self, request: Request) -> Response:
         """Return {} after the session, its children and its key were forgotten. 404 if there is no such session."""
@@ -161,7 +166,7 @@ class SessionApi:
             await self._ledger.store.flushed()
         except VerlServerError as error:
             return message_error(error)
-        return self._described(session)
+        return await self._described(session)
 
     async def trajectory(self, request: Request) -> Response:
         """Return all branches of a session and its children, ready to train on."""
@@ -181,7 +186,7 @@ class SessionApi:
             found += await self._branches(each, mask, retries, len(found))
             await slices.end()
         root = session.root
-        session.fetched = root.state != "open"
+        self._ledger.read(session)
         binary = MSGPACK in request.headers.get("accept", "")
         columns = binary or query.get("format") == "columns"
         head = SessionTrajectory(
@@ -217,9 +222,10 @@ class SessionApi:
     def _find(self, request: Request) -> Session:
         return self._ledger.table.find(request.path_params["session_id"])
 
-    def _described(self, session: Session) -> Response:
+    async def _described(self, session: Session) -> Response:
         children = [each.id for each in self._ledger.table.family(session)[1:]]
-        return _answer(msgspec.structs.replace(session.info(), tree=session.tree(), children=children))
+        tree = [turn async for turn in session.tree()]
+        return _answer(msgspec.structs.replace(session.info(), tree=tree, children=children))
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         given = parse_json(await read_body(request, self._limit))
