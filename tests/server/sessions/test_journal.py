@@ -18,7 +18,16 @@ from verl_server.errors import BadRequestError, SessionUnavailableError
 from verl_server.server.sessions.journal import Journal
 from verl_server.server.sessions.journal_files import DamagedStoreError, Disk, JournalFiles
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.records import FORMAT, BeginRecord, HeaderRecord, TurnRecord
+from verl_server.server.sessions.records import (
+    FORMAT,
+    BeginRecord,
+    CurrentRecord,
+    CutRecord,
+    HeaderRecord,
+    TurnRecord,
+    frame,
+    payload,
+)
 from verl_server.server.sessions.restart import restore
 from verl_server.server.sessions.stored_turn import stored_turns
 from verl_server.server.sessions.turn import sequence
@@ -199,19 +208,25 @@ def test_a_file_that_ends_anywhere_is_cut_to_whole_records(tmp_path: Path) -> No
         await fill(store.ledger)
         await store.close()
         file = tmp_path / "full" / "journal-00000001.log"
-        data = file.read_bytes()
+        data, current = file.read_bytes(), encoded(CurrentRecord(1, None))
         ends, offset = [0], 0
         while offset < len(data):
             offset += 8 + struct.unpack_from("<I", data, offset)[0]
             ends.append(offset)
         folder = tmp_path / "cut"
-        for size in range(len(data) + 1):
+        for size in sorted({*range(0, len(data), 3), *ends, *(end - 1 for end in ends[1:])}):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             (folder / file.name).write_bytes(data[:size])
-            files = JournalFiles(folder, HEADER)
+            (folder / "current").write_bytes(current)
+            files = JournalFiles(folder, HEADER, DiskWithoutSync())
             files.open()
             whole = sum(end <= size for end in ends) - 1
+            if whole == 0:  # the header was on the disk before `current` named the file
+                with pytest.raises(DamagedStoreError, match=file.name):
+                    list(files.records())
+                files.close()
+                continue
             assert restore(SessionLedger(), (record for record, _ in files.records())) == max(whole - 1, 0)
             assert (folder / file.name).stat().st_size == ends[whole]
             files.begin()
@@ -243,10 +258,121 @@ def test_damage_anywhere_else_refuses_the_start(tmp_path: Path) -> None:
         broken = bytearray(data)
         broken[len(data) // 2] ^= 1
         (tmp_path / "last" / first.name).write_bytes(broken)
-        with pytest.raises(DamagedStoreError):
+        (tmp_path / "last" / "current").write_bytes(encoded(CurrentRecord(1, None)))
+        with pytest.raises(DamagedStoreError, match=r"journal-00000001\.log"):
             Store(tmp_path / "last")
 
     run(main())
+
+
+def encoded(record: Any) -> bytes:
+    body = payload(record)
+    return frame(body) + body
+
+
+async def long_store(folder: Path, *, killed: bool = False) -> dict[str, bytes]:
+    """Make a store of several servers, one after the other, with a snapshot. Return its files as the last left them."""
+    files: dict[str, bytes] = {}
+    for i in range(5):
+        store = Store(folder, compact_bytes=4000 if i == 1 else 2**30)
+        for j in range(20 if i == 1 else 2):
+            who = created(store.ledger, id=f"s{i}-{j}")
+            await turn(store.ledger, who, plan([1] * 40), [2] * 40)
+            if i == 1 and j:
+                store.ledger.delete(who.session_id)
+        await store.ledger.store.flushed()
+        if i == 1:
+            await _until(lambda: any(folder.glob("snapshot-*.log")))
+        if i == 4:
+            files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+        await store.close()
+    if not killed:
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+    return files
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_file_that_was_deleted_or_emptied_is_named(tmp_path: Path, killed: bool) -> None:
+    async def main() -> None:
+        files = await long_store(tmp_path / "full", killed=killed)
+        assert len(files) >= 5 and "current" in files
+        folder = tmp_path / "damaged"
+        put(folder, files)
+        await Store(folder).close()
+        for name in files:
+            put(folder, {other: data for other, data in files.items() if other != name})
+            with pytest.raises(DamagedStoreError, match=f"{'journal|' if name.startswith('snapshot') else ''}{name}"):
+                Store(folder)
+            put(folder, files | {name: b""})
+            with pytest.raises(DamagedStoreError, match=name):
+                Store(folder)
+
+    run(main())
+
+
+def test_a_file_that_ends_at_the_end_of_a_record_is_noticed_unless_it_is_that_of_a_killed_server(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        files = await long_store(tmp_path / "full")
+        folder = tmp_path / "damaged"
+        for name in files.keys() - {"current"}:
+            offset, ends = 0, []
+            while offset < len(files[name]):
+                offset += 8 + struct.unpack_from("<I", files[name], offset)[0]
+                ends.append(offset)
+            for end in ends[:-1]:
+                put(folder, files | {name: files[name][:end]})
+                with pytest.raises(DamagedStoreError, match=name):
+                    Store(folder)
+
+    run(main())
+
+
+def test_a_store_of_an_older_format_is_named_with_the_remedy(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "journal-00000001.log").write_bytes(encoded(msgspec.structs.replace(HEADER, format=1)))
+        with pytest.raises(
+            BadRequestError, match=r"has format 1, and this version writes format 2\. Name another folder"
+        ):
+            Store(tmp_path)
+
+    run(main())
+
+
+def test_a_turn_whose_messages_were_lost_does_not_fit() -> None:
+    async def main() -> None:
+        ledger, lossy = SessionLedger(), SessionLedger()
+        records: list[Any] = []
+        ledger.store = Recorder(records)
+        who = created(ledger)
+        await turn(ledger, who, plan([1], new_nodes=node("a")), [2])
+        await turn(ledger, who, plan([3], new_nodes=node("b"), after_node=1), [4])
+        kept = [record for record in records if getattr(record, "turn", None) != 0]
+        with pytest.raises(DamagedStoreError, match="without 'message 0 of session"):
+            restore(lossy, kept)
+        restore(SessionLedger(), [*kept[:1], CutRecord("lost"), *kept[1:]])
+
+    run(main())
+
+
+class Recorder:
+    """A store that keeps records in a list."""
+
+    failure: str | None = None
+
+    def __init__(self, records: list[Any]) -> None:
+        self.put = records.append
+
+    async def flushed(self) -> None:
+        pass
 
 
 # -- failing disks ------------------------------------------------------------------------------------------
@@ -256,7 +382,14 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-class CrashingDisk(Disk):
+class DiskWithoutSync(Disk):
+    """A killed process loses nothing that it gave to the system."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
+class CrashingDisk(DiskWithoutSync):
     """Ends the process at the call number `at`. A write that it interrupts has written half."""
 
     def __init__(self, at: int) -> None:
@@ -306,8 +439,6 @@ def _records_of(folder: Path) -> list[Any]:
 
 def _write(folder: Path, disk: Disk, records: list[Any], acknowledged: list[Any]) -> None:
     """Write records one by one, rotate on the way, and compact at the end."""
-    from verl_server.server.sessions.records import frame, payload
-
     files = JournalFiles(folder, HEADER, disk)
     try:
         files.open()
@@ -349,7 +480,7 @@ def test_a_crash_at_any_call_loses_no_acknowledged_record(tmp_path: Path) -> Non
         assert found == kept or len(found) >= len(acknowledged), at
         # The next start writes behind it.
         again: list[Any] = []
-        _write(folder, Disk(), source[:3], again)
+        _write(folder, DiskWithoutSync(), source[:3], again)
         assert _records_of(folder)[-1] == source[2]
         if ended:
             assert found == kept
@@ -445,13 +576,15 @@ def test_policies(tmp_path: Path) -> None:
         await store.close()
         lazy = FullDisk()
         store = Store(tmp_path / "never", "never", disk=lazy)
+        before = lazy.syncs
         await turn(store.ledger, created(store.ledger), plan([1]), [2])
-        assert lazy.syncs == 0
+        assert lazy.syncs == before
         await store.close()
         timed = FullDisk()
         store = Store(tmp_path / "interval", "interval", disk=timed)
+        before = timed.syncs
         await turn(store.ledger, created(store.ledger), plan([1]), [2])
-        await _until(lambda: timed.syncs > 0)
+        await _until(lambda: timed.syncs > before)
         await store.close()
 
     run(main())

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from verl_server.errors import SessionUnavailableError
 from verl_server.server.sessions.journal_files import JournalFiles
-from verl_server.server.sessions.records import DeleteRecord, Record, SessionRecord, frame, payload
+from verl_server.server.sessions.records import CutRecord, DeleteRecord, Record, SessionRecord, frame, payload
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class Journal:
 
     def count(self, record: Record, size: int) -> None:
         """Note a record that is in the files, so that compaction knows what lives."""
+        if isinstance(record, CutRecord):
+            return
         session = _session(record)
         if isinstance(record, DeleteRecord):
             self._dead += self._live.pop(session, 0) + size

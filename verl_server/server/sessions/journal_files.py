@@ -3,6 +3,11 @@
 A snapshot N holds what lives of all files before N, and the journals from N on follow it. It is complete once it has
 its name: it is written as `.tmp`, synced and renamed. `Journal` calls these methods in its threads; before they start,
 the server calls `open` and `records`.
+
+The files are a chain, so that a file that was lost or cut off is noticed: their numbers have no gaps, the header of a
+journal has the size of the one before it, a snapshot ends with its number of records, and the file `current` names the
+last journal. After a server that was closed, `current` also has the size of that journal. `journal_repair` reads the
+same chain to give up what was lost.
 """
 
 from __future__ import annotations
@@ -12,12 +17,18 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.sessions.records import (
     FORMAT,
+    KINDS,
+    CurrentRecord,
+    CutRecord,
     DamagedRecordError,
     EndRecord,
     HeaderRecord,
@@ -29,12 +40,30 @@ from verl_server.server.sessions.records import (
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(journal|snapshot)-(\d{8})\.log")
+CURRENT = "current"
 _SEARCH = 4 * 2**20
 """Bytes behind a damaged record that are searched for a sound one."""
 
 
 class DamagedStoreError(VerlServerError):
     """The session store cannot be read."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file of the store."""
+
+    path: Path
+    offset: int
+    """Bytes of the whole records, which can be kept."""
+    size: int
+    """Bytes of the file; 0 if it is missing."""
+    reason: str
+    is_torn_end: bool = False
+    """The last journal of a server that was killed ends in a part of a record, which nobody was told to be stored."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, byte {self.offset}: {self.reason}"
 
 
 class Disk:
@@ -60,6 +89,21 @@ class Disk:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+
+@dataclass
+class _Read:
+    """What was read of a file."""
+
+    path: Path
+    size: int
+    """Bytes of whole records."""
+    count: int = 0
+    """Number of records, the header included."""
+    is_ended: bool = False
+    """True if the last record is the end of a snapshot, with the right number."""
+    is_given_up: bool = False
+    """True if a repair gave up the rest of the file, or if its damage was reported."""
 
 
 class JournalFiles:
@@ -98,38 +142,118 @@ class JournalFiles:
 
         Raise DamagedStoreError at any other damage, and BadRequestError for the store of another model.
         """
-        for path, is_last in self._files():
-            data = path.read_bytes()
-            offset = 0
-            while offset < len(data):
-                try:
-                    record, end = read_record(data, offset)
-                except DamagedRecordError as error:
-                    if not is_last or self._continues(data, offset):
-                        raise DamagedStoreError(
-                            f"The session store is damaged: {path}, byte {offset}: {error}. To lose what follows in "
-                            f"this file and keep a copy of it: verl-server trajectories repair {self._folder}"
-                        ) from None
-                    self._cut(path, offset, len(data) - offset)
-                    break
-                if offset == 0:
-                    self._check_header(path, record)
-                elif not isinstance(record, EndRecord):
-                    yield record, end - offset
-                offset = end
+        return self.scan(self._refuse)
 
-    def _files(self) -> list[tuple[Path, bool]]:
-        """Return the snapshot and the journals that follow it. True for the last journal, which may end anywhere."""
-        snapshots = self._numbers("snapshot")
-        paths = [self._path("snapshot", max(snapshots))] if snapshots else []
-        first = max(snapshots, default=0)
-        paths += [self._path("journal", number) for number in self._numbers("journal") if number >= first]
-        return [(path, i == len(paths) - 1 and path.name.startswith("journal")) for i, path in enumerate(paths)]
+    def scan(self, report: Callable[[Damage], None]) -> Iterator[tuple[Any, int]]:
+        """Yield all records that can be read. `report` is called with each damage, and may raise."""
+        current = self._current(report)
+        before: _Read | None = None
+        for path, kind, number in self._expected(current):
+            if not path.exists():
+                report(Damage(path, 0, 0, "the file is missing"))
+                before = _Read(path, 0, is_given_up=True)
+                continue
+            is_last = kind == "journal" and number == max(self._numbers("journal"))
+            # Fewest records of a last journal that ends in a part of one: `current` is written behind the header.
+            fewest = 0 if current.number < number else 1
+            may_be_torn = is_last and current.number <= number and (fewest == 0 or current.size is None)
+            read = _Read(path, 0)
+            data = path.read_bytes()
+            found: list[Damage] = []
+            for record, size in self._read(data, read, found, fewest if may_be_torn else None):
+                if read.count == 1:
+                    self._check_header(path, record)
+                    self._check_previous(path, number, record, before, report)
+                elif not isinstance(record, EndRecord):
+                    yield record, size
+            if not found and kind == "snapshot" and not read.is_ended:
+                found.append(Damage(path, read.size, len(data), "the snapshot is not complete"))
+            if not found and not read.count and not (is_last and current.number < number):
+                found.append(Damage(path, 0, 0, "the file is empty"))
+            if is_last and current.number == number and current.size not in (None, read.size) and not read.is_given_up:
+                text = f"the file has {len(data):,} bytes, and had {current.size:,} when the server was closed"
+                found.append(Damage(path, read.size, len(data), text))
+            for damage in found[:1]:
+                report(damage)
+                read.is_given_up = True
+            before = read
+
+    def _read(self, data: bytes, read: _Read, found: list[Damage], fewest: int | None) -> Iterator[tuple[Any, int]]:
+        """Yield the records of a file up to its damage. `fewest`: records before a torn end; None if it has none."""
+        while read.size < len(data):
+            try:
+                record, end = read_record(data, read.size)
+            except DamagedRecordError as error:
+                is_torn = fewest is not None and read.count >= fewest and not self._continues(data, read.size)
+                found.append(Damage(read.path, read.size, len(data), str(error), is_torn))
+                return
+            read.is_ended = isinstance(record, EndRecord) and record.records == read.count
+            read.is_given_up = isinstance(record, CutRecord)
+            read.count += 1
+            size, read.size = end - read.size, end
+            yield record, size
+
+    def _current(self, report: Callable[[Damage], None]) -> CurrentRecord:
+        """Return what the file `current` says. The first start may have ended before it was written."""
+        path = self._folder / CURRENT
+        try:
+            record, _ = read_record(path.read_bytes(), 0)
+            if not isinstance(record, CurrentRecord):
+                raise DamagedRecordError("it is another record")
+            return record
+        except FileNotFoundError:
+            if any([self._has_records(number) or number > 1 for number in self._numbers("journal")]):
+                report(Damage(path, 0, 0, "the file is missing"))
+        except DamagedRecordError as error:
+            report(Damage(path, 0, path.stat().st_size, str(error)))
+        return CurrentRecord(0, None)
+
+    def _has_records(self, number: int) -> bool:
+        """Return True if a journal has more than its header. Raise BadRequestError for another format."""
+        path = self._path("journal", number)
+        data = path.read_bytes()
+        try:
+            record, end = read_record(data, 0)
+        except DamagedRecordError:
+            return self._continues(data, 0)
+        self._check_header(path, record)
+        return end < len(data)
+
+    def _expected(self, current: CurrentRecord) -> list[tuple[Path, str, int]]:
+        """Return (path, kind, number) of the newest snapshot and of the journals behind it, those that are lost too."""
+        snapshot, journals = max(self._numbers("snapshot"), default=None), self._numbers("journal")
+        last = max([*journals, current.number])
+        first = snapshot if snapshot is not None else min(journals, default=max(last, 1))
+        expected = [] if snapshot is None else [(self._path("snapshot", snapshot), "snapshot", snapshot)]
+        numbers = range(first, max(last, snapshot or 0) + 1)
+        return expected + [(self._path("journal", number), "journal", number) for number in numbers]
+
+    def _check_previous(
+        self, path: Path, number: int, header: HeaderRecord, before: _Read | None, report: Callable[[Damage], None]
+    ) -> None:
+        """Compare the header of a journal with the file before it."""
+        if header.previous is None or path.name.startswith("snapshot"):
+            return
+        if before is None:
+            text = "the file is missing, and there is no snapshot in its place"
+            report(Damage(self._path("journal", number - 1), 0, 0, text))
+        elif before.path.name.startswith("journal") and not before.is_given_up and before.size != header.previous:
+            text = f"the file has {before.size:,} bytes instead of {header.previous:,}"
+            report(Damage(before.path, before.size, before.size, text))
+
+    def _refuse(self, damage: Damage) -> None:
+        if damage.is_torn_end:
+            self._cut(damage.path, damage.offset, damage.size - damage.offset)
+            return
+        raise DamagedStoreError(
+            f"The session store is damaged: {damage}. Restore the file, or give up what was lost: "
+            f"verl-server trajectories repair {self._folder}"
+        )
 
     def _continues(self, data: bytes, damaged: int) -> bool:
         """Return True if a sound record follows the damaged one, which is then no record that was cut off."""
         for offset in range(damaged + 1, min(len(data), damaged + _SEARCH)):
-            if len(data) - offset > 9 and 1 <= data[offset + 8] <= 9 and data[offset + 3] == 0:
+            if len(data) - offset > 9 and 1 <= data[offset + 8] <= KINDS and data[offset + 3] == 0:
                 try:
                     read_record(data, offset)
                 except DamagedRecordError:
@@ -147,8 +271,13 @@ class JournalFiles:
             self._disk.close(fd)
 
     def _check_header(self, path: Path, record: Any) -> None:
-        if not isinstance(record, HeaderRecord) or record.format != FORMAT:
-            raise DamagedStoreError(f"{path} is no journal of format {FORMAT}.")
+        if not isinstance(record, HeaderRecord):
+            raise DamagedStoreError(f"{path} is no journal: it does not begin with a header.")
+        if record.format != FORMAT:
+            raise BadRequestError(
+                f"session_store: {path} has format {record.format}, and this version writes format {FORMAT}. Name "
+                "another folder; the version that wrote the store can still export its trajectories."
+            )
         if (record.vocabulary, record.tokenizer) != (self._header.vocabulary, self._header.tokenizer):
             raise BadRequestError(
                 f"session_store: {path} was written with the tokenizer of {record.model_path}, which is another one. "
@@ -164,20 +293,24 @@ class JournalFiles:
         if last.exists() and last.stat().st_size == 0:
             self._disk.remove(last)
             self._number -= 1
+            last = self._path("journal", self._number)
+        self._size = last.stat().st_size if last.exists() else -1
         self.rotate()
 
     def rotate(self) -> None:
         """Sync and close the current file, and begin the next one."""
         if self._fd >= 0:
-            self._disk.sync(self._fd)
-        head = payload(self._header)
+            self.sync()
+        head = payload(msgspec.structs.replace(self._header, previous=self._size if self._size >= 0 else None))
         head = frame(head) + head
         number = self._number + 1
         path = self._path("journal", number)
         fd = self._disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self._write_all(fd, head)
+            self._disk.sync(fd)
             self._sync_folder()
+            self._write_current(number, None)
         except OSError:
             self._disk.close(fd)
             self._disk.remove(path)  # the current file goes on, and only the last file may end in half a record
@@ -185,6 +318,18 @@ class JournalFiles:
         if self._fd >= 0:
             self._disk.close(self._fd)
         self._fd, self._number, self._size = fd, number, len(head)
+
+    def _write_current(self, number: int, size: int | None) -> None:
+        body = payload(CurrentRecord(number, size))
+        temporary = self._folder / f"{CURRENT}.tmp"
+        fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._write_all(fd, frame(body) + body)
+            self._disk.sync(fd)
+        finally:
+            self._disk.close(fd)
+        self._disk.rename(temporary, self._folder / CURRENT)
+        self._sync_folder()
 
     def append(self, data: bytes) -> None:
         """Write whole records. Raise OSError; the records are then not in the file, and the caller has to try again."""
@@ -203,15 +348,27 @@ class JournalFiles:
             view = view[self._disk.write(fd, view[: 2**24]) :]
 
     def sync(self) -> None:
-        self._disk.sync(self._fd)
+        try:
+            self._disk.sync(self._fd)
+        except OSError:
+            self._is_torn = True  # the system may have dropped what it could not write
+            raise
 
     def close(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-            self._fd = -1
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Note the size of the current file if all of it is on the disk, and release the folder."""
+        try:
+            if self._fd >= 0 and not self._is_torn:
+                self.sync()
+                self._write_current(self._number, self._size)
+        except OSError as error:
+            logger.error("The end of the session store could not be written: %s.", error)
+        finally:
+            if self._fd >= 0:
+                self._disk.close(self._fd)
+                self._fd = -1
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     # -- compaction -----------------------------------------------------------------------------------------
 
@@ -238,14 +395,15 @@ class JournalFiles:
         return self._number
 
     def _closed(self, number: int, lives: Callable[[Any], bool]) -> Iterator[Any]:
-        for path, _ in self._files():
-            found = _NAME.fullmatch(path.name)
-            if found is None or (found[1] == "journal" and int(found[2]) >= number):
+        for path, kind, each in self._expected(CurrentRecord(0, None)):
+            if kind == "journal" and each >= number:
                 continue
             data, offset = path.read_bytes(), 0
             while offset < len(data):
                 record, offset = read_record(data, offset)
-                if not isinstance(record, HeaderRecord | EndRecord) and lives(record):
+                if not isinstance(record, HeaderRecord | EndRecord) and (
+                    isinstance(record, CutRecord) or lives(record)
+                ):
                     yield record
 
     def _put(self, fd: int, record: Any) -> int:
@@ -271,6 +429,6 @@ class JournalFiles:
     def _sync_folder(self) -> None:
         fd = self._disk.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(fd)
+            self._disk.sync(fd)
         finally:
             self._disk.close(fd)

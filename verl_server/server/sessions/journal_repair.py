@@ -1,8 +1,9 @@
 """Repair of a damaged session store: `verl-server trajectories repair FOLDER`.
 
-A server refuses a store in which a record is damaged and other records or files follow it. `repair` cuts each damaged
-file at its last whole record, and keeps a copy of the file as it was. It takes the lock of the folder, so that no
-server writes meanwhile. Records of later files stay; if one of them needs a lost record, `restart.restore` refuses it.
+A server refuses a store in which a record is damaged or a file is missing. `repair` gives up what was lost: it cuts a
+damaged file at its last whole record, keeps a copy of the file as it was, makes an empty file for one that is missing,
+and ends each of them with a `CutRecord`. It takes the lock of the folder, so that no server writes meanwhile. The
+records of later files stay; `restart.restore` leaves out the sessions that need a lost record.
 """
 
 from __future__ import annotations
@@ -10,75 +11,97 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from verl_server.durable import flush, write_file
 from verl_server.errors import BadRequestError
-from verl_server.server.sessions.records import DamagedRecordError, read_record
-
-_NAME = re.compile(r"(journal|snapshot)-\d{8}\.log")
-
-
-@dataclass(frozen=True)
-class Damage:
-    """The first record of a file that cannot be read."""
-
-    path: Path
-    offset: int
-    """Bytes of the whole records before it."""
-    size: int
-    """Bytes of the file."""
-    reason: str
-
-    def __str__(self) -> str:
-        lost = self.size - self.offset
-        return f"{self.path}, byte {self.offset}: {self.reason}. {lost} bytes from there on cannot be kept."
+from verl_server.server.sessions.journal_files import CURRENT, Damage, JournalFiles
+from verl_server.server.sessions.records import (
+    CurrentRecord,
+    CutRecord,
+    DamagedRecordError,
+    EndRecord,
+    HeaderRecord,
+    Record,
+    frame,
+    payload,
+    read_record,
+)
 
 
 def find_damage(folder: Path) -> list[Damage]:
     """Return the damage of a store, one for each damaged file. Raise BadRequestError if the folder is no store."""
-    files = sorted(path for path in folder.glob("*.log") if _NAME.fullmatch(path.name))
-    if not files:
-        raise BadRequestError(f"{folder} is no session store: it has no journal-NNNNNNNN.log.")
-    return [damage for path in files if (damage := _damage_of(path)) is not None]
+    found: dict[Path, Damage] = {}
+
+    def note(damage: Damage) -> None:
+        if not damage.is_torn_end:  # the server cuts it off
+            found.setdefault(damage.path, damage)
+
+    for _ in JournalFiles(folder, _header(folder)).scan(note):
+        pass
+    return list(found.values())
 
 
-def _damage_of(path: Path) -> Damage | None:
-    data, offset = path.read_bytes(), 0
-    while offset < len(data):
-        try:
-            _, offset = read_record(data, offset)
-        except DamagedRecordError as error:
-            return Damage(path, offset, len(data), str(error))
-    return None
+def repair(damage: Damage, header: HeaderRecord) -> Path | None:
+    """Give up what a file lost, and return the path of a copy of the file; None if it was missing.
 
-
-def repair(damage: Damage) -> Path:
-    """Cut a file at its last whole record, and return the path of a copy of the whole file.
-
-    The copy is on disk before the file is cut. An earlier copy is never replaced.
+    The copy is on disk before the file is changed. An earlier copy is never replaced.
     """
-    number = 0
-    while (copy := damage.path.with_name(f"{damage.path.name}.damaged-{number}")).exists():
-        number += 1
-    shutil.copy2(damage.path, copy)
-    for path in (copy, damage.path.parent):
-        _sync(path)
-    os.truncate(damage.path, damage.offset)
-    _sync(damage.path)
+    copy = _copy(damage.path) if damage.path.exists() else None
+    if damage.path.name == CURRENT:
+        numbers = [int(path.stem.rpartition("-")[2]) for path in damage.path.parent.glob("*-*.log")]
+        write_file(damage.path, _encoded(CurrentRecord(max(numbers), None)))
+        damage.path.chmod(0o600)
+        return copy
+    kept = damage.path.read_bytes()[: damage.offset] if copy is not None else b""
+    kept = kept or _encoded(header)
+    kept += _encoded(CutRecord(damage.reason))
+    if damage.path.name.startswith("snapshot"):
+        kept += _encoded(EndRecord(sum(1 for _ in _records(kept))))
+    write_file(damage.path, kept)
+    damage.path.chmod(0o600)
     return copy
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _header(folder: Path) -> HeaderRecord:
+    """Return the header of any file of a store. Raise BadRequestError if there is none."""
+    files = sorted([*folder.glob("snapshot-*.log"), *folder.glob("journal-*.log")])
+    for path in files:
+        record = next(_records(path.read_bytes()), None)
+        if isinstance(record, HeaderRecord):
+            return HeaderRecord(record.format, record.vocabulary, record.tokenizer, record.model_path)
+    if not files:
+        raise BadRequestError(f"{folder} is no session store: it has no journal-NNNNNNNN.log.")
+    raise BadRequestError(f"No file of {folder} has a header that can be read, so nothing can be kept.")
+
+
+def _records(data: bytes) -> Iterator[Record]:
+    """Yield the whole records before any damage."""
+    offset = 0
+    while offset < len(data):
+        try:
+            record, offset = read_record(data, offset)
+        except DamagedRecordError:
+            return
+        yield record
+
+
+def _encoded(record: Record) -> bytes:
+    body = payload(record)
+    return frame(body) + body
+
+
+def _copy(path: Path) -> Path:
+    number = 0
+    while (copy := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    shutil.copy2(path, copy)
+    flush(copy)
+    flush(copy.parent)
+    return copy
 
 
 @contextmanager
@@ -104,12 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with locked(args.folder):
         found = find_damage(args.folder)
+        header = _header(args.folder)
         for damage in found:
-            print(damage)
+            print(f"{damage}. {damage.size - damage.offset} bytes from there on cannot be kept.")
             if not args.check:
-                print(f"  Cut at byte {damage.offset}. The whole file is kept as {repair(damage)}.")
+                copy = repair(damage, header)
+                print("  Given up." + (f" The whole file is kept as {copy}." if copy is not None else ""))
     if not found:
         print(f"{args.folder}: all records are whole.")
     elif args.check:
-        print("Run the command without --check to cut each file there; a copy of the file is kept.")
+        print("Run the command without --check to give up what was lost; a copy of each file is kept.")
     return 1 if found and args.check else 0

@@ -20,7 +20,7 @@ from verl_server.chat.session_view import CompletionText
 from verl_server.errors import VerlServerError
 from verl_server.session_types import ForcedMode, History, PolicyLogprobs, SessionLimits
 
-FORMAT = 1
+FORMAT = 2
 FRAME = struct.Struct("<II")
 _LARGEST = 2**31
 """Bytes: a length beyond it is no length."""
@@ -34,6 +34,8 @@ class HeaderRecord(msgspec.Struct, frozen=True):
     tokenizer: bytes
     """Digest of the tokenizer, 16 bytes."""
     model_path: str
+    previous: int | None = None
+    """Bytes of the file before this one. None: this is a snapshot, or the first file of the store."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -148,6 +150,20 @@ class EndRecord(msgspec.Struct, frozen=True):
     records: int
 
 
+class CutRecord(msgspec.Struct, frozen=True):
+    """Last record of a journal whose rest was lost and given up, by `verl-server trajectories repair`."""
+
+    reason: str
+
+
+class CurrentRecord(msgspec.Struct, frozen=True):
+    """The only record of the file `current`, which names the last journal."""
+
+    number: int
+    size: int | None
+    """Bytes of that journal; None while a server writes it, and after a server that was killed."""
+
+
 Record = (
     HeaderRecord
     | SessionRecord
@@ -158,6 +174,8 @@ Record = (
     | FinishRecord
     | DeleteRecord
     | EndRecord
+    | CutRecord
+    | CurrentRecord
 )
 _KINDS: dict[int, type[msgspec.Struct]] = {
     1: HeaderRecord,
@@ -169,7 +187,11 @@ _KINDS: dict[int, type[msgspec.Struct]] = {
     7: DeleteRecord,
     8: EndRecord,
     9: DeliveredRecord,
+    10: CutRecord,
+    11: CurrentRecord,
 }
+KINDS = len(_KINDS)
+"""The kinds of records are 1 to this number."""
 _KIND_OF = {struct_type: kind for kind, struct_type in _KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in _KINDS.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_server.server.sessions.journal_files import DamagedStoreError
 from verl_server.server.sessions.ledger import SessionLedger
-from verl_server.server.sessions.records import SessionRecord
+from verl_server.server.sessions.records import CutRecord, DeleteRecord, SessionRecord
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,33 @@ class RestartGate:
 def restore(ledger: SessionLedger, records: Iterable[Any]) -> int:
     """Apply the records of earlier runs. Return their number. Raise DamagedStoreError if they do not fit together.
 
-    A record of a session that was deleted is skipped: a turn may end after its session.
+    A record of a session that was deleted is skipped: a turn may end after its session. Behind a repair (`CutRecord`),
+    a session whose records do not fit together has lost some of them, and is left out.
     """
-    count = 0
+    count, lost, is_repaired = 0, set[str](), False
     for record in records:
-        if isinstance(record, SessionRecord) or record.session in ledger.table:
-            try:
-                ledger.table.apply(record)
-            except (KeyError, IndexError) as error:
+        count += 1
+        if isinstance(record, CutRecord):
+            is_repaired = True
+            continue
+        if not isinstance(record, SessionRecord) and record.session not in ledger.table:
+            continue
+        try:
+            ledger.table.apply(record)
+        except (KeyError, IndexError) as error:
+            if not is_repaired:
                 raise DamagedStoreError(
                     f"The session store is damaged: {type(record).__name__} without {error}."
                 ) from None
-        count += 1
+            root = (record.id if isinstance(record, SessionRecord) else record.session).partition(".")[0]
+            lost.add(root)
+            if root in ledger.table:
+                ledger.table.apply(DeleteRecord(root))
+    if lost:
+        logger.warning(
+            "%d sessions lost records before the store was repaired, and are left out: %s",
+            len(lost),
+            ", ".join(sorted(lost)[:10]) + (", ..." if len(lost) > 10 else ""),
+        )
     ledger.restored()
     return count

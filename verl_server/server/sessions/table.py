@@ -149,9 +149,12 @@ class SessionTable:
     def _apply_turn(self, session: Session, record: TurnRecord) -> None:
         if record.parent >= 0 and session.turns[record.parent] is None:
             raise KeyError(f"turn {record.parent} of session {session.id}")
+        have = len(session.nodes) - record.first_node
+        if have < 0:
+            raise KeyError(f"message {len(session.nodes)} of session {session.id}")
         turn = Turn.of(record, session.once)
         session.add(record.turn, turn)
-        session.nodes.extend(record.nodes[(len(session.nodes) - record.first_node) * NODE.size :])
+        session.nodes.extend(record.nodes[have * NODE.size :])
         session.stored_nodes = len(session.nodes)
         self.measure(session)
         session.branches = max(session.branches, turn.branch + 1)
