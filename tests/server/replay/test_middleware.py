@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import orjson
 import pytest
 
 from tests.steps import Steps
@@ -393,6 +394,28 @@ def test_the_counted_bytes_of_a_kept_answer_are_about_its_memory() -> None:
         counted = (house.middleware.entries.size - size) / count
         assert used < text + 1500, used
         assert 0.75 < counted / used < 1.4, (counted, used)
+
+    scenario(test)
+
+
+def test_a_kept_answer_does_not_keep_the_buffer_of_its_encoder() -> None:
+    """orjson returns bytes that keep the memory of a buffer of some KiB."""
+
+    async def test(house: House) -> None:
+        count = 200
+        house.app.gates, house.app.pieces = house.app.gates[:3], [b"warm"]
+        await ask(house, range(20))
+        gc.collect()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for key in range(20, 20 + count):
+            house.app.pieces = [orjson.dumps({"text": "x" * 400, "key": key})]
+            await ask(house, range(key, key + 1))
+        house.app.pieces = []
+        gc.collect()
+        used = (tracemalloc.get_traced_memory()[0] - before) / count
+        tracemalloc.stop()
+        assert used < 420 + 1500, used
 
     scenario(test)
 

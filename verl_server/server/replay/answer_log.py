@@ -120,7 +120,8 @@ class AnswerLog:
         for piece in self._pieces:
             end += len(piece)
             self._ends.append(end)
-        self._body = b"".join(self._pieces)
+        # A copy: encoders return bytes that keep the memory of a larger buffer, and a join of one piece is this piece.
+        self._body = bytes(bytearray().join(self._pieces))
         self._start, self._pieces = None, []
 
     def next_change(self) -> asyncio.Event:
