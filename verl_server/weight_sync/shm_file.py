@@ -84,6 +84,10 @@ def _count_down(fd: int) -> None:
     The ranks exclude each other by a lock; the owner counts without one, but waits for the reply meanwhile.
     """
     fcntl.flock(fd, fcntl.LOCK_EX)
-    (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
-    if count > 1:
-        os.pwrite(fd, _COUNT.pack(count - 1), 0)
+    try:
+        (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
+        if count > 1:
+            os.pwrite(fd, _COUNT.pack(count - 1), 0)
+    finally:
+        # A duplicate of the descriptor outlives this call, and would keep the lock. The other ranks wait for it.
+        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import math
 import os
 import pickle
@@ -92,6 +93,18 @@ def test_each_pickled_reference_is_given_back_once() -> None:
     assert references(name) == 1
     read(second)  # a second rank reads the same payload: the owner's own reference stays
     assert references(name) == 1
+
+
+def test_an_open_file_locks_out_no_other_rank() -> None:
+    tensor = torch.ones(5)
+    [(_, handle)] = parse_payload(sglang.dumps([("w", tensor)]), None)
+    fd, path = open_shm_file(handle.allocation)
+    other = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what another rank does, without a wait
+    finally:
+        os.close(other)
+        os.close(fd)
 
 
 def test_references_that_nobody_will_open_are_given_back() -> None:
