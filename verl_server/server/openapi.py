@@ -237,7 +237,7 @@ def _error_statuses(operation: Operation, path: str, method: str) -> list[int]:
         statuses |= {503}  # every dialect needs the scheduler
     if operation.access != "open":
         statuses |= {401}
-    if operation.body is not None or operation.query or operation.access == "control":
+    if operation.body is not None or operation.query or operation.access == "control" or "{" in path:
         statuses |= {400}
     if operation.body is not None or method != "GET":
         statuses |= {413}
