@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import tyro
 from transformers import AutoTokenizer
 
@@ -56,8 +55,7 @@ async def guess(session: AgentSession, task: AgentTask) -> None:
     environment = session.environment
     assert environment is not None
     messages: list[Any] = []
-    plain = httpx.AsyncClient(verify=False)  # the address is http://, and loading certificates costs milliseconds
-    async with session.openai(http_client=plain) as client:
+    async with session.openai() as client:
         while not environment.done:
             messages.append({"role": "user", "content": environment.observation})
             reply = await client.chat.completions.create(model="policy", messages=messages)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import tyro
 
 from verl_server.rollout.agents.types import AgentSession, AgentTask
@@ -91,8 +90,7 @@ async def _play(session: AgentSession, asked: dict[str, Any]) -> None:
     game = session.environment
     assert game is not None
     messages: list[Any] = [{"role": "user", "content": game.observation}]
-    headers = {"Authorization": f"Bearer {session.api_key}"}
-    async with httpx.AsyncClient(base_url=session.base_url, headers=headers, timeout=60) as client:
+    async with session.http() as client:
         while not game.done:
             body = {"model": "policy", "messages": messages, "max_tokens": 16} | asked
             reply = await client.post("chat/completions", json=body)

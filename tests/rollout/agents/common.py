@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.rollout.fake_sessions import OWNER_KEY, FakeServer, Policy, fake_server
 from verl_server.errors import BadRequestError
 from verl_server.rollout.agents.run import arun_agents
@@ -35,9 +33,9 @@ def program(code: str) -> list[str]:
 
 
 async def chat(session: AgentSession, text: str) -> str:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-        answer = await client.post(f"{session.base_url}/chat/completions", json=body, timeout=30)
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    async with session.http(timeout=30) as client:
+        answer = await client.post("/chat/completions", json=body)
         answer.raise_for_status()
         return str(answer.json()["choices"][0]["message"]["content"])
 

@@ -88,9 +88,9 @@ class ToolLoop:
         tools = self._tools(environment)
         messages = self._first_messages(task, environment)
         body = {"model": "policy", **self._request} | ({"tools": tools} if tools else {})
-        async with httpx.AsyncClient(base_url=session.base_url, timeout=None, trust_env=False) as client:
+        async with session.http() as client:
             for _ in range(self._max_turns):
-                choice = await _asked(client, session.api_key, body | {"messages": messages})
+                choice = await _asked(client, body | {"messages": messages})
                 reply = choice["message"]
                 text, calls = reply.get("content") or "", reply.get("tool_calls") or []
                 if choice["finish_reason"] == "length":
@@ -171,9 +171,9 @@ class ToolLoop:
         return await environment.call(name, arguments)
 
 
-async def _asked(client: httpx.AsyncClient, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _asked(client: httpx.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
     """The choice of a chat request. A server that is away, or not ready, is asked again until the runner ends this."""
-    headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": secrets.token_hex(16)}
+    headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         try:
             answer = await client.post("/chat/completions", json=body, headers=headers)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import msgspec
 
 from verl_server.errors import BadRequestError
@@ -101,20 +104,45 @@ class AgentSession:
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` client of this session. Needs the extra `agents`."""
         try:
-            from openai import AsyncOpenAI
+            from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         except ImportError as error:
             raise BadRequestError("AgentSession.openai needs openai: pip install 'verl-server[agents]'.") from error
+        if "http_client" not in options:
+            options["http_client"] = DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def anthropic(self, **options: Any) -> Any:
         """Return an `anthropic.AsyncAnthropic` client of this session. Needs the extra `agents`."""
         try:
-            from anthropic import AsyncAnthropic
+            from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
         except ImportError as error:
             raise BadRequestError(
                 "AgentSession.anthropic needs anthropic: pip install 'verl-server[agents]'."
             ) from error
+        if "http_client" not in options:
+            options["http_client"] = DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
         return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        """Return an `httpx.AsyncClient` of this session, which sends the session key to paths below `base_url`.
+
+        It has no time-out, because the runner bounds the episode. An `httpx.AsyncClient()` that an agent makes itself
+        loads the certificates, which holds the runner's event loop for about 50 ms in each episode.
+        """
+        headers = {"Authorization": f"Bearer {self.api_key}"} | dict(options.pop("headers", {}))
+        defaults: dict[str, Any] = {
+            "base_url": self.base_url,
+            "verify": _certificates(),
+            "timeout": None,
+            "trust_env": False,
+        }
+        return httpx.AsyncClient(headers=headers, **defaults | options)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """The certificates that all clients of this process share, since loading them takes about 50 ms."""
+    return httpx.create_ssl_context()
 
 
 @dataclass
