@@ -84,6 +84,15 @@ def test_labels_count_on_from_the_largest_number(ranks: Ranks) -> None:
     assert ranks.version == "101"
 
 
+@pytest.mark.parametrize("label", ["9" * 5000, "²", "-4", "1_000", "٣"])
+def test_a_label_that_is_no_plain_number_is_only_a_label(ranks: Ranks, label: str) -> None:
+    weights = random_weights(1)
+    push(ranks, weights, weight_version=label)
+    assert ranks.version == label
+    push(ranks, weights)
+    assert ranks.version == "1"
+
+
 @SIZES
 @pytest.mark.parametrize(
     ("change", "options"),

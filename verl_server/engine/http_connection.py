@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl_server.errors import BadRequestError
+from verl_server.numbers import whole_number
 
 _MAX_IDLE = 8
 """Most idle connections that are kept for later calls."""
@@ -154,14 +155,14 @@ def _read_plain(connection: socket.socket) -> tuple[Answer, bool] | None:
     start = connection.recv(_PEEKED, socket.MSG_PEEK)
     head, end, _ = start.partition(b"\r\n\r\n")
     status, *lines = head.decode("latin-1").split("\r\n")
-    if not end or not status.startswith("HTTP/1.1 ") or not status[9:12].isdigit() or status[9:12] < "200":
+    if not end or not status.startswith("HTTP/1.1 ") or whole_number(status[9:12]) is None or status[9:12] < "200":
         return None
     headers = Headers((name, value.strip()) for name, _, value in (line.partition(":") for line in lines))
-    length = headers.get("content-length", "")
+    length = whole_number(headers.get("content-length", ""), most_digits=20)
     unusual = headers.get("transfer-encoding") or headers.get("connection") or status[9:12] in ("204", "304")
-    if unusual or not (length.isascii() and length.isdigit()):
+    if unusual or length is None:
         return None
-    left = len(head) + len(end) + int(length)
+    left = len(head) + len(end) + length
     parts = []
     while left:
         data = connection.recv(min(left, _PEEKED))

@@ -52,6 +52,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.io_struct import PROMPT_HEADER
+from verl_server.numbers import whole_number
 from verl_server.packing import ITEM
 from verl_server.server.generate_request import GenerateReqInput, ReadRequest, unknown_fields
 from verl_server.server.json_body import MalformedBodyError, parse_json
@@ -62,7 +63,7 @@ from verl_server.server.text_tools import Ids, TextTools
 
 def split_prompt(header: str, body: bytes) -> tuple[memoryview, bytes]:
     """Return (token ids as int32, JSON) of a body that begins with the ids. `header`: value of `PROMPT_HEADER`."""
-    size = int(header) if header.isascii() and header.isdigit() and len(header) < 16 else 0
+    size = whole_number(header, most_digits=15) or 0
     if not 0 < size <= len(body) or size % ITEM:
         raise BadRequestError(
             f"{PROMPT_HEADER} is {header[:40]!r}, but must be the number of bytes of int32 token ids at the beginning "

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, SessionError, SessionUnavailableError, VerlServerError
+from verl_server.numbers import whole_number
 from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
@@ -145,7 +146,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raise ClientDisconnectedError if the client disconnects before the end of the body.
     """
     declared = first_headers(request.scope).get(b"content-length", b"").decode("latin-1")
-    if declared.isdigit() and int(declared) > limit:
+    if (whole_number(declared, most_digits=20) or 0) > limit:
         if "100-continue" not in request.headers.get("expect", "").lower():
             await _discard(request)
         raise BodyTooLargeError(

@@ -32,6 +32,7 @@ import torch
 from verl_server.errors import BadRequestError, VerlServerError, WeightUpdateError
 from verl_server.io_struct import ControlReply
 from verl_server.ipc.tp_group import TpGroup
+from verl_server.numbers import whole_number
 from verl_server.server_args import ServerArgs
 from verl_server.weight_requests import (
     BeginWeightUpdateReq,
@@ -72,7 +73,7 @@ class WeightUpdater:
         self.version = server_args.weight_version
         self.epoch = 0
         """Increases whenever no new request may use the KV pages that were computed before."""
-        self._newest_number = int(self.version) if self.version.isdecimal() else 0
+        self._newest_number = _number(self.version)
         self._model, self._tp, self._sources = model, tp, sources
         self._inspector = WeightInspector(model.weight_map, tp)
         self._transaction: Transaction | None = None
@@ -314,8 +315,7 @@ class WeightUpdater:
     def _label(self, version: str) -> None:
         """Set the version. Default labels follow the largest number so far, so that no label is used twice."""
         self.version = version
-        if version.isdecimal():
-            self._newest_number = max(self._newest_number, int(version))
+        self._newest_number = max(self._newest_number, _number(version))
 
     def _check(self, req: WeightsCheckerReq) -> Outcome:
         self._need_weights("checked")
@@ -416,6 +416,11 @@ class _DeviceTimer:
             return {}
         start, end = self._events
         return {"device": start.elapsed_time(end) / 1e3}
+
+
+def _number(version: str) -> int:
+    """Return the number that a label is, 0 for another label. A caller may send any text."""
+    return whole_number(version, most_digits=18) or 0
 
 
 def _listed(names: list[str]) -> str:

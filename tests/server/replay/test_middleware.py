@@ -296,6 +296,19 @@ def test_a_stream_continues_behind_an_event() -> None:
     scenario(test)
 
 
+@pytest.mark.parametrize("last", ["x", "-1", "²", "1_0", "9" * 5000])
+def test_a_last_event_id_that_is_no_number_is_the_callers_fault(last: str) -> None:
+    async def test(house: House) -> None:
+        house.app.open()
+        house.connect(idempotency_key="k")
+        await house.ended()
+        bad = house.connect(idempotency_key="k", last_event_id=last)
+        await house.ended()
+        assert bad.status == 400 and b"Last-Event-ID" in bad.body and house.app.runs == 1
+
+    scenario(test)
+
+
 def test_of_cumulative_events_the_last_one_is_kept() -> None:
     async def test(house: House) -> None:
         house.app.media_type, house.app.pieces = (

@@ -92,7 +92,7 @@ def test_lists(owner: Owner) -> None:
     assert listed("limit=2") == (["s0", "s1"], "s1")
     assert listed("limit=2&after=s1") == (["s2", "s3"], "s3")
     assert listed("limit=2&after=s3") == (["s4"], None)
-    for bad in ("limit=0", "limit=x", "limit=9999", "state=x"):
+    for bad in ("limit=0", "limit=x", "limit=9999", "limit=²", "limit=٣", "limit=+1", "limit=1_0", "state=x"):
         owner.call("GET", f"/sessions?{bad}", status=400)
 
 

@@ -26,6 +26,7 @@ from verl_server.io_struct import (
     PauseGenerationReq,
     PauseMode,
 )
+from verl_server.numbers import whole_number
 from verl_server.results import ModelInfo, ServerInfo
 from verl_server.weight_requests import (
     ReleaseMemoryOccupationReq,
@@ -187,7 +188,7 @@ class VllmServer:
         return not (isinstance(found, dict) and found.get("success") is False)
 
     def _next_label(self) -> str:
-        return str(int(self._label) + 1) if self._label.isdecimal() else "1"
+        return str((whole_number(self._label, most_digits=18) or 0) + 1)
 
     def _post(self, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
         """Return the JSON of the answer, None if there is none."""

@@ -28,6 +28,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_server.errors import BadRequestError, IdempotencyConflictError, VerlServerError
+from verl_server.numbers import whole_number
 from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
 from verl_server.server.responses import message_error
@@ -241,7 +242,7 @@ class ReplayMiddleware:
 class _Read:
     body: bytes
     hashed: hashlib.blake2b
-    """Of the body."""
+    """The hash of the body."""
     rest: Receive | None
 
 
@@ -279,8 +280,7 @@ def _digest(read: _Read, path: str, headers: Headers) -> bytes:
 
 
 def _is_retry(headers: Headers) -> bool:
-    count = headers.get("x-stainless-retry-count", "")
-    return count.isdigit() and int(count[:9]) > 0
+    return bool(whole_number(headers.get("x-stainless-retry-count", "")))
 
 
 def _first_piece(headers: Headers, entry: Entry, has_key: bool) -> int:
@@ -288,9 +288,10 @@ def _first_piece(headers: Headers, entry: Entry, has_key: bool) -> int:
     last = headers.get("last-event-id")
     if last is None or not has_key:
         return 0
-    if not last.isdigit() or len(last) > 9:
+    number = whole_number(last)
+    if number is None:
         raise BadRequestError(f"Last-Event-ID must be the `id` of an event of this answer, not {last[:40]!r}.")
-    return min(int(last), entry.log.count)
+    return min(number, entry.log.count)
 
 
 def _continued(start: Message) -> Message:

@@ -23,6 +23,7 @@ from verl_server.errors import (
     SessionLimitError,
     SessionNotFoundError,
 )
+from verl_server.numbers import whole_number
 from verl_server.server.sessions import limits as limits_of
 from verl_server.server.sessions import turn as turns_of
 from verl_server.server.sessions.ledger import SessionLedger
@@ -64,10 +65,10 @@ class TurnLedger:
     def _previous(self, session: Session, child: Session | None, response_id: str) -> int:
         """Return the turn of a response id, `resp_{session}_{turn}`."""
         owner, _, number = response_id.removeprefix("resp_").rpartition("_")
-        if child is not None and owner == child.id and number.isdigit() and len(number) < 10:
-            turn = int(number)
-            if turn < len(child.turns) and child.turns[turn] is not None:
-                return turn
+        turn = whole_number(number)
+        turns = child.turns if child is not None and owner == child.id else []
+        if turn is not None and turn < len(turns) and turns[turn] is not None:
+            return turn
         raise SessionNotFoundError(f"previous_response_id: session {session.id} has no response {response_id[:200]}.")
 
     def turn_of(self, caller: SessionCaller, rid: str) -> int:

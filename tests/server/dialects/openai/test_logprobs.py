@@ -53,14 +53,14 @@ def test_bytes_of_byte_level_tokens(byte_level: Tokenizer) -> None:
 
 
 def test_bytes_of_sentencepiece_tokens() -> None:
-    vocab = {"<unk>": 0, "<0xE4>": 1, "<0xB8>": 2, "<0x96>": 3, "▁the": 4, "a": 5}
+    vocab = {"<unk>": 0, "<0xE4>": 1, "<0xB8>": 2, "<0x96>": 3, "▁the": 4, "a": 5, "<0xZZ>": 6}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     texts = texts_of(tokenizer)
     assert b"".join(map(texts.spelling, [1, 2, 3])) == "世".encode()
-    assert texts.spelling(4) == b" the" and texts.spelling(5) == b"a"
+    assert texts.spelling(4) == b" the" and texts.spelling(5) == b"a" and texts.spelling(6) == b"<0xZZ>"
 
 
 def test_different_tokens_of_one_text_stay_apart(byte_level: Tokenizer) -> None:

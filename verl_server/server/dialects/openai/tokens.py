@@ -7,6 +7,7 @@ kept: at most one entry for each token of the vocabulary.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import orjson
 
 from verl_server.server.tokenizer import ModelText
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token of one byte, as SentencePiece writes it."""
 
 
 class TokenTexts:
@@ -97,8 +101,8 @@ def _byte_level(piece: str) -> bytes | None:
 
 def _byte_fallback(piece: str) -> bytes | None:
     """Return the byte of a token such as <0xE4>, and the text of a piece with "▁" as a space."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:5], 16)])
+    if byte := _BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
     return piece.replace("▁", " ").encode()
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.numbers import whole_number
 from verl_server.server.json_body import parse_json
 from verl_server.server.operation import JSON, POST, Operation
 from verl_server.server.responses import encoded_response, json_response, message_error, read_body
@@ -242,9 +243,10 @@ def _answer(content: msgspec.Struct, status_code: int = 200) -> Response:
 
 
 def _number(text: str) -> int:
-    if not (text.isdigit() and len(text) < 10 and 1 <= int(text) <= _LARGEST_PAGE):
+    number = whole_number(text)
+    if number is None or not 1 <= number <= _LARGEST_PAGE:
         raise BadRequestError(f"limit must be 1 to {_LARGEST_PAGE}, not {text[:40]!r}.")
-    return int(text)
+    return number
 
 
 def _truth(query: Any, name: str, default: bool) -> bool:
