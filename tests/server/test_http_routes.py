@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -123,8 +124,9 @@ def test_unknown_top_level_keys_are_ignored_and_counted(stack: Stack) -> None:
     stack.generate(input_ids=[5], sampling_params={"max_new_tokens": 1}, my_key=1, other=2)
     stack.post("/pause_generation", {"surprise": True})
     text = stack.get("/metrics").text
-    label = 'model_name="' + str(stack.args.model_path) + '"'
+    label = f'model_name="{Path(stack.args.model_path).name}"'
     assert f'verl_server:ignored_request_fields_total{{{label},route="/generate"}} 2.0' in text
+    assert str(Path(stack.args.model_path).parent) not in text, "everybody may read the metrics, not the server's paths"
     assert f'verl_server:ignored_request_fields_total{{{label},route="/pause_generation"}} 1.0' in text
 
 
@@ -159,7 +161,7 @@ def test_client_that_leaves_while_it_sends_is_counted_in_silence(
 ) -> None:
     connect_and_leave(stack, path, b'{"input_ids": [5', more_body=True)
     assert not caplog.records
-    label = 'model_name="' + str(stack.args.model_path) + '"'
+    label = f'model_name="{Path(stack.args.model_path).name}"'
     assert f"verl_server:client_disconnects_total{{{label}}} 1.0" in stack.get("/metrics").text
 
 

@@ -7,11 +7,13 @@ scheduler when `/metrics` is requested.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from verl_server.server.request_state import ReqState
+from verl_server.server_args import ServerArgs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,6 +53,12 @@ class CountedSessions(Protocol):
 
     @property
     def memory(self) -> int: ...
+
+
+def model_label(server_args: ServerArgs) -> str:
+    """Return the model's name for the metrics, which everybody may read: of a folder, only its last part."""
+    path = Path(server_args.model_path)
+    return server_args.served_model_name or (path.resolve().name if path.is_dir() else server_args.model_path)
 
 
 class Metrics:

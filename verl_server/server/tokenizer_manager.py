@@ -49,7 +49,7 @@ from verl_server.server.generate_request import GenerateReqInput, ReadRequest, S
 from verl_server.server.generation import Generation
 from verl_server.server.grammar_checks import CheckedGrammar
 from verl_server.server.loop_thread import LoopThread
-from verl_server.server.metrics import Metrics
+from verl_server.server.metrics import Metrics, model_label
 from verl_server.server.pause_watch import PauseWatch
 from verl_server.server.request_state import ReqState, Write
 from verl_server.server.scheduler_calls import ControlCalls
@@ -85,7 +85,7 @@ class TokenizerManager:
         self.model_text: ModelText | None = None
         self._text: TextService | None = None
         self.scheduler_info: dict[str, Any] = {}
-        self.metrics = Metrics(server_args.served_model_name or server_args.model_path)
+        self.metrics = Metrics(model_label(server_args))
         self.ready = False
         """True after the warm-up request was answered."""
         self.last_message = time.monotonic()
