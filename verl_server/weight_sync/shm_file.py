@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Iterator
 
 from verl_server.errors import WeightUpdateError
@@ -23,6 +24,7 @@ from verl_server.weight_sync.handles import Allocation
 
 _NAME = re.compile(r"torch_\d{1,20}_\d{1,20}_\d{1,20}")
 """Names of torch's files. Other shared memory of this user is refused."""
+_LOCK_SECONDS = 5.0
 _COUNT = struct.Struct("=i")
 
 
@@ -78,12 +80,27 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         done += count
 
 
+def _lock(fd: int) -> None:
+    """Lock the file. Raises WeightUpdateError if a process keeps the lock, which other ranks hold for microseconds."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(
+                    f"Another process has kept the lock of the shared memory for {_LOCK_SECONDS:g} s."
+                ) from None
+            time.sleep(0.001)
+
+
 def _count_down(fd: int) -> None:
     """Count down, but never the owner's own reference: one payload may have been sent to several ranks.
 
     The ranks exclude each other by a lock; the owner counts without one, but waits for the reply meanwhile.
     """
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    _lock(fd)
     try:
         (count,) = _COUNT.unpack(os.pread(fd, _COUNT.size, 0))
         if count > 1:

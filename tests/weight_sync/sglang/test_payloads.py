@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from tests.weight_sync import sglang_payloads as sglang
 from tests.weight_sync.fakes import FakeRunner, random_weights
 from verl_server.errors import BadRequestError, WeightUpdateError
-from verl_server.weight_sync import pickle_reader
+from verl_server.weight_sync import pickle_reader, shm_file
 from verl_server.weight_sync.handles import Allocation, TensorHandle
 from verl_server.weight_sync.receiver.memory_file import FileView, MemoryFile
 from verl_server.weight_sync.receiver.open_memory import OpenAllocations
@@ -105,6 +105,19 @@ def test_an_open_file_locks_out_no_other_rank() -> None:
     finally:
         os.close(other)
         os.close(fd)
+
+
+def test_a_lock_that_somebody_keeps_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_file, "_LOCK_SECONDS", 0.01)
+    tensor = torch.ones(5)
+    [(_, handle)] = parse_payload(sglang.dumps([("w", tensor)]), None)
+    owner = os.open(f"/dev/shm/{handle.allocation.name}", os.O_RDWR)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(WeightUpdateError, match="kept the lock"):
+            open_shm_file(handle.allocation)
+    finally:
+        os.close(owner)
 
 
 def test_references_that_nobody_will_open_are_given_back() -> None:
