@@ -153,7 +153,7 @@ def test_a_file_that_was_lost_or_damaged_is_named(
     trainer = make_trainer(policy_folder)
     folder = save(trainer, tmp_path, 5)
     damage(folder / file)
-    with pytest.raises(BadRequestError, match=f"checkpoint-5 is damaged: .*{says}.* there is no earlier one"):
+    with pytest.raises(BadRequestError, match=f"checkpoint-5 cannot be continued: .*{says}.* there is no earlier one"):
         RunFolder(tmp_path).resume()
     (tmp_path / "checkpoint-4").mkdir()
     with pytest.raises(BadRequestError, match="remove the folder to continue from checkpoint-4"):

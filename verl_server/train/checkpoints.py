@@ -84,7 +84,7 @@ def check_checkpoint(folder: Path) -> Progress:
         )
         reason = str(error).rstrip(".")
         raise BadRequestError(
-            f"The checkpoint {folder} is damaged: {reason}. Restore it, or remove the folder to {remedy}."
+            f"The checkpoint {folder} cannot be continued: {reason}. Restore it, or remove the folder to {remedy}."
         ) from None
 
 
@@ -99,6 +99,8 @@ def write_progress(folder: Path, progress: Progress) -> None:
 
 def _read_values(folder: Path) -> dict[str, Any]:
     values = read_json(folder / "run.json")
+    if "checksum" not in values:
+        raise BadRequestError(f"{folder / 'run.json'} has no checksum, as one of an earlier version of this package")
     if values.pop("checksum", None) != _checksum(values):
         raise BadRequestError(f"the checksum of {folder / 'run.json'} is wrong")
     return values

@@ -95,7 +95,7 @@ class Session:
     _prompts: dict[bytes, int] = field(default_factory=dict)
     """Hash of (parent, shared, prompt) -> number of the turns that finished or run with it."""
     _roots: dict[bytes, str | None] = field(default_factory=dict)
-    """Of the prompts of conversations: the name of the child conversation."""
+    """Hash of a conversation's prompt -> name of the child conversation, None for the session's own."""
     rewards: dict[tuple[int | None, str], RewardRecord] = field(default_factory=dict)
     state: SessionState = "open"
     reason: str = ""
