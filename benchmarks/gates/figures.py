@@ -26,6 +26,8 @@ class Figure:
     least: float | None = None
     most: float | None = None
     """Fixed bounds of `value`, which hold on every card."""
+    kept: float = 0.9
+    """A run must keep this part of the committed share."""
 
     def share(self, lines: Lines) -> float | None:
         """The share of the limit, None if the figure has no limit."""
@@ -53,8 +55,8 @@ def _push(name: str, part: str) -> Figure:
     return Figure(name, part, "ms", _read(part, "push", "median_ms"), _read(part, "push", "limit_ms"), is_time=True)
 
 
-def _time(name: str, part: str, line: str, unit: str) -> Figure:
-    return Figure(name, part, unit, _read(part, line), _read(part, line, "limit"), is_time=True)
+def _time(name: str, part: str, line: str, unit: str, **more: Any) -> Figure:
+    return Figure(name, part, unit, _read(part, line), _read(part, line, "limit"), is_time=True, **more)
 
 
 def _fixed(name: str, part: str, line: str, field: str = "value", **bounds: Any) -> Figure:
@@ -100,7 +102,8 @@ FIGURES: dict[int, list[Figure]] = {
         _of_limit("8B offline", "offline_8b"),
         _of_limit("8B one sequence", "offline_8b", "single_sequence_tokens_per_s"),
         _push("8B push", "push_8b"),
-        _time("8B start to first token", "start_8b", "seconds_to_first_token", "s"),
+        # Most of a start is the import of torch. In four runs on H100s the shares were 0.68 to 0.85.
+        _time("8B start to first token", "start_8b", "seconds_to_first_token", "s", kept=0.75),
         _graphs("0.6B captured graphs", "offline_0.6b"),
         _graphs("8B captured graphs", "offline_8b"),
         _of_limit("0.6B offline, both on", "offline_0.6b_both"),
