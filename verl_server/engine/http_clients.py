@@ -8,7 +8,9 @@ and a read has no timeout unless the caller sets one. Keep-alive probes detect a
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
+import ssl
 import weakref
 from collections.abc import AsyncGenerator
 
@@ -51,7 +53,7 @@ class HttpClients:
             client = httpx.AsyncClient(
                 base_url=self._url,
                 timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
-                transport=AiohttpTransport(client=_aiohttp_session),
+                transport=aiohttp_transport(),
             )
             # asyncio.run closes the loop's async generators at its end. The client closes with this generator.
             lifetime = _open_until_closed(client)
@@ -75,14 +77,26 @@ async def _close(lifetime: AsyncGenerator[httpx.AsyncClient, None]) -> None:
     await lifetime.aclose()
 
 
-def _aiohttp_session() -> aiohttp.ClientSession:
-    """Return aiohttp's session, whose connections httpx uses. It has no limit of connections and does not retry POST.
+def aiohttp_transport(limit: int = 0) -> AiohttpTransport:
+    """Return a transport for one `httpx.AsyncClient`, with aiohttp's connections. It does not retry POST.
 
     httpx's own pool scans all connections for each request. With 256 concurrent requests the pool reaches a few hundred
-    requests a second, and aiohttp reaches 4,000.
+    requests a second, and aiohttp reaches 4,000. `limit` is the most connections, 0 for no limit.
     """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket)
+    return AiohttpTransport(verify=certificates(), client=functools.partial(_aiohttp_session, limit))
+
+
+def _aiohttp_session(limit: int) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(
+        limit=limit, ssl=certificates(), keepalive_timeout=_KEEP_ALIVE_EXPIRY, socket_factory=_socket
+    )
     return aiohttp.ClientSession(connector=connector)
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """The certificates of all clients. Loading them holds an event loop for about 50 ms, so it happens once."""
+    return httpx.create_ssl_context()
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

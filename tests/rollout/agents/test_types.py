@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from verl_server.rollout.agents import types
+from verl_server.engine import http_clients
 from verl_server.rollout.agents.types import AgentSession
 
+KINDS = ("http", "openai", "anthropic")
 SESSION = AgentSession("vs-1", "http://127.0.0.1:9/s/vs-1/v1", "http://127.0.0.1:9/s/vs-1", "key")
 
 
@@ -26,11 +27,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return load(*args, **kwargs)
 
     monkeypatch.setattr(ssl, "create_default_context", create)
-    types._certificates.cache_clear()
+    http_clients.certificates.cache_clear()
     return made
 
 
-@pytest.mark.parametrize("kind", ["http", "openai", "anthropic"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_certificates_are_loaded_once_for_all_clients(kind: str, loaded: list[Any]) -> None:
     if kind != "http":
         pytest.importorskip(kind)
@@ -45,8 +46,7 @@ def test_a_client_of_ones_own_is_kept() -> None:
     assert SESSION.openai(http_client=own)._client is own
 
 
-def test_the_session_client_sends_the_key_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+def test_the_session_client_sends_the_key() -> None:
     seen: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -55,9 +55,17 @@ def test_the_session_client_sends_the_key_and_no_proxy_is_asked(monkeypatch: pyt
 
     async def call() -> None:
         async with SESSION.http(transport=httpx.MockTransport(answer), headers={"X-Own": "1"}) as client:
-            assert not any(client._mounts.values())
             await client.post("/chat/completions")
 
     asyncio.run(call())
     assert str(seen[0].url) == "http://127.0.0.1:9/s/vs-1/v1/chat/completions"
     assert (seen[0].headers["authorization"], seen[0].headers["x-own"]) == ("Bearer key", "1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_proxy_is_asked_for_the_sessions_server(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind != "http":
+        pytest.importorskip(kind)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    client = getattr(SESSION, kind)()
+    assert not getattr(client, "_client", client)._mounts

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from verl_server.engine.http_clients import aiohttp_transport
 from verl_server.errors import (
     BadRequestError,
     ServerDiedError,
@@ -35,8 +36,7 @@ T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _CONNECTIONS = 32
-"""Most connections to one server. For each request httpx goes through all connections, and once more for each idle one:
-with a connection for each of 256 episodes, that took a quarter of the runner's time."""
+"""Most connections to one server."""
 _PAGE = 1000
 """Sessions of one page of `GET /sessions`."""
 
@@ -53,9 +53,7 @@ class SessionsClient:
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=_CONNECTIONS),
-            trust_env=False,
-            transport=transport,
+            transport=transport or aiohttp_transport(_CONNECTIONS),
         )
 
     async def create(self, request: CreateSession) -> CreatedSession:
@@ -100,10 +98,9 @@ class SessionsClient:
     async def is_open(self) -> bool:
         """True if the server generates for callers without a key."""
         try:
-            async with httpx.AsyncClient(
-                timeout=_TIMEOUT, trust_env=False, transport=self._client._transport
-            ) as client:
-                answer = await client.post(f"{self.url}/generate", json={})
+            request = self._client.build_request("POST", "/generate", json={})
+            del request.headers["authorization"]
+            answer = await self._client.send(request)
         except httpx.HTTPError as error:
             raise self._died(error) from None
         return answer.status_code not in (401, 403)

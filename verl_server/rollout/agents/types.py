@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
+from verl_server.engine.http_clients import aiohttp_transport, certificates
 from verl_server.errors import BadRequestError
 from verl_server.rollout.environment import check_seconds
 from verl_server.rollout.environments.text import TextEnvironment
@@ -108,7 +107,7 @@ class AgentSession:
         except ImportError as error:
             raise BadRequestError("AgentSession.openai needs openai: pip install 'verl-server[agents]'.") from error
         if "http_client" not in options:
-            options["http_client"] = DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
+            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), trust_env=False)
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def anthropic(self, **options: Any) -> Any:
@@ -120,7 +119,7 @@ class AgentSession:
                 "AgentSession.anthropic needs anthropic: pip install 'verl-server[agents]'."
             ) from error
         if "http_client" not in options:
-            options["http_client"] = DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
+            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), trust_env=False)
         return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
 
     def http(self, **options: Any) -> httpx.AsyncClient:
@@ -130,19 +129,10 @@ class AgentSession:
         loads the certificates, which holds the runner's event loop for about 50 ms in each episode.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"} | dict(options.pop("headers", {}))
-        defaults: dict[str, Any] = {
-            "base_url": self.base_url,
-            "verify": _certificates(),
-            "timeout": None,
-            "trust_env": False,
-        }
-        return httpx.AsyncClient(headers=headers, **defaults | options)
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """The certificates that all clients of this process share, since loading them takes about 50 ms."""
-    return httpx.create_ssl_context()
+        settings: dict[str, Any] = {"base_url": self.base_url, "timeout": None} | options
+        if "transport" not in settings:
+            settings["transport"] = aiohttp_transport()
+        return httpx.AsyncClient(headers=headers, **settings)
 
 
 @dataclass
