@@ -24,9 +24,9 @@ EVENTS = "text/event-stream"
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
 
 Access = Literal["open", "key", "control", "owner"]
-"""Who may call an operation. open: everybody. key: who has a key, or everybody if `api_key` is not set. control: the
-operation affects the whole server, and needs the admin key if one is set. owner: a session route, which needs a key of
-the server, also where ordinary routes are open."""
+"""The callers that an operation admits. open: everybody. key: who has a key, or everybody if `api_key` is not set.
+control: the operation affects the whole server, and needs the admin key if one is set. owner: a session route, which
+needs a key of the server, also where ordinary routes are open."""
 
 
 @dataclass(frozen=True)

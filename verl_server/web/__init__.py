@@ -1,4 +1,4 @@
-"""What guards a door: every HTTP server of this project checks paths, origins, keys and sizes with these modules.
+"""The guards that every HTTP server of this project shares: they check paths, origins, keys and sizes.
 
 The rollout server (`server`) and the environment server (`rollout`) use them; they import neither of both.
 """

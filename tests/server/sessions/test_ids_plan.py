@@ -1,4 +1,4 @@
-"""Which stored turn a prompt of token ids follows, and that each turn is compared once."""
+"""The plan finds the stored turn that a prompt of token ids follows, and compares each turn once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a damaged store lost is given up, a copy of each file is kept, and a server then reads what is left."""
+"""The repair gives up the lost part of a damaged store, keeps a copy of each file, and a server reads the rest."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class DamagedStoreError(VerlServerError):
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file of the store."""
+    """A fault of a file of the store."""
 
     path: Path
     offset: int
@@ -93,7 +93,7 @@ class Disk:
 
 @dataclass
 class _Read:
-    """What was read of a file."""
+    """The part of a file that was read."""
 
     path: Path
     size: int
