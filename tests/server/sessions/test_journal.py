@@ -24,6 +24,7 @@ from verl_server.server.sessions.records import (
     CurrentRecord,
     CutRecord,
     HeaderRecord,
+    SessionRecord,
     TurnRecord,
     frame,
     payload,
@@ -334,6 +335,83 @@ def test_a_file_that_ends_at_the_end_of_a_record_is_noticed_unless_it_is_that_of
                     Store(folder)
 
     run(main())
+
+
+def left_by_a_killed_server(folder: Path, *records: Any) -> Path:
+    """Make a store with one journal, and return its path."""
+    shutil.rmtree(folder, ignore_errors=True)
+    files = JournalFiles(folder, HEADER, DiskWithoutSync())
+    files.open()
+    list(files.records())
+    files.begin()
+    for record in records:
+        files.append(encoded(record))
+    files.close()
+    (folder / "current").write_bytes(encoded(CurrentRecord(files.number, None)))
+    return folder / f"journal-{files.number:08d}.log"
+
+
+def read_again(folder: Path) -> list[Any]:
+    files = JournalFiles(folder, HEADER, DiskWithoutSync())
+    files.open()
+    try:
+        return [record for record, _ in files.records()]
+    finally:
+        files.close()
+
+
+def some_sessions(count: int, **fields: Any) -> list[SessionRecord]:
+    return [SessionRecord(f"s{i}", b"k%015d" % i, 1.0, **fields) for i in range(count)]
+
+
+def test_a_stored_record_is_never_taken_for_one_that_was_cut_off(tmp_path: Path) -> None:
+    """Any byte of the last record, and any of a large one before others: what was stored once is not removed."""
+    file = left_by_a_killed_server(tmp_path / "s", *some_sessions(3))
+    data = file.read_bytes()
+    for at in range(len(data) - len(encoded(some_sessions(3)[2])), len(data)):
+        file.write_bytes(data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :])
+        with pytest.raises(DamagedStoreError, match="trajectories repair"):
+            read_again(tmp_path / "s")
+    large = SessionRecord("large", b"k" * 16, 1.0, metadata={"text": "x" * 5 * 2**20})
+    file = left_by_a_killed_server(tmp_path / "s", large, *some_sessions(3))
+    data = bytearray(file.read_bytes())
+    for at in (150, 151, 1000):
+        data[at] ^= 0x55
+        file.write_bytes(data)
+        with pytest.raises(DamagedStoreError, match="trajectories repair"):
+            read_again(tmp_path / "s")
+        assert file.stat().st_size == len(data)
+
+
+def test_zeros_that_a_lost_power_leaves_are_cut_off(tmp_path: Path) -> None:
+    file = left_by_a_killed_server(tmp_path / "s", *some_sessions(3))
+    data = file.read_bytes()
+    large = encoded(SessionRecord("large", b"k" * 16, 1.0, metadata={"text": "x" * 5000}))
+    for end in (b"\0" * 4096, large[:4000] + b"\0" * (len(large) - 4000)):
+        file.write_bytes(data + end)
+        assert len(read_again(tmp_path / "s")) == 3 and file.read_bytes() == data
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_journal_under_another_name_is_noticed(tmp_path: Path, killed: bool) -> None:
+    async def main() -> None:
+        files = await long_store(tmp_path / "full", killed=killed)
+        journals = sorted(name for name in files if name.startswith("journal"))
+        beyond = f"journal-{int(journals[-1][8:16]) + 1:08d}.log"
+        for source in journals:
+            for target in {*journals, beyond} - {source}:
+                put(tmp_path / "copied", files | {target: files[source]})
+                with pytest.raises(DamagedStoreError, match=target):
+                    Store(tmp_path / "copied")
+
+    run(main())
+
+
+def test_a_second_creation_of_a_session_does_not_fit() -> None:
+    table = SessionLedger().table
+    table.apply(some_sessions(1)[0])
+    with pytest.raises(KeyError, match="s0"):
+        table.apply(some_sessions(1)[0])
 
 
 def test_a_store_of_an_older_format_is_named_with_the_remedy(tmp_path: Path) -> None:

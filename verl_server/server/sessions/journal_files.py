@@ -26,13 +26,14 @@ import msgspec
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.server.sessions.records import (
     FORMAT,
-    KINDS,
     CurrentRecord,
     CutRecord,
     DamagedRecordError,
     EndRecord,
     HeaderRecord,
     frame,
+    has_record,
+    is_cut_off,
     payload,
     read_record,
 )
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(journal|snapshot)-(\d{8})\.log")
 CURRENT = "current"
-_SEARCH = 4 * 2**20
-"""Bytes behind a damaged record that are searched for a sound one."""
 
 
 class DamagedStoreError(VerlServerError):
@@ -163,6 +162,9 @@ class JournalFiles:
             for record, size in self._read(data, read, found, fewest if may_be_torn else None):
                 if read.count == 1:
                     self._check_header(path, record)
+                    if record.number not in (None, number):
+                        found.append(Damage(path, 0, len(data), f"it is file {record.number} under another name"))
+                        break
                     self._check_previous(path, number, record, before, report)
                 elif not isinstance(record, EndRecord):
                     yield record, size
@@ -173,6 +175,9 @@ class JournalFiles:
             if is_last and current.number == number and current.size not in (None, read.size) and not read.is_given_up:
                 text = f"the file has {len(data):,} bytes, and had {current.size:,} when the server was closed"
                 found.append(Damage(path, read.size, len(data), text))
+            if 0 < current.number < number and read.count > 1:
+                text = f"the file has records, and {CURRENT} names journal {current.number} as the last one"
+                found.append(Damage(path, 0, len(data), text))
             for damage in found[:1]:
                 report(damage)
                 read.is_given_up = True
@@ -184,7 +189,7 @@ class JournalFiles:
             try:
                 record, end = read_record(data, read.size)
             except DamagedRecordError as error:
-                is_torn = fewest is not None and read.count >= fewest and not self._continues(data, read.size)
+                is_torn = fewest is not None and read.count >= fewest and is_cut_off(data, read.size)
                 found.append(Damage(read.path, read.size, len(data), str(error), is_torn))
                 return
             read.is_ended = isinstance(record, EndRecord) and record.records == read.count
@@ -215,7 +220,7 @@ class JournalFiles:
         try:
             record, end = read_record(data, 0)
         except DamagedRecordError:
-            return self._continues(data, 0)
+            return has_record(data, 1)
         self._check_header(path, record)
         return end < len(data)
 
@@ -232,9 +237,14 @@ class JournalFiles:
         self, path: Path, number: int, header: HeaderRecord, before: _Read | None, report: Callable[[Damage], None]
     ) -> None:
         """Compare the header of a journal with the file before it."""
-        if header.previous is None or path.name.startswith("snapshot"):
+        if path.name.startswith("snapshot"):
             return
-        if before is None:
+        if header.previous is None:
+            if header.number is None and before is not None and before.path.name.startswith("journal"):
+                report(
+                    Damage(path, 0, path.stat().st_size, "it is the first file of a store, and another is before it")
+                )
+        elif before is None:
             text = "the file is missing, and there is no snapshot in its place"
             report(Damage(self._path("journal", number - 1), 0, 0, text))
         elif before.path.name.startswith("journal") and not before.is_given_up and before.size != header.previous:
@@ -249,17 +259,6 @@ class JournalFiles:
             f"The session store is damaged: {damage}. Restore the file, or give up what was lost: "
             f"verl-server trajectories repair {self._folder}"
         )
-
-    def _continues(self, data: bytes, damaged: int) -> bool:
-        """Return True if a sound record follows the damaged one, which is then no record that was cut off."""
-        for offset in range(damaged + 1, min(len(data), damaged + _SEARCH)):
-            if len(data) - offset > 9 and 1 <= data[offset + 8] <= KINDS and data[offset + 3] == 0:
-                try:
-                    read_record(data, offset)
-                except DamagedRecordError:
-                    continue
-                return True
-        return False
 
     def _cut(self, path: Path, size: int, lost: int) -> None:
         logger.warning("The session store ends in a record that was cut off: %d bytes of %s are removed.", lost, path)
@@ -301,9 +300,10 @@ class JournalFiles:
         """Sync and close the current file, and begin the next one."""
         if self._fd >= 0:
             self.sync()
-        head = payload(msgspec.structs.replace(self._header, previous=self._size if self._size >= 0 else None))
-        head = frame(head) + head
         number = self._number + 1
+        previous = self._size if self._size >= 0 else None
+        head = payload(msgspec.structs.replace(self._header, previous=previous, number=number))
+        head = frame(head) + head
         path = self._path("journal", number)
         fd = self._disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -378,7 +378,8 @@ class JournalFiles:
         fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         size = count = 0
         try:
-            for record in (self._header, *self._closed(number, lives)):
+            header = msgspec.structs.replace(self._header, number=number)
+            for record in (header, *self._closed(number, lives)):
                 size, count = size + self._put(fd, record), count + 1
             size += self._put(fd, EndRecord(count))
             self._disk.sync(fd)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from verl_server.durable import flush, write_file
 from verl_server.errors import BadRequestError
 from verl_server.server.sessions.journal_files import CURRENT, Damage, JournalFiles
@@ -57,7 +59,8 @@ def repair(damage: Damage, header: HeaderRecord) -> Path | None:
         damage.path.chmod(0o600)
         return copy
     kept = damage.path.read_bytes()[: damage.offset] if copy is not None else b""
-    kept = kept or _encoded(header)
+    number = int(damage.path.stem.rpartition("-")[2])
+    kept = kept or _encoded(msgspec.structs.replace(header, number=number))
     kept += _encoded(CutRecord(damage.reason))
     if damage.path.name.startswith("snapshot"):
         kept += _encoded(EndRecord(sum(1 for _ in _records(kept))))

@@ -10,6 +10,7 @@ where the length counts the kind and the payload.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from typing import Any
@@ -24,6 +25,8 @@ FORMAT = 2
 FRAME = struct.Struct("<II")
 _LARGEST = 2**31
 """Bytes: a length beyond it is no length."""
+_ZEROS = 512
+"""So many zeros at the end of a file are a part that was not written."""
 
 
 class HeaderRecord(msgspec.Struct, frozen=True):
@@ -36,6 +39,8 @@ class HeaderRecord(msgspec.Struct, frozen=True):
     model_path: str
     previous: int | None = None
     """Bytes of the file before this one. None: this is a snapshot, or the first file of the store."""
+    number: int | None = None
+    """Number of the file, which is in its name too. None in files of earlier versions."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -190,8 +195,12 @@ _KINDS: dict[int, type[msgspec.Struct]] = {
     10: CutRecord,
     11: CurrentRecord,
 }
-KINDS = len(_KINDS)
-"""The kinds of records are 1 to this number."""
+_FIRST_FIELDS = b"|".join(
+    bytes((kind,)) + rb"(?:[\x80-\x8f]|\xde..)" + re.escape(msgspec.msgpack.encode(struct_type.__struct_fields__[0]))
+    for kind, struct_type in _KINDS.items()
+)
+_BEGINNING = re.compile(_FIRST_FIELDS, re.DOTALL)
+"""The first bytes of a payload: its kind, a map, and the name of the first field, which is always there."""
 _KIND_OF = {struct_type: kind for kind, struct_type in _KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {kind: msgspec.msgpack.Decoder(struct_type) for kind, struct_type in _KINDS.items()}
@@ -212,6 +221,34 @@ def payload(record: Record) -> bytes:
 def frame(body: bytes) -> bytes:
     """Return length and checksum of a payload. The writer calls it in its thread: crc32 releases the interpreter."""
     return FRAME.pack(len(body), zlib.crc32(body))
+
+
+def has_record(data: bytes, start: int) -> bool:
+    """Return True if a sound record begins at `start` or behind it."""
+    for found in _BEGINNING.finditer(data, start + FRAME.size):
+        try:
+            read_record(data, found.start() - FRAME.size)
+        except DamagedRecordError:
+            continue
+        return True
+    return False
+
+
+def is_cut_off(data: bytes, offset: int) -> bool:
+    """Return True if the damaged record at `offset` is the beginning of one, or zeros that stand for one.
+
+    A killed server leaves a beginning, and a host that lost power may leave zeros where nothing was written. A record of
+    its whole length with a wrong checksum was stored once, as were records behind the damage.
+    """
+    if not data[offset:].strip(b"\0"):
+        return True
+    if len(data) - offset >= FRAME.size:
+        length, checksum = FRAME.unpack_from(data, offset)
+        start = offset + FRAME.size
+        is_whole = start + length <= len(data) or zlib.crc32(data[start:]) == checksum
+        if is_whole and data[-_ZEROS:].strip(b"\0"):
+            return False
+    return not has_record(data, offset + 1)
 
 
 def read_record(data: bytes | memoryview, offset: int) -> tuple[Any, int]:

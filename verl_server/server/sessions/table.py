@@ -108,6 +108,8 @@ class SessionTable:
         """Change the memory as a record says. Raise KeyError or IndexError if it does not fit to the records before."""
         match record:
             case SessionRecord():
+                if record.id in self._sessions:
+                    raise KeyError(f"an end of the other session {record.id}")
                 owner = None if record.parent is None else self._sessions[record.parent]
                 session = Session(record, owner, active=record.created)
                 self._sessions[record.id] = session
