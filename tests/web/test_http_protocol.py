@@ -167,7 +167,7 @@ def test_a_head_that_never_ends_is_ended(sent: bytes, expected: bytes, monkeypat
 
 
 def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(acceptor, "_FIRST_SECONDS", 0.0)
 
     async def run() -> None:
         async with served(App(), limit=4) as connect:
@@ -177,3 +177,56 @@ def test_idle_connections_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await ask(connect, PLAIN) == b"0"
 
     asyncio.run(run())
+
+
+class Held(App):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.entered = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.entered.release()
+        await self.gate.wait()
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize("half_open", [3, 0])
+def test_connections_in_use_give_way_only_if_no_other_does(half_open: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(acceptor, "_IDLE_SECONDS", 1000.0 if half_open else 0.0)
+
+    async def run() -> None:
+        app = Held()
+        async with served(app, limit=4) as connect:
+            in_use = []
+            for _ in range(4 - half_open):
+                in_use.append(await connect())
+                in_use[-1][1].write(PLAIN)
+                await app.entered.acquire()
+            waiting = [await connect() for _ in range(half_open)]
+            newcomer = asyncio.ensure_future(ask(connect, PLAIN))
+            if half_open:
+                await app.entered.acquire()
+            else:
+                await asyncio.sleep(4 * acceptor._RETRY_SECONDS)  # the acceptor looks again and again
+            app.gate.set()
+            assert await newcomer == b"0"
+            reader, writer = in_use[0]
+            writer.write(PLAIN)
+            found = await reader.read() if not half_open else await _answers(reader, 2)
+            assert found.count(b"HTTP/1.1 200") == (2 if half_open else 1)
+            for _, waiting_writer in waiting:
+                waiting_writer.close()
+
+    asyncio.run(run())
+
+
+async def _answers(reader: asyncio.StreamReader, count: int) -> bytes:
+    """Return what comes up to the end of `count` answers with a body of one byte."""
+    found = b""
+    for _ in range(count):
+        found += await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(1)
+    return found

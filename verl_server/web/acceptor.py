@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 _BATCH = 64
 """Largest number of connections that are accepted before the event loop runs other work."""
 _IDLE_SECONDS = 5.0
-"""Seconds that a connection may wait for its next request, or for its first one, while others wait for a place."""
+"""Seconds that a connection may wait for its next request while others wait for a place. After as many seconds without
+any place for them, connections that are in use end with their response."""
+_FIRST_SECONDS = 1.0
+"""Seconds that a new connection may take for its first request while others wait for a place."""
 _RETRY_SECONDS = 0.05
 """Seconds until the next attempt, after the limit was reached or the system had no free descriptor."""
 
@@ -47,6 +50,8 @@ class Acceptor:
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._was_full = False
+        self._full_since: float | None = None
+        """Time of the event loop since which no connection was accepted because of the limit."""
         sock.setblocking(False)
         self._listen()
 
@@ -61,10 +66,11 @@ class Acceptor:
         self._loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_BATCH):
+        for accepted in range(_BATCH):
             if len(self._connections) + len(self._opening) >= self._limit:
-                self._make_room()
-                self._pause(f"all {self._limit} connections that the limit of open files permits are in use")
+                if not accepted:  # otherwise the loop calls again at once if another connection waits
+                    self._make_room()
+                    self._pause(f"all {self._limit} connections that the limit of open files permits are in use")
                 return
             try:
                 connection, _ = self._sock.accept()
@@ -76,6 +82,7 @@ class Acceptor:
             except OSError as error:  # no descriptors or no memory, in this process or in the system
                 self._pause(str(error))
                 return
+            self._full_since = None
             opening = self._loop.create_task(self._open(connection))
             self._opening.add(opening)
             opening.add_done_callback(self._opening.discard)
@@ -89,18 +96,24 @@ class Acceptor:
             connection.close()
 
     def _make_room(self) -> None:
-        """Close connections that have waited for a request for `_IDLE_SECONDS`, and the busy ones after their response.
+        """Close connections that wait for a request for too long.
 
-        WebSockets, which uvicorn serves with another class, stay.
+        Connections in use keep their places while this gives places to others. If it gives none for `_IDLE_SECONDS`,
+        the connections in use are closed after their response. WebSockets, which uvicorn serves with another class,
+        stay.
         """
-        before = self._loop.time() - _IDLE_SECONDS
+        now = self._loop.time()
+        if self._full_since is None:
+            self._full_since = now
         for connection in list(self._connections):
             if not isinstance(connection, GuardedProtocol):
                 continue
-            if not connection.is_idle:
+            if connection.is_idle:
+                patience = _FIRST_SECONDS if connection.cycle is None else _IDLE_SECONDS
+                if connection.idle_since <= now - patience:
+                    connection.transport.close()
+            elif self._full_since <= now - _IDLE_SECONDS:
                 connection.cycle.keep_alive = False
-            elif connection.idle_since <= before:
-                connection.transport.close()
 
     def _pause(self, reason: str) -> None:
         if not self._was_full:

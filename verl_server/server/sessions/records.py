@@ -237,8 +237,8 @@ def has_record(data: bytes, start: int) -> bool:
 def is_cut_off(data: bytes, offset: int) -> bool:
     """Return True if the damaged record at `offset` is the beginning of one, or zeros that stand for one.
 
-    A killed server leaves a beginning, and a host that lost power may leave zeros where nothing was written. A record of
-    its whole length with a wrong checksum was stored once, as were records behind the damage.
+    A killed server leaves a beginning, and a host that lost power may leave zeros where nothing was written. A record
+    of its whole length with a wrong checksum was stored once, as were records behind the damage.
     """
     if not data[offset:].strip(b"\0"):
         return True
