@@ -28,12 +28,21 @@ adapter raise the same class. A message says what is wrong, where, and how to fi
 
 from __future__ import annotations
 
+_MOST_CHARACTERS = 32 * 1024
+
 
 class VerlServerError(Exception):
     """Base class of all errors that this package raises to its users."""
 
     status_code = 500
     """HTTP status of the error."""
+
+    def __str__(self) -> str:
+        """Return the message, cut where it is very long: it may contain what a caller sent."""
+        message = super().__str__()
+        if len(message) <= _MOST_CHARACTERS:
+            return message
+        return f"{message[:_MOST_CHARACTERS]}... ({len(message):,} characters)"
 
 
 class BadRequestError(VerlServerError, ValueError):

@@ -88,7 +88,6 @@ def calls(stack: Stack, headers: dict[str, str]) -> dict[tuple[str, str], int]:
     body: dict[str, Any] = {"content": b"{}", "headers": headers}
     routes = [
         ("GET", "/flush_cache"),
-        ("HEAD", "/flush_cache"),
         ("POST", "/flush_cache"),
         ("POST", "/end_weight_update"),
     ]

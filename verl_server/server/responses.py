@@ -150,7 +150,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         if "100-continue" not in request.headers.get("expect", "").lower():
             await _discard(request)
         raise BodyTooLargeError(
-            f"The body has {declared} bytes; this server accepts at most {limit} (max_request_bytes)."
+            f"The body has {declared} bytes; this route takes at most {limit} (see max_request_bytes)."
         )
     chunks: list[bytes] = []
     size, more = 0, True
@@ -165,7 +165,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             if more:
                 await _discard(request)
             raise BodyTooLargeError(
-                f"The body has more than {limit} bytes, which is this server's limit (max_request_bytes)."
+                f"The body has more than {limit} bytes, the most that this route takes (see max_request_bytes)."
             )
         chunks.append(chunk)
     return b"".join(chunks)

@@ -61,8 +61,8 @@ class Resolver(Generic[OperationT]):
                 methods = (patterns if "{" in path else self._exact).setdefault(path, {})
                 for method in operation.methods:
                     methods.setdefault(method, operation)
-                    if method == "GET":
-                        methods.setdefault("HEAD", operation)
+                if operation.methods == ("GET",):  # one that POST carries out as well has effects
+                    methods.setdefault("HEAD", operation)
         self._patterns = [(_compiled(path), methods) for path, methods in patterns.items()]
 
     def find(self, method: str, path: str) -> Found[OperationT] | NotServed:

@@ -105,6 +105,8 @@ def test_rewards_and_ends(owner: Owner) -> None:
     assert owner.call("POST", f"{path}/reward", {"reward": 2, "name": "late"}).json() == {"reward": 3.0}
     for bad in ({}, {"reward": "x"}, {"reward": 1, "turn": 0}, {"reward": None}):
         owner.call("POST", f"{path}/reward", bad, 400)
+    for bad in ({"reward": 1, "name": "x" * 1025},):
+        assert "1024 characters" in owner.call("POST", f"{path}/reward", bad, 400).text
     assert owner.call("DELETE", path).json() == {}
     for method, rest in (("DELETE", ""), ("GET", ""), ("POST", "/reward"), ("POST", "/finish"), ("GET", "/trajectory")):
         body = {"reward": 1} if rest == "/reward" else {} if method == "POST" else None

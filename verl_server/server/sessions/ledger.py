@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Protocol
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError
-from verl_server.server.sessions.limits import Bounds, check_new
+from verl_server.server.sessions.limits import Bounds, check_new, check_reward, check_text
 from verl_server.server.sessions.records import DeleteRecord, FinishRecord, Record, RewardRecord, SessionRecord
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.store import MemoryStore, Store
@@ -102,14 +102,14 @@ class SessionLedger:
     def reward(self, session_id: str, body: RewardBody) -> float | None:
         """Record a reward, and return the session's. Raise SessionNotFoundError or BadRequestError."""
         session = self.table.find(session_id)
-        if body.turn is not None and (not 0 <= body.turn < len(session.turns) or session.turns[body.turn] is None):
-            raise BadRequestError(f"reward.turn: session {session_id} has no finished turn {body.turn}.")
+        check_reward(session, body)
         self.record(RewardRecord(session_id, body.reward, body.turn, body.name))
         return session.reward
 
     def finish(self, session_id: str, reason: str = "done", state: SessionState = "finished") -> Session:
         """End a session: its key ends, and its running turns are aborted and recorded. Idempotent."""
         session = self.table.find(session_id).root
+        check_text("reason", reason)
         if session.state == "open":
             self.record(FinishRecord(session.id, state, reason, self.clock()))
             if self.counters is not None:

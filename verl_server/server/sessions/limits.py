@@ -9,11 +9,15 @@ import msgspec
 
 from verl_server.errors import BadRequestError, SessionLimitError, SessionUnavailableError
 from verl_server.server.sessions.session import Session
-from verl_server.session_types import CreateSession
+from verl_server.session_types import CreateSession, RewardBody
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _METADATA_BYTES = 16 * 1024
 _SAMPLING_BYTES = 256 * 1024
+_TEXT = 1024
+"""Most characters of a group, of the name of a reward, and of the reason of an end."""
+_REWARDS = 16384
+"""Most rewards of a session. They are summed when one is recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,21 @@ class TurnTooLargeError(BadRequestError):
     status_code = 413
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise BadRequestError for a text that is too long to be kept with a session."""
+    if len(text) > _TEXT:
+        raise BadRequestError(f"{name} has more than {_TEXT} characters.")
+
+
+def check_reward(session: Session, body: RewardBody) -> None:
+    """Raise BadRequestError for a reward that a session cannot have."""
+    check_text("reward.name", body.name)
+    if body.turn is not None and (not 0 <= body.turn < len(session.turns) or session.turns[body.turn] is None):
+        raise BadRequestError(f"reward.turn: session {session.id} has no finished turn {body.turn}.")
+    if len(session.rewards) >= _REWARDS and (body.turn, body.name) not in session.rewards:
+        raise BadRequestError(f"Session {session.id} has {_REWARDS} rewards, and can have no more.")
+
+
 def check_new(body: CreateSession) -> None:
     """Raise BadRequestError for a value that no session can have."""
     if body.id is not None and _ID.fullmatch(body.id) is None:
@@ -50,8 +69,7 @@ def check_new(body: CreateSession) -> None:
         raise BadRequestError(
             f"sampling_params and forced_sampling_params have more than {_SAMPLING_BYTES} bytes of JSON."
         )
-    if len(body.group) > 1024:
-        raise BadRequestError("group has more than 1024 characters.")
+    check_text("group", body.group)
     for name in body.limits.__struct_fields__:
         value = getattr(body.limits, name)
         if value is not None and not value > 0:

@@ -199,6 +199,12 @@ def test_the_header_names_the_request_and_other_ranks_are_refused(stack: Stack) 
     assert refused.status_code == 400 and "X-data-parallel-rank" in refused.text
 
 
+def test_an_abort_names_a_bounded_number_of_requests(stack: Stack) -> None:
+    reply = stack.post("/abort_requests", {"request_ids": ["a"] * 16385})
+    assert reply.status_code == 400 and "16,385 ids" in reply.text
+    assert stack.post("/abort_requests", {"request_ids": ["a" * 2**21]}).status_code == 413
+
+
 @pytest.mark.parametrize("name", ["r1", "generate-tokens-r1"])
 @pytest.mark.parametrize("route", ["/abort_requests", "/inference/v1/abort_requests"])
 def test_abort_ends_all_choices_with_partial_output(stack: Stack, name: str, route: str) -> None:

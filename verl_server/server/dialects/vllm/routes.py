@@ -34,6 +34,9 @@ from verl_server.server_args import ServerArgs
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _PREFIX = "generate-tokens-"
+_MOST_ABORTED = 16384
+_ABORT_BYTES = 2**21
+"""Most ids, and bytes of the body, of one call of `/abort_requests`, which runs on the event loop."""
 
 
 class AbortRequestsReq(msgspec.Struct, kw_only=True):
@@ -119,11 +122,13 @@ class VllmApi:
     async def abort_requests(self, request: Request) -> Response:
         """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
         output. To abort all requests is a control call. A name that no request has is ignored."""
-        body = await read_json(request, self._args.max_request_bytes)
+        body = await read_json(request, min(_ABORT_BYTES, self._args.max_request_bytes))
         try:
             wanted = msgspec.convert(body, AbortRequestsReq).request_ids
         except msgspec.ValidationError as error:
             raise BadRequestError(str(error).replace("`$.", "`")) from None
+        if wanted is not None and len(wanted) > _MOST_ABORTED:
+            raise BadRequestError(f"request_ids: {len(wanted):,} ids; one call may name {_MOST_ABORTED:,}.")
         self._manager.check_serving()
         if not wanted:
             if (refusal := self._rules.control_refusal(request.scope)) is not None:
