@@ -40,11 +40,17 @@ class Outcome:
 
 
 class Streams:
-    """Keeps `count` greedy requests with random prompts in flight: a request that ends is followed by a new one."""
+    """Keeps `count` greedy requests with random prompts in flight: a request that ends is followed by a new one.
 
-    def __init__(self, url: str, count: int, prompt_len: int, output_len: int, vocab_size: int) -> None:
+    With `reconnect`, each request has a new connection, as a server needs it that ends connections after an answer.
+    """
+
+    def __init__(
+        self, url: str, count: int, prompt_len: int, output_len: int, vocab_size: int, *, reconnect: bool = False
+    ) -> None:
         self._url, self._count = url, count
         self._prompt_len, self._output_len, self._vocab_size = prompt_len, output_len, vocab_size
+        self._reconnect = reconnect
         self._outcome = Outcome()
         self._started = threading.Semaphore(0)
         self._loop = asyncio.new_event_loop()
@@ -71,7 +77,7 @@ class Streams:
         return self._outcome
 
     async def _main(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._reconnect)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(self._url, connector=connector, timeout=timeout) as session:
             streams = [asyncio.create_task(self._stream(session, number)) for number in range(self._count)]
