@@ -27,6 +27,7 @@ from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import Job
+from verl_server.web.bodies import Body
 from verl_server.web.first_headers import first_headers
 
 R = TypeVar("R")
@@ -152,23 +153,22 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(
             f"The body has {declared} bytes; this route takes at most {limit} (see max_request_bytes)."
         )
-    chunks: list[bytes] = []
-    size, more = 0, True
+    body = Body()
+    more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnectedError
         chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size > limit:
-            chunks.clear()
+        body.add(chunk)
+        if body.size > limit:
+            body = Body()
             if more:
                 await _discard(request)
             raise BodyTooLargeError(
                 f"The body has more than {limit} bytes, the most that this route takes (see max_request_bytes)."
             )
-        chunks.append(chunk)
-    return b"".join(chunks)
+    return body.whole()
 
 
 async def _discard(request: Request) -> None:

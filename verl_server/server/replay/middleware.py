@@ -33,6 +33,7 @@ from verl_server.server.replay.answer_log import AnswerLog
 from verl_server.server.replay.entries import Entries, Entry
 from verl_server.server.responses import message_error
 from verl_server.server.routing import route_of
+from verl_server.web.bodies import Body
 from verl_server.web.resolver import NotServed
 
 logger = logging.getLogger(__name__)
@@ -224,18 +225,17 @@ class ReplayMiddleware:
 
     async def _read(self, receive: Receive) -> _Read:
         """Read and hash the whole body. Beyond the bound, return a `receive` that repeats what was read."""
-        messages: list[Message] = []
         hashed = hashlib.blake2b(digest_size=16)
-        size = 0
+        body = Body()
         while True:
             message = await receive()
-            messages.append(message)
-            size += len(message.get("body", b""))
-            if message["type"] != "http.request" or size > self._most_body:
-                return _Read(b"", hashed, _repeated(messages, receive))
+            if message["type"] != "http.request" or body.size + len(message.get("body", b"")) > self._most_body:
+                before: list[Message] = [{"type": "http.request", "body": body.whole(), "more_body": True}]
+                return _Read(b"", hashed, _repeated([*before[: body.size], message], receive))
+            body.add(message.get("body", b""))
             hashed.update(message.get("body", b""))  # piece by piece: the hash of a large body takes long
             if not message.get("more_body", False):
-                return _Read(b"".join(each.get("body", b"") for each in messages), hashed, None)
+                return _Read(body.whole(), hashed, None)
 
 
 @dataclass(frozen=True)
