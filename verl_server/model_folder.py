@@ -1,4 +1,4 @@
-"""The folder of a model: a local path or the snapshot of a hub id. Also reads JSON files in the folder.
+"""The folder of a model: a local path or the snapshot of a hub id.
 
 The front process (`server.tokenizer`) reads configs and the tokenizer in the folder. Every scheduler process
 (`worker.model_runner`) reads weights. This module imports neither torch nor transformers, and huggingface_hub only for
@@ -7,10 +7,8 @@ hub ids, because each of these imports takes seconds.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from verl_server.errors import BadRequestError
 
@@ -97,16 +95,3 @@ def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestErro
         f"model_path={name!r} is not a folder on this host, and the hub has no such model that you may read: "
         f"{first_line}. Check the spelling. A private or gated model needs HF_TOKEN."
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise BadRequestError, which names the file, if there is no such object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadRequestError(f"Cannot read {path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadRequestError(f"{path} does not contain a JSON object.")
-    return content

@@ -156,7 +156,7 @@ def test_a_config_with_keys_missing_or_wrong_is_refused_by_key(
     ("changes", "words"),
     [
         ({"head_dim": 15}, ["head_dim must be an even number", "is 15"]),
-        ({"head_dim": -2}, ["head_dim must be an even number", "is -2"]),
+        ({"head_dim": -2}, ["head_dim", ">= 2"]),
         ({"hidden_size": 60}, ["hidden_size / num_attention_heads", "is 15"]),
         ({"num_attention_heads": 0}, ["num_attention_heads", ">= 1"]),
         ({"max_position_embeddings": 0}, ["max_position_embeddings", ">= 1"]),
@@ -166,3 +166,33 @@ def test_a_shape_that_cannot_be_rotated_is_refused(tmp_path: Path, changes: dict
     with pytest.raises(BadRequestError) as error:
         load_model_config(write_config(tmp_path, **changes))
     assert all(word in str(error.value) for word in ["config.json", *words]), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("vocab_size", -1, ">= 1"),
+        ("vocab_size", 10**30, "<= 16777216"),
+        ("vocab_size", 1e30, "Expected `int`"),
+        ("hidden_size", 0, ">= 1"),
+        ("hidden_size", -64, ">= 1"),
+        ("intermediate_size", -1, ">= 1"),
+        ("num_hidden_layers", -1, ">= 1"),
+        ("num_hidden_layers", 10**12, "<= 4096"),
+        ("num_hidden_layers", "\ud800", "lone surrogate"),
+        ("num_attention_heads", 10**30, "<= 16384"),
+        ("num_key_value_heads", -1, ">= 1"),
+        ("num_key_value_heads", 3, "must be a multiple"),
+        ("head_dim", 10**30, "<= 4096"),
+        ("max_position_embeddings", 10**15, "<= 2147483647"),
+        ("sliding_window", -1, ">= 1"),
+        ("rms_norm_eps", float("nan"), "> 0"),
+        ("rms_norm_eps", float("inf"), "<= 1"),
+        ("rms_norm_eps", -1, "> 0"),
+    ],
+)
+def test_a_number_beyond_its_bound_is_refused_by_key(tmp_path: Path, key: str, value: Any, bound: str) -> None:
+    with pytest.raises(BadRequestError) as error:
+        load_model_config(write_config(tmp_path, **{key: value}))
+    words = ["config.json", bound] + ([] if bound == "lone surrogate" else [key])
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import read_json
+from verl_server.json_files import convert, read_json
 from verl_server.models.rope_config import RopeKeys, read_rope
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -39,7 +39,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Architecture -> key -> value if config.json lacks the key, for the keys whose defaults differ between architectures.
 """
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=2**12)]
+_Heads = Annotated[int, msgspec.Meta(ge=1, le=2**14)]
+_HeadDim = Annotated[int, msgspec.Meta(ge=2, le=2**12)]
+_Hidden = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+_Rows = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+"""The bounds lie far above those of any model. Within them, the bytes of all weights fit into 63 bits."""
+_Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,20 +89,20 @@ class ModelConfig:
 class _ConfigFile(RopeKeys, kw_only=True):
     """The keys of config.json that the decoder needs, with their types and the defaults of transformers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: _Count
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
+    vocab_size: _Rows
+    hidden_size: _Hidden
+    intermediate_size: _Rows
+    num_hidden_layers: _Layers
+    num_attention_heads: _Heads
+    num_key_value_heads: _Heads | None = None
+    head_dim: _HeadDim | None = None
+    rms_norm_eps: _Epsilon = 1e-6
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     use_sliding_window: bool = True
-    sliding_window: int | None = None
+    sliding_window: Annotated[int, msgspec.Meta(ge=1)] | None = None
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -112,19 +118,16 @@ def load_model_config(folder: Path, context_length: int | None = None) -> ModelC
         raise BadRequestError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
     raw = read_json(path)
     architecture = _architecture(raw, folder)
-    try:
-        file = msgspec.convert(_DEFAULTS[architecture] | raw, _ConfigFile)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(f"{path}: {error}. Is it the config.json of {architecture}?") from None
-    heads, head_dim = file.num_attention_heads, _head_dim(file, path)
+    file = convert(_DEFAULTS[architecture] | raw, _ConfigFile, str(path))
+    head_dim = _head_dim(file, path)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=file.vocab_size,
         hidden_size=file.hidden_size,
         intermediate_size=file.intermediate_size,
         num_layers=file.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=file.num_key_value_heads or heads,
+        num_heads=file.num_attention_heads,
+        num_kv_heads=_kv_heads(file, path),
         head_dim=head_dim,
         norm_eps=file.rms_norm_eps,
         max_position_embeddings=file.max_position_embeddings,
@@ -178,6 +181,18 @@ def _head_dim(file: _ConfigFile, path: Path) -> int:
             "Check it against the shapes of the checkpoint."
         )
     return head_dim
+
+
+def _kv_heads(file: _ConfigFile, path: Path) -> int:
+    heads, kv_heads = file.num_attention_heads, file.num_key_value_heads
+    if kv_heads is None:
+        return heads
+    if heads % kv_heads:
+        raise BadRequestError(
+            f"{path}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}. "
+            "Set both to the values that the model was trained with."
+        )
+    return kv_heads
 
 
 def _dtype(file: _ConfigFile, path: Path) -> torch.dtype:

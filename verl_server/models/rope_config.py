@@ -41,7 +41,7 @@ class RopeKeys(msgspec.Struct, kw_only=True):
     """The keys of config.json that set the rotary embedding. Old configs have `rope_scaling`, new ones
     `rope_parameters`."""
 
-    max_position_embeddings: Annotated[int, msgspec.Meta(ge=1)]
+    max_position_embeddings: Annotated[int, msgspec.Meta(ge=1, le=_MOST_POSITIONS)]
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None

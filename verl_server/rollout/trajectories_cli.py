@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import read_json
+from verl_server.json_files import read_json
 from verl_server.rollout.trajectory import Trajectory, read_jsonl, summarize
 from verl_server.rollout.viewer import ColorBy, TokenText, render
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
-from verl_server.model_folder import hub_problem, local_folder, read_json, resolve_model_folder
+from verl_server.json_files import read_json
+from verl_server.model_folder import hub_problem, local_folder, resolve_model_folder
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs

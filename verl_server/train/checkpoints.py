@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from verl_server.durable import discard, flush, publish, temporary_folder
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.model_folder import read_json
+from verl_server.json_files import read_json
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
 

@@ -25,7 +25,7 @@ import msgspec
 
 from verl_server.durable import replace_file, write_file
 from verl_server.errors import BadRequestError
-from verl_server.model_folder import read_json
+from verl_server.json_files import read_json
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
 from verl_server.session_types import Branch
