@@ -120,6 +120,27 @@ def test_no_safetensors_and_truncated_file(folder: Path, tmp_path: Path) -> None
         load_checkpoint(weight_map, tmp_path)
 
 
+def test_a_parameter_of_integers_is_refused_and_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int32)
+
+    weight_map = decoder_map(folder)
+    with pytest.raises(BadRequestError, match=r"model\.safetensors: model\.norm\.weight is stored as I32"):
+        load_checkpoint(weight_map, edit(folder, tmp_path, change))
+    assert weight_map.read("model.norm.weight").isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_checkpoint_with_nonfinite_weights_is_refused(folder: Path, tmp_path: Path, value: float) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][3] = value
+        tensors["lm_head.weight"][5, 6] = value
+
+    match = r"model\.safetensors: \S+ and 1 other tensors of the checkpoint have NaN or infinity"
+    with pytest.raises(BadRequestError, match=match):
+        load_checkpoint(decoder_map(folder), edit(folder, tmp_path, change))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_the_whole_model_between_them(folder: Path, size: int) -> None:
     """The vocabulary of 323 needs padding, 2 KV heads on 4 ranks are replicated, and the pieces cover each tensor."""

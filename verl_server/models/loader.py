@@ -19,8 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl_server.errors import BadRequestError
+from verl_server.weight_sync.copying.finite import holds_nonfinite
 
 Index = tuple[slice, ...]
+_FLOATS = ("F", "BF")
+"""The names that safetensors gives to floating-point dtypes begin with one of these."""
 
 
 @dataclass
@@ -155,25 +158,55 @@ def iter_checkpoint(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a checkpoint, read from the file headers only. Raises BadRequestError."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {name: shape for _, name, shape, _ in _headers(folder)}
+
+
+def _headers(folder: str | Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
+    """Yield (file, name, shape, dtype as safetensors names it) of every tensor of a checkpoint."""
     for file in checkpoint_files(Path(folder)):
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                    shapes[name] = tuple(shard.get_slice(name).get_shape())
+                    part = shard.get_slice(name)
+                    yield file, name, tuple(part.get_shape()), str(part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise BadRequestError(f"Cannot read {file}: {error}. Is the file complete?") from error
-    return shapes
 
 
 def load_checkpoint(weight_map: WeightMap, folder: str | Path) -> None:
-    """Install a whole checkpoint. Names and shapes are checked before the first byte is written."""
-    check_covers(weight_map, checkpoint_shapes(folder), str(folder))
+    """Install a whole checkpoint. Names, shapes and dtypes are checked before the first byte is written.
+
+    Raises BadRequestError also if a weight is NaN or infinite in the dtype of its parameter.
+    """
+    headers = list(_headers(folder))
+    check_covers(weight_map, {name: shape for _, name, shape, _ in headers}, str(folder))
+    for file, name, _, dtype in headers:
+        if name in weight_map.slots and not dtype.startswith(_FLOATS):
+            raise BadRequestError(
+                f"{file}: {name} is stored as {dtype}, but the model's weights are floating-point numbers. "
+                "Store it as float32, bfloat16 or float16; quantized checkpoints are not supported."
+            )
     for name, tensor in iter_checkpoint(folder):
         # A checkpoint may store a tied head beside the embedding: the same tensor, which is installed already.
         slot = weight_map.slots.get(name)
         if slot is not None:
             slot.copy_from(tensor)
+    _refuse_nonfinite(weight_map, {name: file for file, name, _, _ in headers})
+
+
+def _refuse_nonfinite(weight_map: WeightMap, files: Mapping[str, Path]) -> None:
+    """Raise BadRequestError if this rank's part of a tensor has NaN or infinity. Reads the parameters once."""
+    wrong = [
+        name
+        for name, slot in weight_map.slots.items()
+        if any(holds_nonfinite(destination) for destination, _ in slot.pieces)
+    ]
+    if wrong:
+        raise BadRequestError(
+            f"{files[wrong[0]]}: {wrong[0]}{f' and {len(wrong) - 1} other tensors' if wrong[1:] else ''} of the "
+            "checkpoint have NaN or infinity in the dtype of the server. Use another checkpoint, or set dtype to one "
+            "that holds its numbers."
+        )
 
 
 def check_covers(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], where: str) -> None:
