@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from verl_server.errors import ServerLaunchError
 from verl_server.models.tiny import Arch, make_model_folder
 from verl_server.server import tokenizer
 from verl_server.server.tokenizer import ModelText
@@ -43,3 +45,22 @@ def test_code_of_a_tokenizer_is_left_to_autotokenizer(tmp_path: Path) -> None:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": [None, "x.Y"]}}))
     assert tokenizer._tokenizer_class(folder, trust_remote_code=False) is AutoTokenizer
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", [10**30, -5, 1.5, True, "2", [2, -1], [[2]]])
+def test_an_eos_token_id_that_is_no_id_is_refused_by_file(tmp_path: Path, file: str, value: Any) -> None:
+    folder = make_model_folder(tmp_path, "llama", weights=False)
+    path = folder / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {"eos_token_id": value}))
+    with pytest.raises(ServerLaunchError, match=rf"{file}: eos_token_id must be a token id"):
+        ModelText(ServerArgs(model_path=str(folder)))
+
+
+@pytest.mark.parametrize(("value", "ids"), [(7, [7, 2]), ([7, 8], [7, 8, 2]), (None, [2])])
+def test_the_generation_configs_ids_end_a_completion(tmp_path: Path, value: Any, ids: list[int]) -> None:
+    folder = make_model_folder(tmp_path, "llama", weights=False)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    text = ModelText(ServerArgs(model_path=str(folder)))
+    text.load_tokenizer()
+    assert text.eos_token_ids == ids

@@ -7,6 +7,7 @@ tokenizer as `FastTokens`, without transformers.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from verl_server.model_folder import hub_problem, local_folder, resolve_model_fo
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
 from verl_server.server_args import ServerArgs
+
+_LARGEST_ID = 2**31 - 1
+"""Token ids are int32."""
 
 
 class _AddedTokens:
@@ -105,6 +109,8 @@ class ModelText:
         self.config = read_json(folder / "config.json")
         generation_config = folder / "generation_config.json"
         self._generation_config = read_json(generation_config) if generation_config.is_file() else {}
+        _check_eos_token_id(self.config, folder / "config.json")
+        _check_eos_token_id(self._generation_config, generation_config)
         self._tokenizer_source = str(folder) if args.skip_tokenizer_init else _tokenizer_source(args, folder)
 
     def load_tokenizer(self) -> None:
@@ -145,7 +151,7 @@ class ModelText:
         found = list(ids) if isinstance(ids, list) else [ids]
         if self.tokenizer is not None:
             found.append(self.tokenizer.eos_token_id)
-        return list(dict.fromkeys(i for i in found if isinstance(i, int)))
+        return list(dict.fromkeys(i for i in found if i is not None))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self._need("text")
@@ -186,6 +192,17 @@ class ModelText:
                 "/generate, or start the server without skip_tokenizer_init."
             )
         return self.tokenizer
+
+
+def _check_eos_token_id(config: Mapping[str, Any], file: Path) -> None:
+    """Raise BadRequestError, which names the file, unless `eos_token_id` is absent, null, an id or a list of ids."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int or not 0 <= i <= _LARGEST_ID for i in ids):
+        raise BadRequestError(
+            f"{file}: eos_token_id must be a token id from 0 to {_LARGEST_ID}, a list of ids, or null, but is "
+            f"{reprlib.repr(value)}. Set it to the ids that end a completion."
+        )
 
 
 def _tokenizer_source(args: ServerArgs, model_folder: Path) -> str:
