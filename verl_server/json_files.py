@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,16 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise BadRequestError(f"{path} is not a text in UTF-8: {error}") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (FILE:LINE, line) of a file. Raise BadRequestError, which names the file, if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield f"{path}:{number}", line
+    except (OSError, ValueError) as error:
+        raise BadRequestError(f"Cannot read {path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

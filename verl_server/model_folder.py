@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from verl_server.errors import BadRequestError
 
@@ -95,3 +96,18 @@ def no_such_model(name: str, problem: str | None, reason: str) -> BadRequestErro
         f"model_path={name!r} is not a folder on this host, and the hub has no such model that you may read: "
         f"{first_line}. Check the spelling. A private or gated model needs HF_TOKEN."
     )
+
+
+def load_pretrained(kind: Any, source: str, setting: str, **options: Any) -> Any:
+    """Return `kind.from_pretrained(source)`: a tokenizer or model of transformers. Raise BadRequestError if it fails.
+
+    `kind` is a class of transformers; `setting` is what set `source`, which errors name.
+    """
+    try:
+        return kind.from_pretrained(source, **options)
+    except Exception as error:  # transformers raises many types of errors for a folder with a damaged file
+        reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")[:500]
+        raise BadRequestError(
+            f"{setting}={str(source)!r} cannot be loaded by {kind.__name__}: {type(error).__name__}: {reason}. "
+            "Check that all files of the folder are complete, or name another folder or hub id."
+        ) from error

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from tyro.conf import Positional, subcommand
 
 from verl_server.errors import BadRequestError
-from verl_server.json_files import read_json
+from verl_server.json_files import decode_json, read_bytes
+from verl_server.model_folder import load_pretrained
 from verl_server.rollout.trajectory import Trajectory, read_jsonl, summarize
 from verl_server.rollout.viewer import ColorBy, TokenText, render
 
@@ -54,6 +56,22 @@ class Stats:
     """Folder of a run, or a trajectories.jsonl."""
 
 
+class _Summary(msgspec.Struct):
+    """The keys of summary.json that are listed."""
+
+    episodes: int | None = None
+    scored: int | None = None
+    mean_reward: float | None = None
+    tokens: int | None = None
+    reasons: dict[str, int] = {}
+
+
+class _Run(msgspec.Struct):
+    """The key of run.json that names the tokenizer."""
+
+    model_path: str | None = None
+
+
 def ls(args: Ls, console: Console) -> int:
     """List runs or trajectories."""
     if args.path.is_dir() and not (args.path / "trajectories.jsonl").exists():
@@ -74,11 +92,11 @@ def _ls_runs(folder: Path, console: Console) -> int:
         raise BadRequestError(f"{folder} has no run: neither trajectories.jsonl nor folders with a summary.json.")
     table = Table("run", "episodes", "scored", "mean reward", "tokens", "ends")
     for file in files:
-        found = read_json(file)
-        mean = found.get("mean_reward")
-        ends = ", ".join(f"{name} {count}" for name, count in found.get("reasons", {}).items())
-        facts = [str(found.get(key, "-")) for key in ("episodes", "scored")]
-        table.add_row(str(file.parent), *facts, "-" if mean is None else f"{mean:.3f}", str(found.get("tokens")), ends)
+        found = decode_json(read_bytes(file), _Summary, str(file))
+        mean = "-" if found.mean_reward is None else f"{found.mean_reward:.3f}"
+        ends = ", ".join(f"{name} {count}" for name, count in found.reasons.items())
+        facts = ["-" if fact is None else str(fact) for fact in (found.episodes, found.scored)]
+        table.add_row(str(file.parent), *facts, mean, str(found.tokens), ends)
     console.print(table)
     return 0
 
@@ -143,14 +161,15 @@ def _read(path: Path) -> list[Trajectory]:
 
 
 def _token_text(args: Show) -> TokenText | None:
-    name = args.tokenizer
-    if name is None and (args.path / "run.json").is_file():
-        name = read_json(args.path / "run.json").get("model_path")
+    name, source = args.tokenizer, "--tokenizer"
+    run = args.path / "run.json"
+    if name is None and run.is_file():
+        name, source = decode_json(read_bytes(run), _Run, str(run)).model_path, f"model_path of {run}"
     if name is None:
         return None
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load_pretrained(AutoTokenizer, name, source)
     return lambda ids: str(tokenizer.decode(ids))
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from verl_server.errors import BadRequestError
+from verl_server.json_files import decode_json, numbered_lines
 from verl_server.session_types import PolicyLogprobs
 
 
@@ -303,6 +305,26 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Trajectory]:
-    """The trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored."""
-    with path.open("rb") as file:
-        return [msgspec.json.decode(line, type=Trajectory) for line in file]
+    """The trajectories in a file that `append_jsonl` wrote. Other keys of a line are ignored.
+
+    Raises BadRequestError, which names the line, for a line that is damaged.
+    """
+    return [_whole(decode_json(line, Trajectory, where), where) for where, line in numbered_lines(path)]
+
+
+def _whole(trajectory: Trajectory, where: str) -> Trajectory:
+    """Return the trajectory. Raise BadRequestError if its lists and spans do not belong to its tokens."""
+    count = len(trajectory.tokens)
+    if count and not 0 <= min(trajectory.tokens) <= max(trajectory.tokens) < 2**31:
+        raise BadRequestError(f"{where}: tokens has numbers that are no token ids. Remove the line.")
+    for name in ("loss_mask", "logprobs", "weight_versions", "policy_logprobs", "has_choice"):
+        found = len(getattr(trajectory, name))
+        if found != count and (found or name not in ("policy_logprobs", "has_choice")):
+            raise BadRequestError(f"{where}: {name} has {found} entries for {count} tokens. Remove the line.")
+    for number, turn in enumerate(trajectory.turns):
+        for start, end in (turn.observation_span, turn.action_span):
+            if not 0 <= start <= end <= count:
+                raise BadRequestError(
+                    f"{where}: turn {number} has the span {start}-{end} of {count} tokens. Remove the line."
+                )
+    return trajectory

@@ -70,7 +70,7 @@ def _style(trajectory: Trajectory, color: ColorBy) -> list[str]:
             elif color == "mask":
                 styles[i] = "green"
             else:
-                probability = math.exp(trajectory.logprobs[i])
+                probability = math.exp(min(0.0, trajectory.logprobs[i]))
                 styles[i] = next(style for least, style in _PROBABILITIES if probability >= least)
     return styles
 

@@ -1,0 +1,101 @@
+"""`verl-server trajectories` says of a damaged file which file and line it is, in one line and without a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_server.cli import main
+
+WHOLE: dict[str, Any] = {
+    "task": {"seed": 1},
+    "tokens": [5, 6, 7],
+    "loss_mask": [0, 1, 1],
+    "logprobs": [0.0, -0.5, -1.0],
+    "weight_versions": ["", "1", "1"],
+    "turns": [{"observation": {}, "observation_span": [0, 1], "action_span": [1, 3]}],
+    "reward": 1.0,
+    "stop_reason": "done",
+}
+
+
+def encoded(**changes: Any) -> bytes:
+    return json.dumps(WHOLE | changes).encode()
+
+
+_DAMAGED = {
+    "cut": encoded()[:-9],
+    "blank": b"",
+    "binary": b"\xff\xfe\x00\x80",
+    "empty object": b"{}",
+    "null": b"null",
+    "deep": b"[" * 100_000,
+    "text of another encoding": encoded(error="x").replace(b'"x"', b'"\xff"'),
+    "short mask": encoded(loss_mask=[0, 1]),
+    "short logprobs": encoded(logprobs=[0.0]),
+    "short versions": encoded(weight_versions=[]),
+    "short choices": encoded(has_choice=[1]),
+    "short policy_logprobs": encoded(policy_logprobs=[None]),
+    "span beyond the tokens": encoded(turns=[{"observation": {}, "observation_span": [0, 1], "action_span": [1, 9]}]),
+    "no token id": encoded(tokens=[5, 6, 10**30]),
+}
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "stats"])
+@pytest.mark.parametrize("damage", list(_DAMAGED))
+def test_a_damaged_line_is_named(tmp_path: Path, command: str, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trajectories.jsonl"
+    file.write_bytes(encoded() + b"\n" + _DAMAGED[damage] + b"\n")
+    assert main(["trajectories", command, str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert f"{file}:2: " in error and error.count("\n") == 1, error
+
+
+def test_a_whole_line_with_a_positive_log_probability_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trajectories.jsonl").write_bytes(encoded(logprobs=[0.0, 1e6, 0.0]) + b"\n")
+    assert main(["trajectories", "show", str(tmp_path)]) == 0
+    assert "5 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "summary", [b"{", b"[]", b'{"reasons": []}', b'{"mean_reward": "x"}', b'{"episodes": "\xff"}', b"\xff"]
+)
+def test_a_damaged_summary_is_named(tmp_path: Path, summary: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a" / "summary.json"
+    file.parent.mkdir()
+    file.write_bytes(summary)
+    assert main(["trajectories", "ls", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert f"{file}: " in error and error.count("\n") == 1, error
+
+
+def test_a_summary_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    summary = {"episodes": 3, "scored": 2, "mean_reward": 0.5, "reasons": {"done": 3}, "tokens": 17}
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
+    assert main(["trajectories", "ls", str(tmp_path)]) == 0
+    assert "0.500" in capsys.readouterr().out
+
+
+def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a" / "summary.json").mkdir(parents=True)
+    assert main(["trajectories", "ls", str(tmp_path)]) == 1
+    assert f"Cannot read {tmp_path}/a/summary.json" in capsys.readouterr().err
+
+
+def test_the_tokenizer_that_a_run_names_may_be_gone_or_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trajectories.jsonl").write_bytes(encoded() + b"\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b"\xff\x00")
+    for model in (str(tmp_path / "gone"), str(tmp_path / "model"), [1]):
+        (tmp_path / "run.json").write_text(json.dumps({"model_path": model}))
+        assert main(["trajectories", "show", str(tmp_path), "--episode", "0-0"]) == 1
+        error = capsys.readouterr().err
+        assert str(tmp_path / "run.json") in error and error.count("\n") == 1, error
