@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.torchrun import run_ranks
 from verl_server.errors import BadRequestError
+from verl_server.models.tiny import make_model_folder
 from verl_server.rollout.episode import Limits
 from verl_server.server_args import ServerArgs
 from verl_server.train.grpo import main
@@ -63,6 +64,20 @@ def test_a_wrong_environment_url_is_reported_before_anything_starts(
     assert f"The environment at --env-url {NOWHERE} cannot be played" in error
     assert "Start the environment server, or correct the URL" in error
     assert "Traceback" not in error
+
+
+def test_a_damaged_tokenizer_or_model_is_named_by_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.train.grpo.check_environment", lambda *_: None)
+    damaged = make_model_folder(tmp_path / "damaged")
+    where = ["--model-path", str(damaged), "--out", str(tmp_path / "run"), "--env-url", NOWHERE]
+    for file, loader in (("model.safetensors", "AutoModelForCausalLM"), ("tokenizer.json", "AutoTokenizer")):
+        (damaged / file).write_bytes(b"\xff\x00\xfe")
+        assert main([*where, *SETTINGS]) == 1
+        error = capsys.readouterr().err
+        assert f"model_path='{damaged}' cannot be loaded by {loader}" in error
+        assert "Traceback" not in error
 
 
 def test_a_wrong_observation_key_is_reported_before_anything_starts(

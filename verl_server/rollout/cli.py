@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from verl_server.engine.http import HttpServerEngineAdapter
+from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop
 from verl_server.rollout.environment import EnvTimeouts, environment_schema
 from verl_server.rollout.episode import Limits
@@ -87,7 +88,11 @@ def rollout(args: RolloutArgs) -> int:
     """Play the episodes and print a summary. Returns the exit status: 1 if no episode has a reward."""
     api_key = args.api_key or os.environ.get("VERL_SERVER_API_KEY")
     engine = HttpServerEngineAdapter.attach(args.server, api_key=api_key)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or engine.server_args.model_path)
+    tokenizer = load_pretrained(
+        AutoTokenizer,
+        args.tokenizer or engine.server_args.model_path,
+        "--tokenizer" if args.tokenizer else "model_path",
+    )
     make_renderer = ChatRenderer if args.chat else TextRenderer
     renderer: Renderer = make_renderer(
         tokenizer,

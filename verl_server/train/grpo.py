@@ -50,6 +50,7 @@ from verl_server.engine.rank_group import RankGroup
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadRequestError, ServerRestartedError, UnansweredError, VerlServerError
 from verl_server.logprob_gap import GapAlarm, LogprobGap
+from verl_server.model_folder import load_pretrained
 from verl_server.rollout.agent_loop import AgentLoop, Rollout
 from verl_server.rollout.agents.types import Server
 from verl_server.rollout.renderer import ChatRenderer, Renderer, TextRenderer
@@ -421,7 +422,7 @@ def train(args: TrainArgs, stop: StopRequest | None = None) -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
     folder = RunFolder(args.out)
     checkpoint = ranks.call("RunFolder", lambda _: str(folder.resume()) if args.resume else folder.start())
-    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    tokenizer = load_pretrained(AutoTokenizer, args.model_path, "model_path")
     agents, renderer = None, None
     if args.agent is not None:
         agents = AgentGroups(args)
