@@ -10,6 +10,18 @@ import os
 import shutil
 from pathlib import Path
 
+from verl_server.errors import BadRequestError
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder unless it exists. Raise BadRequestError, which names it, if it is a file or cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise BadRequestError(f"{folder} cannot be a folder, because it or one above it is a file.") from None
+    except (OSError, ValueError) as error:
+        raise BadRequestError(f"The folder {folder} cannot be created: {error}.") from error
+
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file, which is replaced if it exists."""

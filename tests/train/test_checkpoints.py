@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from verl_server.errors import BadRequestError
 from verl_server.train.batches import Sample
 from verl_server.train.checkpoints import (
     Progress,
+    _checksum,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -247,9 +249,54 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_removed(tmp_path: 
     file = tmp_path / "metrics.jsonl"
     damaged = b"{broken}\n" + file.read_bytes()
     file.write_bytes(damaged)
-    with pytest.raises(BadRequestError, match=r"metrics\.jsonl:1 is damaged"):
+    with pytest.raises(BadRequestError, match=r"metrics\.jsonl:1: .*damaged"):
         folder.resume()
     assert file.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("line", [b'{"step": 1e999}', b'{"step": -1}', b"[" * 100_000, b"[]", b"\xff", b"{}"])
+def test_a_line_without_a_step_is_named(tmp_path: Path, line: bytes) -> None:
+    folder = recorded(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(BadRequestError, match=r"metrics\.jsonl:1: .*damaged"):
+        folder.resume()
+
+
+def test_a_folder_in_place_of_the_metrics_is_named(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(BadRequestError, match=r"Cannot read .*metrics\.jsonl"):
+        folder.resume()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"unknown": 1}, "does not know: unknown"),
+        ({"files": []}, "files of .*run.json: Expected `object`"),
+        ({"files": {"a": [1]}}, "files of .*run.json: Expected `array`"),
+        ({"next_step": "3"}, "run.json: Expected `int`"),
+        ({"next_step": None}, "run.json: .*next_step"),
+        ({"next_step": 2}, "next_step=2: the folder was renamed"),
+    ],
+)
+def test_a_checkpoint_with_other_values_and_a_valid_checksum_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    folder = recorded(tmp_path, 1)
+    file = tmp_path / "checkpoint-1" / "run.json"
+    values = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if k != "checksum"}
+    file.write_text(json.dumps(values | {"checksum": _checksum(values)}))
+    with pytest.raises(BadRequestError, match=f"checkpoint-1 cannot be continued: .*{says}"):
+        folder.resume()
+
+
+def test_an_out_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(BadRequestError, match=f"{out} cannot be a folder"):
+            RunFolder(out).start()
 
 
 def test_a_model_that_was_replaced_when_the_power_failed_is_there_again(tmp_path: Path) -> None:

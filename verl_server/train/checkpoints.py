@@ -15,7 +15,7 @@ import json
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from verl_server.durable import discard, flush, publish, temporary_folder
 from verl_server.errors import BadRequestError, VerlServerError
-from verl_server.json_files import read_json
+from verl_server.json_files import convert, read_json
 from verl_server.train.policy import Policy
 from verl_server.train.ranks import SaveGroup
 
@@ -67,7 +67,9 @@ def check_checkpoint(folder: Path) -> Progress:
     """Read all files of a checkpoint, and return its progress. Raises BadRequestError if one is lost or damaged."""
     try:
         values = _read_values(folder)
-        files = {folder / name: (size, checksum) for name, (size, checksum) in values["files"].items()}
+        progress = _progress(values, folder)
+        listed = convert(values.get("files"), dict[str, tuple[int, str]], f"files of {folder / 'run.json'}")
+        files = {folder / name: entry for name, entry in listed.items()}
         for file, (size, _) in files.items():
             if not file.is_file():
                 raise BadRequestError(f"{file} is missing")
@@ -76,7 +78,7 @@ def check_checkpoint(folder: Path) -> Progress:
         for file, checksum in _file_checksums(list(files)).items():
             if checksum != files[file][1]:
                 raise BadRequestError(f"the checksum of {file} is wrong")
-        return _progress(values)
+        return progress
     except (BadRequestError, OSError) as error:
         older = [other for other in _checkpoints(folder.parent) if _step_of(other) < _step_of(folder)]
         remedy = (
@@ -106,8 +108,16 @@ def _read_values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _progress(values: dict[str, Any]) -> Progress:
-    return Progress(**{name: value for name, value in values.items() if name != "files"})
+def _progress(values: dict[str, Any], folder: Path) -> Progress:
+    """Return the progress in run.json of a checkpoint. Raise BadRequestError if it is not that of this folder."""
+    file = folder / "run.json"
+    known = {"files", *(field.name for field in fields(Progress))}
+    if unknown := sorted(values.keys() - known):
+        raise BadRequestError(f"{file} has keys that this version of the package does not know: {', '.join(unknown)}")
+    progress = convert(values, Progress, str(file))
+    if folder.name != f"checkpoint-{progress.next_step}":
+        raise BadRequestError(f"{file} has next_step={progress.next_step}: the folder was renamed")
+    return progress
 
 
 def _checkpoints(out: Path) -> list[Path]:
@@ -189,7 +199,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
 
     `check_checkpoint` has read all files before. Raises BadRequestError if they cannot be read.
     """
-    progress = _progress(_read_values(folder))
+    progress = _progress(_read_values(folder), folder)
     state = _state_to_load(policy, optimizer, progress)
     try:
         state_dict_loader.load(state, checkpoint_id=folder)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from verl_server.durable import make_folder
 from verl_server.errors import BadRequestError
 from verl_server.logprob_gap import GapAlarm
 from verl_server.models.tiny import make_model_folder
@@ -283,7 +284,7 @@ def _labelled(phase: str, trajectories: Sequence[Trajectory]) -> Iterator[dict[s
 
 
 def _clean_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name in ("metrics.jsonl", "trajectories.jsonl", "summary.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)

@@ -14,16 +14,16 @@ episodes in untrained-rankN.jsonl: `rollout.trajectory.read_jsonl` loads them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from verl_server.durable import discard, flush, replace_file
+from verl_server.durable import discard, flush, make_folder, replace_file
 from verl_server.errors import BadRequestError
+from verl_server.json_files import decode_json, numbered_lines
 from verl_server.rollout.trajectory import Trajectory, append_jsonl
 from verl_server.train.checkpoints import check_checkpoint, latest_checkpoint
 from verl_server.train.metrics import Failure, StepMetrics
@@ -51,7 +51,7 @@ class RunFolder:
                 + ("Continue it with --resume, or name" if checkpoint is not None else "Name")
                 + " another folder with --out."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         flush(self.path.parent)
 
     def resume(self) -> Path:
@@ -99,6 +99,12 @@ class RunFolder:
             append_jsonl(self.path / f"untrained-rank{rank}.jsonl", _labelled(step, trajectories))
 
 
+class _Step(msgspec.Struct):
+    """The key that all lines of the jsonl files have."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+
+
 def _labelled(step: int, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
     return [{"step": step} | msgspec.structs.asdict(trajectory) for trajectory in trajectories]
 
@@ -111,15 +117,13 @@ def _lines_before(file: Path, step: int) -> list[tuple[int, bytes]]:
     if not file.exists():
         return []
     kept = []
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+    for where, line in numbered_lines(file):
         if not line.endswith(b"\n"):
             break
         try:
-            found = int(json.loads(line)["step"])
-        except (ValueError, TypeError, LookupError) as error:
-            raise BadRequestError(
-                f"{file}:{number} is damaged: {type(error).__name__}: {error}. Remove the line to continue without it."
-            ) from None
+            found = decode_json(line, _Step, where).step
+        except BadRequestError as error:
+            raise BadRequestError(f"{error}. The line is damaged: remove it to continue without it.") from None
         if found < step:
             kept.append((found, line))
     return kept
