@@ -18,6 +18,7 @@ import msgspec
 
 from verl_server.errors import BadRequestError
 from verl_server.web.addresses import is_loopback
+from verl_server.web.key_files import check_key, read_key_file
 
 _COUNTS_FROM_ZERO = (
     "max_top_logprobs",
@@ -409,18 +410,14 @@ class ServerArgs:
         """Replace a key file by the key in the file, so that the file may be deleted afterwards. Check the key."""
         key, file = getattr(self, name), getattr(self, f"{name}_file")
         if file is not None:
-            try:
-                content = Path(file).expanduser().read_text(encoding="utf-8").strip()
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise BadRequestError(f"ServerArgs.{name}_file={file!r} cannot be read: {reason}.") from None
+            content = read_key_file(file, f"ServerArgs.{name}_file")
             if key is not None and key != content:
                 raise BadRequestError(f"ServerArgs.{name} and {name}_file are two different keys: set only one.")
             key = content
             object.__setattr__(self, name, key)
             object.__setattr__(self, f"{name}_file", None)
-        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-            raise BadRequestError(f"ServerArgs.{name} must be one or more printable ASCII characters without spaces.")
+        if key is not None:
+            check_key(key, f"ServerArgs.{name}")
 
     def prefill_chunk(self, device_type: str) -> int:
         """Return the most prompt tokens in one step. `device_type` is "cpu" or "cuda"."""

@@ -25,6 +25,7 @@ from verl_server.rollout.env_door import check_address
 from verl_server.rollout.env_factory import load_factory
 from verl_server.rollout.env_server import create_env_app, make_server
 from verl_server.rollout.environment import KEY_VARIABLE
+from verl_server.web.key_files import read_key_file
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,7 @@ def _child(argument: dict[str, Any], ready: Callable[[dict[str, Any]], None]) ->
 def _api_key(args: EnvServerArgs) -> str | None:
     if args.api_key_file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = args.api_key_file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"--api-key-file {args.api_key_file} cannot be read: {error}") from None
-    if not key:
-        raise BadRequestError(f"--api-key-file {args.api_key_file} is empty.")
-    return key
+    return read_key_file(args.api_key_file, "--api-key-file")
 
 
 def _keyword_arguments(text: str) -> dict[str, Any]:

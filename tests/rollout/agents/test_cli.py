@@ -117,7 +117,7 @@ async def play(session, task):
         (["--agent", "no_such_module:play"], "no module 'no_such_module'"),
         (["--agent", "json:no_such"], "has no function 'no_such'"),
         (["--agent", "no-such-program x"], "no program 'no-such-program'"),
-        (["--tasks", "missing.jsonl"], "There is no file missing.jsonl"),
+        (["--tasks", "missing.jsonl"], "Cannot read missing.jsonl"),
         (["--tasks", "reasoning-gym:no_such"], "reasoning-gym has no task 'no_such'"),
         (["--groups", "5"], "fewer than --groups 5"),
         (["--environment", "nothing"], "is no environment"),
@@ -208,3 +208,31 @@ def test_tools_without_a_reward_function_are_refused(
     command = ["rollout", "--agent", "tools", "--tasks", "tasks.jsonl", "--server", fake.url, "--out", "runs/m"]
     assert main([*command, "--environment", "mcp:http://127.0.0.1:1/mcp"]) == 1
     assert "--reward is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--api-key-file", "absent"], "--api-key-file='absent' cannot be read: No such file"),
+        (["--api-key-file", "binary"], "--api-key-file='binary' cannot be read: 'utf-8' codec"),
+        (["--api-key-file", "empty"], "--api-key-file='empty' must be one or more"),
+        (["--agent", '"unclosed'], "--agent: '\"unclosed' is not a command: No closing quotation"),
+        (["--environment", 'mcp:"unclosed'], "mcp:COMMAND: '\"unclosed' is not a command"),
+        (["--tasks", "deep.jsonl"], "deep.jsonl:1 is not valid JSON"),
+        (["--tasks", "binary"], "binary:1 is not valid JSON"),
+        (["--tasks", "a" * 300], "Cannot read aaa"),
+        (["--tasks", "absent"], "Cannot read absent"),
+        (["--out", "empty"], "cannot be a folder, because it or one above it is a file"),
+    ],
+)
+def test_a_damaged_file_or_option_is_named(
+    fake: FakeServer, folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    (folder / "binary").write_bytes(b"\xff\xfe")
+    (folder / "empty").write_bytes(b"")
+    (folder / "deep.jsonl").write_text("[" * 3000 + "]" * 3000 + "\n")
+    command = {"--agent": "true", "--tasks": "tasks.jsonl", "--server": fake.url, "--out": "runs/n"}
+    command |= dict(zip(options[::2], options[1::2], strict=True))
+    assert main(["rollout", *(word for pair in command.items() for word in pair)]) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1, error

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import tyro
 from rich.console import Console
 
 from verl_server.errors import BadRequestError
+from verl_server.json_files import convert, numbered_lines, parse_json
 from verl_server.rollout.agents.episode import Progress
 from verl_server.rollout.agents.output import read_lines, summarize_lines
 from verl_server.rollout.agents.program import take_from_environment
@@ -28,7 +27,8 @@ from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.tool_loop import DEFAULT_MAX_TURNS, ToolLoop
 from verl_server.rollout.agents.types import AgentFunction, AgentLimits, AgentRun, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.env_factory import load_function
-from verl_server.rollout.environments.named import environment_named, has_reward, is_named
+from verl_server.rollout.environments.named import command_words, environment_named, has_reward, is_named
+from verl_server.web.key_files import read_key_file
 
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 _GROUPS = 16
@@ -170,7 +170,7 @@ def load_agent(
         raise BadRequestError("--tool and --system are for --agent tools.")
     if _FUNCTION.fullmatch(text):
         return load_function(text, "agent")
-    words = shlex.split(text)
+    words = command_words(text, "--agent")
     if not words:
         raise BadRequestError("--agent is empty. Name MODULE:function, or a command in quotes.")
     return words
@@ -191,21 +191,22 @@ def load_tasks(args: AgentRolloutArgs) -> tuple[list[AgentTask], EnvironmentFact
 
 def read_tasks(path: Path) -> list[AgentTask]:
     """One task for each line of a JSONL file."""
-    if not path.is_file():
-        raise BadRequestError(f"There is no file {path}. --tasks is FILE.jsonl, reasoning-gym:NAME or textarena:NAME.")
-    tasks = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            content = msgspec.json.decode(line)
-            is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
-            tasks.append(msgspec.convert(content, AgentTask) if is_task else AgentTask(seed=number - 1, input=content))
-        except msgspec.DecodeError as error:
-            raise BadRequestError(f"{path}:{number} is no task: {error}") from None
+    try:
+        tasks = [_task(line, where, i) for i, (where, line) in enumerate(numbered_lines(path)) if line.strip()]
+    except BadRequestError as error:
+        raise BadRequestError(
+            f"{error}. --tasks is FILE.jsonl with one task a line, reasoning-gym:NAME or textarena:NAME."
+        ) from None
     if not tasks:
         raise BadRequestError(f"{path} has no tasks.")
     return tasks
+
+
+def _task(line: bytes, where: str, seed: int) -> AgentTask:
+    """The task of a line. `seed` is that of a line which sets none because all of it is the input."""
+    content = parse_json(line, where)
+    is_task = isinstance(content, dict) and bool(content) and content.keys() <= {"seed", "input", "environment"}
+    return convert(content, AgentTask, where) if is_task else AgentTask(seed=seed, input=content)
 
 
 def environment_factory(name: str) -> EnvironmentFactory:
@@ -232,7 +233,7 @@ def _servers(args: AgentRolloutArgs, key: str | None) -> list[Server] | None:
     if not args.server:
         return None
     if args.api_key_file is not None:
-        key = args.api_key_file.read_text().strip()
+        key = read_key_file(args.api_key_file, "--api-key-file")
     if not key:
         raise BadRequestError("The servers' key is missing: set VERL_SERVER_API_KEY, or name --api-key-file.")
     return [Server(url, key) for url in args.server]

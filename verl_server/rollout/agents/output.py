@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from verl_server.durable import replace_file, write_file
+from verl_server.durable import make_folder, replace_file, write_file
 from verl_server.errors import BadRequestError
-from verl_server.json_files import read_json
+from verl_server.json_files import decode_json, numbered_lines, read_json
 from verl_server.rollout.agents.types import AgentEpisode, AgentTask
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory, Turn, append_jsonl, read_jsonl
 from verl_server.session_types import Branch
@@ -75,7 +75,7 @@ class RunFolder:
         self._episodes = folder / "episodes.jsonl"
         self.finished: dict[tuple[int, int], EpisodeLine] = {}
         wanted = json.loads(msgspec.json.encode(settings | {"tasks": len(tasks), "tasks_digest": tasks_digest(tasks)}))
-        self.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.logs)
         if not self._run_file.exists():
             if any(file.exists() and file.stat().st_size for file in (self._trajectories, self._episodes)):
                 raise BadRequestError(f"{folder} has episodes, but no run.json. Restore it, or name another folder.")
@@ -241,14 +241,13 @@ def _whole_lines(path: Path, kind: type[Any]) -> Iterable[Any]:
     """Records up to the first line that is cut off. Raises BadRequestError for a line in the middle that is damaged."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                yield msgspec.json.decode(text, type=kind)
-            except msgspec.DecodeError as error:
-                raise BadRequestError(f"{path}:{number} is damaged: {error}. Remove the line, or the run.") from None
+    for where, text in numbered_lines(path):
+        if not text.endswith(b"\n"):
+            return
+        try:
+            yield decode_json(text, kind, f"{where} is damaged")
+        except BadRequestError as error:
+            raise BadRequestError(f"{error}. Remove the line, or the run.") from None
 
 
 def _rewrite(path: Path, records: Iterable[Any]) -> None:

@@ -20,6 +20,14 @@ from verl_server.rollout.environments.textarena import TextArenaEnvironment, che
 _FAMILIES = ("reasoning-gym:", "textarena:")
 
 
+def command_words(text: str, setting: str) -> list[str]:
+    """Return the words of a command, as a shell splits them. Raise BadRequestError, which names `setting`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadRequestError(f"{setting}: {text!r:.200} is not a command: {error}. Close each quote.") from None
+
+
 def is_named(text: str) -> bool:
     """True if the text names an environment of a package, in place of a file."""
     return text.startswith(_FAMILIES)
@@ -42,7 +50,7 @@ def environment_named(text: str) -> MakeEnvironment:
         check_textarena(name)
         return lambda options: TextArenaEnvironment(name, **options)
     if family == "mcp":
-        server = name if "://" in name else shlex.split(name)
+        server = name if "://" in name else command_words(name, "mcp:COMMAND")
         if not server:
             raise BadRequestError(
                 "mcp: has no server behind the colon, such as mcp:http://HOST/mcp or 'mcp:python x.py'."
