@@ -153,3 +153,19 @@ def test_an_empty_content_beside_calls_is_null_for_templates_that_test_for_null(
         assert shown == ("a" if "not" not in test else "b")
         assert templates("{% if TEST %}a{% else %}b{% endif %}".replace("TEST", test)).render(ASK, {})[0] != shown
     assert templates("{{ messages[-1].content + '.' }}").render(CALLS, {})[0] == "."
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{" * 200_000,
+        "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}",
+        "{% for x in y %}" * 3000 + "{% endfor %}" * 3000,
+        "{% for x in y %}" * 25 + "{% endfor %}" * 25,
+        "{{" + "9" * 5000 + "}}",
+    ],
+    ids=["braces", "parentheses", "3000 loops", "25 loops", "a long number"],
+)
+def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
+    with pytest.raises(BadRequestError, match="The chat template cannot be compiled"):
+        ChatTemplate(source)

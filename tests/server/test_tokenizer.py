@@ -64,3 +64,34 @@ def test_the_generation_configs_ids_end_a_completion(tmp_path: Path, value: Any,
     text = ModelText(ServerArgs(model_path=str(folder)))
     text.load_tokenizer()
     assert text.eos_token_ids == ids
+
+
+@pytest.mark.parametrize("template", [7, {"default": "x"}, [{"name": 1}], [{"name": "default"}], ["x"]])
+def test_a_chat_template_of_another_type_is_refused_by_file_and_key(tmp_path: Path, template: Any) -> None:
+    folder = make_model_folder(tmp_path, "llama", weights=False)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with pytest.raises(ServerLaunchError, match=rf"^{path}: .*at `\$\.chat_template"):
+        ModelText(ServerArgs(model_path=str(folder))).load_tokenizer()
+
+
+def test_several_chat_templates_are_loaded(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "llama", weights=False)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    text = ModelText(ServerArgs(model_path=str(folder)))
+    text.load_tokenizer()
+    assert text.tokenizer.chat_template == {"default": "a", "tool_use": "b"}
+
+
+@pytest.mark.parametrize("source", ["{" * 200_000, "{{" + "(" * 50_000])
+def test_a_template_file_that_cannot_be_compiled_is_named(tmp_path: Path, source: str) -> None:
+    folder = make_model_folder(tmp_path, "llama", weights=False)
+    (folder / "deep.jinja").write_text(source)
+    path = str(folder / "deep.jinja")
+    for setting, value in (("chat_template", path), ("allowed_chat_templates", [path])):
+        args = ServerArgs(model_path=str(folder)).replace(**{setting: value})
+        with pytest.raises(ServerLaunchError, match=rf"{setting}: '{path}': The chat template cannot be compiled"):
+            ModelText(args)

@@ -49,11 +49,20 @@ class ChatTemplate:
         self.source = source
         environment = _environment()
         try:
-            tree = environment.parse(source)
+            unset = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise BadRequestError(f"The chat template is not valid Jinja, line {error.lineno}: {error}.") from None
-        unset = jinja2.meta.find_undeclared_variables(tree)
+        except (
+            RecursionError,
+            MemoryError,
+            SyntaxError,
+            ValueError,
+        ) as error:  # of Python, which compiles the template
+            raise BadRequestError(
+                f"The chat template cannot be compiled: {type(error).__name__}: {error}. Shorten its numbers, and nest "
+                "its blocks and expressions less deeply."
+            ) from None
         self._expects_null = _TESTS_FOR_NULL.search(source) is not None
         self.variables = frozenset(unset - environment.globals.keys() - _RESERVED)
         """Names of the variables that the template reads but does not set."""

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from verl_server.chat.output import OutputFormat
 from verl_server.errors import BadRequestError, ServerLaunchError
-from verl_server.json_files import read_json
+from verl_server.json_files import convert, read_json
 from verl_server.model_folder import hub_problem, local_folder, resolve_model_folder
 from verl_server.server.limits import Limits
 from verl_server.server.text_tools import Decoder, ModelBounds, TextSetup
@@ -226,6 +228,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
     folder = Path(source)
+    _check_chat_template(folder / "tokenizer_config.json")
     try:
         kind = _tokenizer_class(folder, server_args.trust_remote_code)
         return kind.from_pretrained(
@@ -239,6 +242,27 @@ def _load_tokenizer(server_args: ServerArgs, source: str) -> Any:
             f"No tokenizer could be loaded from {source!r}: {error}\n"
             "Set tokenizer_path, or skip_tokenizer_init=True to serve token ids only."
         ) from error
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The key of tokenizer_config.json that holds one chat template or several."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
+def _check_chat_template(file: Path) -> None:
+    """Raise ServerLaunchError, which names the file and the key, if transformers cannot read the chat template."""
+    if not file.is_file():
+        return
+    try:
+        convert(read_json(file), _TokenizerConfig, str(file))
+    except BadRequestError as error:
+        raise ServerLaunchError(f"{error}. Correct the file, or set tokenizer_path to another folder.") from None
 
 
 def _tokenizer_class(folder: Path, trust_remote_code: bool) -> Any:
