@@ -7,6 +7,8 @@ from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from verl_server.json_files import parse_json
+
 JSON_OPTIONS = ConstructorRegistry()
 """Pass it as `registry` to `tyro.cli`."""
 
@@ -26,7 +28,7 @@ def _json_object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str, 
 
 def _parsed(text: str) -> dict[str, Any]:
     """Return the object. Raise ValueError, which tyro prints, for anything else."""
-    value = json.loads(text)
+    value = parse_json(text, f"{text!r:.60}")
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object, such as '{{\"max_model_len\": 4096}}'")
+        raise ValueError(f"{text!r:.200} is not a JSON object, such as '{{\"max_model_len\": 4096}}'")
     return value

@@ -44,8 +44,9 @@ def test_engine_args_are_json_on_the_command_line() -> None:
 
     args = ["--model-path", "m", "--engine", "vllm", "--engine-args", '{"max_model_len": 8}']
     assert tyro.cli(ServerArgs, args=args, registry=JSON_OPTIONS).engine_args == {"max_model_len": 8}
-    with pytest.raises(SystemExit):
-        tyro.cli(ServerArgs, args=["--model-path", "m", "--engine-args", "[1]"], registry=JSON_OPTIONS)
+    for text in ("[1]", "[" * 50_000, "{", '{"a": "\\ud800"}'):
+        with pytest.raises(SystemExit):
+            tyro.cli(ServerArgs, args=["--model-path", "m", "--engine-args", text], registry=JSON_OPTIONS)
 
 
 @pytest.mark.parametrize(

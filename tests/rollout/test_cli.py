@@ -113,7 +113,8 @@ def test_the_environment_example_is_served_from_any_folder(folder: Path, name: s
         (["env", "--help"], 0, "usage: verl-server env serve MODULE:CLASS"),
         (["env", "serve", "json:NoSuchClass"], 1, "has no 'NoSuchClass'"),
         (["env", "serve", "json:JSONDecoder"], 1, r"json:JSONDecoder has no method reset\(seed=None\)"),
-        (["env", "serve", "json:JSONDecoder", "--kwargs", "{a: 1}"], 1, "--kwargs is not JSON"),
+        (["env", "serve", "json:JSONDecoder", "--kwargs", "{a: 1}"], 1, "--kwargs is not valid JSON"),
+        (["env", "serve", "json:JSONDecoder", "--kwargs", "[" * 50_000], 1, "--kwargs is not valid JSON"),
         (["env", "serve", "json:JSONDecoder", "--kwargs", "[1]"], 1, "--kwargs must be a JSON object"),
     ],
 )

@@ -254,6 +254,11 @@ def test_no_server_and_a_server_that_is_none() -> None:
         writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 301 Moved\r\nLocation: http://[::bad\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -261,7 +266,12 @@ def test_no_server_and_a_server_that_is_none() -> None:
     async def main() -> None:
         with pytest.raises(EnvError, match="accept a connection"):
             await RemoteEnvironment("http://127.0.0.1:9", QUICK).reset(1)
-        for handler, says in ((refuse, "HTTP 500"), (mute, "did not accept a connection within")):
+        faults = (
+            (refuse, "HTTP 500"),
+            (redirect, "did not accept a connection: ValueError"),
+            (mute, "did not accept a connection within"),
+        )
+        for handler, says in faults:
             server = await asyncio.start_server(handler, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(EnvError, match=says):

@@ -21,6 +21,7 @@ from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.ipc.child_process import child_main
 from verl_server.ipc.descriptors import DESCRIPTOR_SLACK, raise_descriptor_limit
 from verl_server.ipc.sockets import bind_socket
+from verl_server.json_files import parse_json
 from verl_server.rollout.env_door import check_address
 from verl_server.rollout.env_factory import load_factory
 from verl_server.rollout.env_server import create_env_app, make_server
@@ -93,11 +94,11 @@ def _api_key(args: EnvServerArgs) -> str | None:
 
 def _keyword_arguments(text: str) -> dict[str, Any]:
     try:
-        kwargs = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadRequestError(f"--kwargs is not JSON: {error}. Write it as '{{\"NAME\": VALUE}}'.") from None
+        kwargs = parse_json(text, "--kwargs")
+    except BadRequestError as error:
+        raise BadRequestError(f"{error}. Write it as '{{\"NAME\": VALUE}}'.") from None
     if not isinstance(kwargs, dict):
-        raise BadRequestError(f"--kwargs must be a JSON object, not {text}. Write it as '{{\"NAME\": VALUE}}'.")
+        raise BadRequestError(f"--kwargs must be a JSON object, not {text:.200}. Write it as '{{\"NAME\": VALUE}}'.")
     return kwargs
 
 

@@ -239,7 +239,8 @@ class RemoteEnvironment:
             status = error.response.status_code
             remedy = f" Set {KEY_VARIABLE} to its key." if status == 401 else ""
             raise EnvError(f"{self.url} answered HTTP {status}, not a WebSocket.{remedy}") from None
-        except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError) as error:
+        except (OSError, WebSocketException, InvalidHandshake, InvalidURI, EOFError, ValueError) as error:
+            # ValueError: the server redirects to an address that is no URL.
             raise EnvError(f"{self.url} did not {what}: {error!r}") from error
 
 
