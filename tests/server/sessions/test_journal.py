@@ -407,6 +407,18 @@ def test_a_journal_under_another_name_is_noticed(tmp_path: Path, killed: bool) -
     run(main())
 
 
+def test_a_folder_that_is_a_file_and_a_file_that_is_a_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadRequestError, match="file cannot be a folder"):
+        read_again(tmp_path / "file")
+    for name in ("journal-00000001.log", "current"):
+        file = left_by_a_killed_server(tmp_path / "s", *some_sessions(1)).with_name(name)
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(BadRequestError, match=f"Cannot read .*{name}"):
+            read_again(tmp_path / "s")
+
+
 def test_a_second_creation_of_a_session_does_not_fit() -> None:
     table = SessionLedger().table
     table.apply(some_sessions(1)[0])

@@ -23,7 +23,9 @@ from typing import Any
 
 import msgspec
 
+from verl_server.durable import make_folder
 from verl_server.errors import BadRequestError, VerlServerError
+from verl_server.json_files import read_bytes
 from verl_server.server.sessions.records import (
     FORMAT,
     CurrentRecord,
@@ -123,7 +125,7 @@ class JournalFiles:
 
     def open(self) -> None:
         """Make and lock the folder, and remove what an interrupted compaction left. Raise BadRequestError."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._folder.chmod(0o700)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -157,7 +159,7 @@ class JournalFiles:
             fewest = 0 if current.number < number else 1
             may_be_torn = is_last and current.number <= number and (fewest == 0 or current.size is None)
             read = _Read(path, 0)
-            data = path.read_bytes()
+            data = read_bytes(path)
             found: list[Damage] = []
             for record, size in self._read(data, read, found, fewest if may_be_torn else None):
                 if read.count == 1:
@@ -201,14 +203,15 @@ class JournalFiles:
     def _current(self, report: Callable[[Damage], None]) -> CurrentRecord:
         """Return what the file `current` says. The first start may have ended before it was written."""
         path = self._folder / CURRENT
+        if not path.exists():
+            if any([self._has_records(number) or number > 1 for number in self._numbers("journal")]):
+                report(Damage(path, 0, 0, "the file is missing"))
+            return CurrentRecord(0, None)
         try:
-            record, _ = read_record(path.read_bytes(), 0)
+            record, _ = read_record(read_bytes(path), 0)
             if not isinstance(record, CurrentRecord):
                 raise DamagedRecordError("it is another record")
             return record
-        except FileNotFoundError:
-            if any([self._has_records(number) or number > 1 for number in self._numbers("journal")]):
-                report(Damage(path, 0, 0, "the file is missing"))
         except DamagedRecordError as error:
             report(Damage(path, 0, path.stat().st_size, str(error)))
         return CurrentRecord(0, None)
@@ -216,7 +219,7 @@ class JournalFiles:
     def _has_records(self, number: int) -> bool:
         """Return True if a journal has more than its header. Raise BadRequestError for another format."""
         path = self._path("journal", number)
-        data = path.read_bytes()
+        data = read_bytes(path)
         try:
             record, end = read_record(data, 0)
         except DamagedRecordError:

@@ -20,6 +20,7 @@ import msgspec
 
 from verl_server.durable import flush, write_file
 from verl_server.errors import BadRequestError
+from verl_server.json_files import read_bytes
 from verl_server.server.sessions.journal_files import CURRENT, Damage, JournalFiles
 from verl_server.server.sessions.records import (
     CurrentRecord,
@@ -58,7 +59,7 @@ def repair(damage: Damage, header: HeaderRecord) -> Path | None:
         write_file(damage.path, _encoded(CurrentRecord(max(numbers), None)))
         damage.path.chmod(0o600)
         return copy
-    kept = damage.path.read_bytes()[: damage.offset] if copy is not None else b""
+    kept = read_bytes(damage.path)[: damage.offset] if copy is not None else b""
     number = int(damage.path.stem.rpartition("-")[2])
     kept = kept or _encoded(msgspec.structs.replace(header, number=number))
     kept += _encoded(CutRecord(damage.reason))
@@ -73,7 +74,7 @@ def _header(folder: Path) -> HeaderRecord:
     """Return the header of any file of a store. Raise BadRequestError if there is none."""
     files = sorted([*folder.glob("snapshot-*.log"), *folder.glob("journal-*.log")])
     for path in files:
-        record = next(_records(path.read_bytes()), None)
+        record = next(_records(read_bytes(path)), None)
         if isinstance(record, HeaderRecord):
             return HeaderRecord(record.format, record.vocabulary, record.tokenizer, record.model_path)
     if not files:
