@@ -1,4 +1,4 @@
-"""What an attack does to other callers: how long the loop was held, the slowest `/health`, the longest token gap."""
+"""Measures how an attack disturbs other callers: by the loop that is held, a late `/health`, a gap between tokens."""
 
 from __future__ import annotations
 

@@ -197,9 +197,16 @@ class Held(App):
 def test_connections_in_use_give_way_only_if_no_other_does(half_open: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(acceptor, "_IDLE_SECONDS", 1000.0 if half_open else 0.0)
+    make_room = acceptor.Acceptor._make_room
 
     async def run() -> None:
-        app = Held()
+        app, is_full = Held(), asyncio.Event()
+
+        def noted(self: acceptor.Acceptor) -> None:
+            make_room(self)
+            is_full.set()
+
+        monkeypatch.setattr(acceptor.Acceptor, "_make_room", noted)
         async with served(app, limit=4) as connect:
             in_use = []
             for _ in range(4 - half_open):
@@ -208,16 +215,14 @@ def test_connections_in_use_give_way_only_if_no_other_does(half_open: int, monke
                 await app.entered.acquire()
             waiting = [await connect() for _ in range(half_open)]
             newcomer = asyncio.ensure_future(ask(connect, PLAIN))
-            if half_open:
-                await app.entered.acquire()
-            else:
-                await asyncio.sleep(4 * acceptor._RETRY_SECONDS)  # the acceptor looks again and again
+            await is_full.wait()
             app.gate.set()
             assert await newcomer == b"0"
             reader, writer = in_use[0]
             writer.write(PLAIN)
             found = await reader.read() if not half_open else await _answers(reader, 2)
             assert found.count(b"HTTP/1.1 200") == (2 if half_open else 1)
+            assert (b"connection: close" in found.lower()) == (not half_open), "the answer says that it is the last one"
             for _, waiting_writer in waiting:
                 waiting_writer.close()
 
