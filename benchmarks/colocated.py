@@ -44,7 +44,8 @@ from transformers import AutoConfig
 
 from benchmarks.copy_limit import better
 from benchmarks.copy_limit import measure as measure_copies
-from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.footprint import device_used_bytes, footprint
+from benchmarks.processes import process_tree
 from benchmarks.served_slices import ServedTensor, expected_checksums, served_tensors, traffic
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workload import measure_ceilings, training_flop

@@ -9,18 +9,6 @@ from pathlib import Path
 import torch
 
 
-def process_tree(root: int) -> list[int]:
-    """Process ids of `root` and of all its running descendants."""
-    tree = [root]
-    for pid in tree:  # the list grows during the iteration
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                tree += [int(child) for child in children.read_text().split()]
-            except OSError:  # the process has ended
-                continue
-    return tree
-
-
 def footprint(pids: Iterable[int]) -> dict[str, int]:
     """Resources of processes, summed.
 

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.footprint import device_used_bytes, footprint
+from benchmarks.processes import process_tree
 from benchmarks.served_slices import expected_checksums, tensors_of_engine
 from benchmarks.token_gaps import Interval
 from verl_server import HttpServerEngineAdapter, VerlEngine

@@ -37,8 +37,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.footprint import device_used_bytes, footprint, process_tree
+from benchmarks.footprint import device_used_bytes, footprint
 from benchmarks.options import engine_settings, make_parser, report, report_run
+from benchmarks.processes import process_tree
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workload import Ceilings, measure_ceilings, training_flop
 from verl_server.engine.http import HttpServerEngineAdapter

@@ -16,11 +16,12 @@ from typing import Any
 
 from benchmarks.gates.figures import Lines
 from benchmarks.gates.parts import Part
+from benchmarks.processes import process_tree
 
-_TAIL = 4000
-"""Characters of a failed part's stderr that are kept."""
+_TAIL = 16_000
+"""Characters of a failed part's stderr that are kept: with the stacks of all processes, if it was late."""
 _DUMP_SECONDS = 3.0
-"""Time in which a part that is late writes its stack to stderr, before it is killed."""
+"""Time in which the processes of a part that is late write their stacks to stderr, before they are killed."""
 
 
 def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> bool:
@@ -30,7 +31,7 @@ def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> 
     its bound, its seconds, and the end of its stderr if it failed.
     """
     start = time.monotonic()
-    command = [sys.executable, "-X", "faulthandler", "-m", *f"benchmarks.{part.command} --device {device}".split()]
+    command = [sys.executable, "-m", *f"benchmarks.{part.command} --device {device}".split()]
     is_late = threading.Event()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -40,6 +41,7 @@ def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> 
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},  # its children inherit it
             start_new_session=True,  # so that its children end with it
         ) as process,
     ):
@@ -56,17 +58,27 @@ def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> 
         finally:
             timer.cancel()
         errors.seek(0)
-        tail = errors.read()[-_TAIL:]
+        tail = _without_modules(errors.read())[-_TAIL:]
     end = {"code": code, "timed_out": is_late.is_set(), "seconds": round(time.monotonic() - start, 1)}
     write_line(out, {"part": part.name, "name": "part_end"} | end | ({"stderr": tail} if code else {}))
     return code == 0
 
 
 def _end(process: subprocess.Popen[str], is_late: threading.Event) -> None:
+    """Let each process of the part write the stacks of its threads, then kill all."""
     is_late.set()
-    process.send_signal(signal.SIGABRT)  # the fault handler writes the stacks of all threads
+    for pid in reversed(process_tree(process.pid)):  # children first: a parent that sees its child end says more
+        try:
+            os.kill(pid, signal.SIGABRT)  # the fault handler writes the stacks
+        except ProcessLookupError:
+            continue
     time.sleep(_DUMP_SECONDS)
     _kill(process)
+
+
+def _without_modules(errors: str) -> str:
+    """The text without the list of extension modules that the fault handler writes after the stacks of a process."""
+    return "".join(line for line in errors.splitlines(keepends=True) if not line.startswith("Extension modules:"))
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

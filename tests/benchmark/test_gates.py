@@ -152,10 +152,12 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").touch()
     (package / "fake.py").write_text(
         "import subprocess, sys, time\n"
+        "def waits(): time.sleep(600)\n"
+        "if sys.argv[1] == 'wait': waits()\n"
         "print('a library says hello')\n"
         'print(\'{"name": "rate", "value": 3.0, "limit": 4.0}\', flush=True)\n'
         "if sys.argv[1] == 'hang':\n"
-        "    child = subprocess.Popen(['sleep', '600'])\n"  # it holds the output open
+        "    child = subprocess.Popen([sys.executable, __file__, 'wait'])\n"  # it holds the output open
         "    child.wait()\n"
         "if sys.argv[1] == 'fail': sys.exit('it went wrong')\n"
     )
@@ -197,7 +199,8 @@ def test_a_part_that_hangs_is_killed_with_its_children(out: Path, monkeypatch: p
     assert found["slow", "rate"]["value"] == 3.0
     end = found["slow", "part_end"]
     assert end["timed_out"] is True and end["seconds"] < 30
-    assert "fake.py" in end["stderr"], "its stack says where it hung"
+    assert "in _wait" in end["stderr"] and "in waits" in end["stderr"], "its stack and its child's say where it hung"
+    assert "Extension modules:" not in end["stderr"]
 
 
 def test_a_run_prints_the_table_and_its_failures(
