@@ -5,6 +5,7 @@
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 8b --trainer-ranks 4 --engines 2 --tp 2
     python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --generate 32
+    python -m benchmarks.weight_sync --device cuda --shape 30b-a3b --engine vllm --separate
     python -m benchmarks.weight_sync --device cuda --shape 8b --engine vllm --trainer-ranks 2 --tp 2
 
 The trainer has one process for each rank (with FSDP2 if there are several), and launches a server of random weights
@@ -122,8 +123,9 @@ def elements_read(args: argparse.Namespace, folder: Path) -> Traffic:
         return {(args.trainer_ranks + rank, 0): total for rank in range(args.tp)}
     ranks_of_engine = args.trainer_ranks // args.engines
     elements = traffic(served, args.trainer_ranks)
+    first = args.trainer_ranks if args.separate else 0
     return {
-        (engine * ranks_of_engine + reader, owner): count
+        (first + engine * ranks_of_engine + reader, owner): count
         for engine in range(args.engines)
         for (reader, owner), count in elements.items()
     }
@@ -148,7 +150,7 @@ def make_job(args: argparse.Namespace, folder: Path) -> Job:
     if not args.generate:  # no step runs, so captures of CUDA graphs would only take time
         no_graphs = {"disable_cuda_graph": True}
         settings |= no_graphs if args.engine == "embedded" else {"engine_args": {"enforce_eager": True}}
-    if on_gpu and args.source == "group":  # NCCL needs a GPU for each rank: the server's come after the trainer's
+    if on_gpu and args.separate:
         gpus = range(args.trainer_ranks, args.trainer_ranks + args.tp)
         settings["gpu_uuids"] = tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
     return Job(
@@ -297,6 +299,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="registered: register_weights once, then push_weights; named: named tensors at every push; disk: a "
         "checkpoint that is written before each push; group: a process group, as for another host (registered)",
     )
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="the server has GPUs of its own, after those of the trainer; always so with --source group, because NCCL "
+        "needs a GPU for each rank",
+    )
     parser.add_argument("--log-level", default="warning", help="log level of the server (warning)")
     parser.add_argument("--leaks", action="store_true", help="report resources of trainer and server before and after")
     parser.add_argument(
@@ -312,11 +320,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--shape 30b-a3b is measured with --tp 1: how several ranks cut experts is not known here.")
     if args.engine == "embedded" and args.shape == "30b-a3b":
         parser.error("--shape 30b-a3b needs --engine vllm: the embedded engine has no experts.")
-    if args.trainer_ranks % args.engines or (args.engines > 1 and args.source == "group"):
-        parser.error("--engines must divide --trainer-ranks, and must be 1 with --source group.")
+    args.separate = args.separate or args.source == "group"
+    if args.trainer_ranks % args.engines or (args.engines > 1 and args.separate):
+        parser.error("--engines must divide --trainer-ranks, and must be 1 with --separate and with --source group.")
     if args.device == "cuda" and args.engines > 1 and args.tp * args.engines > args.trainer_ranks:
         parser.error("--engines on GPUs: each engine is on the GPUs of its trainer ranks, which must be --tp or more.")
-    gpus = args.tp + args.trainer_ranks if args.source == "group" else max(args.tp, args.trainer_ranks)
+    gpus = args.tp + args.trainer_ranks if args.separate else max(args.tp, args.trainer_ranks)
     if args.device == "cuda" and torch.cuda.device_count() < gpus:
         parser.error(
             f"--source {args.source} --tp {args.tp} --trainer-ranks {args.trainer_ranks} needs {gpus} GPUs, but torch "
