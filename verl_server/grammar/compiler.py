@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.failure import GrammarFailedError
+from verl_server.grammar.token_bytes import speller, with_one_kind
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -30,6 +32,8 @@ _LIMITS = LLParserLimits(
 COMPILER_STACK = 16 << 20
 """Bytes of the stack of threads that compile. A trial has a quarter of it, because a stack that overflows ends the
 process."""
+_MOST_COMPARED = 4096
+"""Most tokens whose bytes are compared with those that llguidance read."""
 _MOST_MESSAGE = 400
 """Most characters of llguidance's error messages, which may quote the whole grammar."""
 
@@ -76,13 +80,28 @@ class GrammarCompiler:
         """
         eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
         try:
-            self._tokenizer = LLTokenizer(tokenizer.decode(), n_vocab=vocab_size, eos_token=eos or None)
+            readable = with_one_kind(tokenizer).decode()
+            self._tokenizer = LLTokenizer(readable, n_vocab=vocab_size, eos_token=eos or None)
         except Exception as error:  # llguidance raises ValueError, and a panic is no Exception
             raise BadRequestError(
                 f"This model's tokenizer does not permit constrained decoding: {_short(str(error))}"
             ) from None
+        self._compare_tokens(Tokenizer.from_str(tokenizer.decode()), vocab_size)
         self.num_words = -(-vocab_size // 32)
         """Number of words of a mask."""
+
+    def _compare_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Raise BadRequestError if llguidance reads other bytes from a token than the tokenizer's decoder."""
+        spell, number = speller(tokenizer), min(tokenizer.get_vocab_size(), vocab_size)
+        for token in range(0, number, max(1, number // _MOST_COMPARED)):
+            spelled, read = spell(token), self._tokenizer.decode_bytes([token])
+            # 0xFF, which no UTF-8 text has, is llguidance's mark of special tokens.
+            if spelled is not None and b"\xff" not in spelled and spelled != read:
+                raise BadRequestError(
+                    f"This model's tokenizer does not permit constrained decoding: llguidance reads token {token} as "
+                    f"{read!r}, but it stands for {spelled!r}. Start the server with grammar_backend=none, or report "
+                    "the tokenizer."
+                )
 
     def compile(self, grammar: str) -> Matcher:
         """Compile a translated grammar. Raise BadRequestError if it is malformed or exceeds a limit."""
