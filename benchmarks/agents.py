@@ -74,6 +74,11 @@ class Episode:
         return sum(turn.output_len for turn in self.turns)
 
     @property
+    def total_tokens(self) -> int:
+        """Tokens of the history after the last turn and its observation."""
+        return len(self.prompt) + sum(turn.output_len + len(turn.observation) for turn in self.turns)
+
+    @property
     def waiting(self) -> float:
         return sum(turn.wait for turn in self.turns)
 

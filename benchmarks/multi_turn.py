@@ -2,18 +2,20 @@
 
     python -m benchmarks.multi_turn --device cpu --shape tiny --wait-scale 0.1
     python -m benchmarks.multi_turn --device cuda --shape 0.6b --agents 128 --turns 8
+    python -m benchmarks.multi_turn --device cuda --shape 8b --agents 128 --turns 40 --wait-scale 0 --only-work
 
 Every agent plays `--turns` turns. It sends its whole history as token ids, appends the sampled tokens, waits for its
 environment (lognormal, median 0.5 s, sigma 1.5, capped at 20 s, drawn from a seed) and appends the observation. The
 engine is a server process that is called over HTTP, with prefix cache and without log-probabilities. With
 `--session-ids` every agent names its session in each turn, and closes it after the last one.
 
-There are four runs, each with an empty prefix cache and one JSON line. In `own_pace` every agent proceeds by itself. In
-`lock_step` all agents generate, then all wait for the slowest environment; these waits are added to the clock instead
-of slept. `work` is own pace without any wait, which is the engine's throughput for this work. `longest_alone` is the
-longest episode without other requests. No schedule can be faster than `work` or `longest_alone`, so the larger of the
-two is the ideal. The last lines are `ideal_ratio` (own pace to ideal), `lock_step_ratio` (lock step to own pace) and
-`prefix_hit_rate`, with the rate that the token counts allow (`limit`) and the quotient of both (`ratio`).
+The model's context is as long as the longest history. There are four runs, each with an empty prefix cache and one JSON
+line. In `own_pace` every agent proceeds by itself. In `lock_step` all agents generate, then all wait for the slowest
+environment; these waits are added to the clock instead of slept. `work` is own pace without any wait, which is the
+engine's throughput for this work. `longest_alone` is the longest episode without other requests. No schedule can be
+faster than `work` or `longest_alone`, so the larger of the two is the ideal. The last lines are `ideal_ratio` (own pace
+to ideal), `lock_step_ratio` (lock step to own pace) and `prefix_hit_rate`, with the rate that the token counts allow
+(`limit`) and the quotient of both (`ratio`).
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def benchmark(engine: EngineBase, episodes: list[Episode], group: int, only_work
     token_seconds = _seconds_per_token_alone(engine, episodes)
     longest = max(episodes, key=lambda e: e.waiting + token_seconds * e.output_tokens)
     alone = run("longest_alone", _alone(engine, longest))
-    lock_step = run("lock_step", play_in_lock_step(engine, episodes, session_ids=session_ids))
     own_pace = run("own_pace", play_at_own_pace(engine, episodes, session_ids=session_ids))
+    lock_step = run("lock_step", play_in_lock_step(engine, episodes, session_ids=session_ids))
     ideal = max(work.seconds, alone.seconds)
     report("ideal_seconds", ideal, "s", bound="work" if ideal == work.seconds else "longest episode")
     report("ideal_ratio", own_pace.seconds / ideal, "x")
@@ -119,7 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         args.seed,
     )
     with tempfile.TemporaryDirectory() as temporary:
-        folder: Path = shape_folder(temporary, args.shape)
+        context = max(episode.total_tokens for episode in episodes)
+        folder: Path = shape_folder(temporary, args.shape, context=context)
         settings = engine_settings(args, folder, port=0, max_running_requests=max(256, args.agents))
         with HttpServerEngineAdapter(**settings) as engine:
             benchmark(engine, episodes, args.group, args.only_work, args.session_ids)

@@ -72,7 +72,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 """
 
 
-def shape_folder(path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a Qwen3 folder of a named shape: config, tokenizer, and with `weights` random weights. Returns `path`."""
+def shape_folder(
+    path: str | Path, shape: str, *, weights: bool = False, dtype: torch.dtype = torch.bfloat16, context: int = 0
+) -> Path:
+    """Write a Qwen3 folder of a named shape: config, tokenizer, and with `weights` random weights. Returns `path`.
+
+    The model's context has `context` tokens if that is more than the shape has.
+    """
     settings: dict[str, Any] = {"arch": "qwen3", "rms_norm_eps": 1e-6} | SHAPES[shape]
+    settings["max_position_embeddings"] = max(settings["max_position_embeddings"], context)
     return make_model_folder(path, weights=weights, dtype=dtype, **settings)
