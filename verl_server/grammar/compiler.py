@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
 from verl_server.errors import BadRequestError
 from verl_server.grammar.failure import GrammarFailedError
-from verl_server.grammar.token_bytes import speller, with_one_kind
+from verl_server.grammar.token_bytes import spelled_tokens, with_one_kind
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -80,23 +81,24 @@ class GrammarCompiler:
         """
         eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
         try:
-            readable = with_one_kind(tokenizer).decode()
-            self._tokenizer = LLTokenizer(readable, n_vocab=vocab_size, eos_token=eos or None)
+            content = orjson.loads(tokenizer)
+            readable = with_one_kind(content)
+            text = tokenizer if readable is content else orjson.dumps(readable)
+            self._tokenizer = LLTokenizer(text.decode(), n_vocab=vocab_size, eos_token=eos or None)
         except Exception as error:  # llguidance raises ValueError, and a panic is no Exception
             raise BadRequestError(
                 f"This model's tokenizer does not permit constrained decoding: {_short(str(error))}"
             ) from None
-        self._compare_tokens(Tokenizer.from_str(tokenizer.decode()), vocab_size)
+        self._compare(content, vocab_size)
         self.num_words = -(-vocab_size // 32)
         """Number of words of a mask."""
 
-    def _compare_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Raise BadRequestError if llguidance reads other bytes from a token than the tokenizer's decoder."""
-        spell, number = speller(tokenizer), min(tokenizer.get_vocab_size(), vocab_size)
-        for token in range(0, number, max(1, number // _MOST_COMPARED)):
-            spelled, read = spell(token), self._tokenizer.decode_bytes([token])
-            # 0xFF, which no UTF-8 text has, is llguidance's mark of special tokens.
-            if spelled is not None and b"\xff" not in spelled and spelled != read:
+    def _compare(self, content: dict[str, Any], vocab_size: int) -> None:
+        """Raise BadRequestError if llguidance reads other bytes from a token than the tokenizer's decoder gives."""
+        for token, spelled in spelled_tokens(content, _MOST_COMPARED):
+            if token >= vocab_size or b"\xff" in spelled:  # no UTF-8 text has 0xFF, llguidance's mark of special tokens
+                continue
+            if (read := self._tokenizer.decode_bytes([token])) != spelled:
                 raise BadRequestError(
                     f"This model's tokenizer does not permit constrained decoding: llguidance reads token {token} as "
                     f"{read!r}, but it stands for {spelled!r}. Start the server with grammar_backend=none, or report "

@@ -8,52 +8,69 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token of one byte, as SentencePiece writes it."""
 
-Speller = Callable[[int], bytes | None]
-"""From a token id to its bytes, or to None if only decoding can show them, as for added tokens."""
+Spell = Callable[[str], bytes | None]
+"""From a piece of the vocabulary to its bytes, or to None if only decoding can show them."""
 
 
-def speller(backend: Any) -> Speller:
-    """Return the speller of a `tokenizers.Tokenizer`. It knows nothing of other tokenizers."""
+def speller(backend: Any) -> Callable[[int], bytes | None]:
+    """Return a function from a token of a `tokenizers.Tokenizer` to its bytes.
+
+    It returns None for added tokens, and for all tokens of other tokenizers.
+    """
     decoder = getattr(backend, "decoder", None)
-    kinds = decoder_kinds(json.loads(decoder.__getstate__())) if decoder is not None else set()
-    # A decoder may have both: transformers writes SentencePiece's steps before ByteLevel for some GGUF files. Pieces of
-    # byte-level BPE have one character for each byte, so no piece of theirs is for the other steps.
-    read = _byte_level if "ByteLevel" in kinds else _byte_fallback if "ByteFallback" in kinds else None
-    if read is None:
+    spell = spelling(json.loads(decoder.__getstate__())) if decoder is not None else None
+    if spell is None:
         return lambda token: None
     added = frozenset(backend.get_added_tokens_decoder())
 
-    def spell(token: int) -> bytes | None:
+    def spell_token(token: int) -> bytes | None:
         piece = None if token in added else backend.id_to_token(token)
-        return None if piece is None else read(piece)
+        return None if piece is None else spell(piece)
 
-    return spell
+    return spell_token
 
 
-def with_one_kind(tokenizer: bytes) -> bytes:
-    """Return a tokenizer's JSON for a reader that follows the first kind of bytes that it finds in the decoder.
+def spelling(decoder: dict[str, Any] | None) -> Spell | None:
+    """Return how a decoder, given as an object of JSON, spells pieces; None if it spells them in a way of its own."""
+    kinds = {part.get("type") for part in _steps(decoder)}
+    # A decoder may have both: transformers writes SentencePiece's steps before ByteLevel for some GGUF files. Pieces of
+    # byte-level BPE have one character for each byte, so no piece of theirs is for the other steps.
+    return _byte_level if "ByteLevel" in kinds else _byte_fallback if "ByteFallback" in kinds else None
+
+
+def with_one_kind(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's content for a reader that follows the first kind of bytes that it finds in the decoder.
 
     A decoder of several steps that has ByteLevel becomes ByteLevel alone, which gives each token the same bytes.
     """
-    content = json.loads(tokenizer)
-    decoder = content.get("decoder")
-    if not isinstance(decoder, dict) or decoder.get("type") != "Sequence":
-        return tokenizer
-    level = [part for part in decoder["decoders"] if part.get("type") == "ByteLevel"]
-    return json.dumps(content | {"decoder": level[0]}).encode() if level else tokenizer
+    steps = _steps(content.get("decoder"))
+    level = [part for part in steps if part.get("type") == "ByteLevel"]
+    return content | {"decoder": level[0]} if level and len(steps) > 1 else content
 
 
-def decoder_kinds(decoder: dict[str, Any]) -> set[str]:
-    """Return the types of the steps of a decoder, which is given as an object of JSON."""
-    parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-    return {part.get("type", "") for part in parts}
+def spelled_tokens(content: dict[str, Any], most: int) -> Iterator[tuple[int, bytes]]:
+    """Yield at most `most` tokens, spread over the vocabulary of a tokenizer's content, with their bytes."""
+    spell, vocab = spelling(content.get("decoder")), content["model"].get("vocab")
+    if spell is None or not isinstance(vocab, dict):
+        return
+    added = {token["id"] for token in content.get("added_tokens") or ()}
+    step = -(-len(vocab) // most)
+    for piece, token in vocab.items():
+        if token % step == 0 and token not in added and (spelled := spell(piece)) is not None:
+            yield token, spelled
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder.get("decoders", ())) if decoder.get("type") == "Sequence" else [decoder]
 
 
 def _byte_level(piece: str) -> bytes | None:
