@@ -27,6 +27,7 @@ from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import Job
+from verl_server.server_args import ServerArgs
 from verl_server.web.bodies import Body
 from verl_server.web.first_headers import first_headers
 
@@ -36,12 +37,14 @@ T = TypeVar("T")
 ERROR_HEADER = "X-Verl-Error"
 _PIECE = 256 * 1024
 """Bytes of a long body that are sent at once."""
+_SMALL_BODY = 2**21
+"""Most bytes of a body that is parsed on the event loop and names no tensors: some 10 ms of the loop."""
 _DISCARD_SECONDS = 1.0
 """Longest time to read and discard a body that is too large, so that the client can read the response."""
 
 
 class BodyTooLargeError(BadRequestError):
-    """The body has more than `max_request_bytes` bytes."""
+    """The body has more bytes than its route takes: `max_request_bytes`, or fewer for a route that needs few."""
 
     status_code = 413
 
@@ -150,9 +153,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if (whole_number(declared, most_digits=20) or 0) > limit:
         if "100-continue" not in request.headers.get("expect", "").lower():
             await _discard(request)
-        raise BodyTooLargeError(
-            f"The body has {declared} bytes; this route takes at most {limit} (see max_request_bytes)."
-        )
+        raise BodyTooLargeError(f"The body has {declared} bytes; this route takes at most {limit}{_remedy(limit)}.")
     body = Body()
     more = True
     while more:
@@ -166,9 +167,13 @@ async def read_body(request: Request, limit: int) -> bytes:
             if more:
                 await _discard(request)
             raise BodyTooLargeError(
-                f"The body has more than {limit} bytes, the most that this route takes (see max_request_bytes)."
+                f"The body has more than {limit} bytes, the most that this route takes{_remedy(limit)}."
             )
     return body.whole()
+
+
+def _remedy(limit: int) -> str:
+    return "" if limit == _SMALL_BODY else " (see max_request_bytes)"
 
 
 async def _discard(request: Request) -> None:
@@ -181,9 +186,14 @@ async def _discard(request: Request) -> None:
                     return
 
 
-async def read_json(request: Request, limit: int) -> Any:
-    """Return the whole body, parsed on the loop. Only for control routes, whose callers may block the loop."""
-    return parse_json(await read_body(request, limit))
+async def read_json(request: Request, server_args: ServerArgs, *, carries_tensors: bool = False) -> Any:
+    """Return the whole body, parsed on the event loop, so it is small.
+
+    `carries_tensors`: the body may name each tensor of a model, with handles of all ranks. Only callers that may change
+    weights send such a body, and it may have as many bytes as a prompt.
+    """
+    limit = server_args.max_request_bytes
+    return parse_json(await read_body(request, limit if carries_tensors else min(limit, _SMALL_BODY)))
 
 
 async def run_job(request: Request, text: TextService, job: Job[R], body: bytes) -> R:

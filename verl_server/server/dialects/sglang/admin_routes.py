@@ -152,7 +152,7 @@ class ControlApi:
         async def change_weights(request: Request) -> Response:
             """Return {"success", "message"} and, if the scheduler returned them, "weight_version", "num_tensors",
             "lease_seconds", "registration" and "seconds"."""
-            reply = await self._control(request, await self._parse(request, kind))
+            reply = await self._control(request, await self._parse(request, kind, carries_tensors=True))
             payload = reply.payload if isinstance(reply.payload, dict) else {}
             return _success(reply, **{key: payload[key] for key in _PAYLOAD_KEYS if key in payload})
 
@@ -160,7 +160,7 @@ class ControlApi:
 
     async def post_process_weights(self, request: Request) -> Response:
         """Do nothing, because weights are not quantized here. Older clients call this route after their updates."""
-        await read_json(request, self._args.max_request_bytes)
+        await read_json(request, self._args)
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})
 
@@ -215,8 +215,8 @@ class ControlApi:
         """
         return await unless_disconnected(request, self._manager.control(req))
 
-    async def _parse(self, request: Request, kind: type[S]) -> S:
-        return self._convert(request, await read_json(request, self._args.max_request_bytes), kind)
+    async def _parse(self, request: Request, kind: type[S], *, carries_tensors: bool = False) -> S:
+        return self._convert(request, await read_json(request, self._args, carries_tensors=carries_tensors), kind)
 
     def _convert(self, request: Request, body: Any, kind: type[S]) -> S:
         if body is None:

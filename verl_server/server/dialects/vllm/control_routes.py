@@ -77,6 +77,10 @@ class FinishWeightUpdateReq(msgspec.Struct, kw_only=True):
     """Label of the new version; default: the next integer."""
 
 
+_CARRY_TENSORS = (VllmUpdateWeightsReq, CollectiveRpcReq)
+"""Bodies that may name each tensor of a model."""
+
+
 class VllmControlApi:
     def __init__(self, manager: TokenizerManager, server_args: ServerArgs) -> None:
         self._manager, self._args = manager, server_args
@@ -297,7 +301,7 @@ class VllmControlApi:
         return carry_out
 
     async def _parse(self, request: Request, kind: type[S], refused: Mapping[str, str] = {}) -> S:
-        body = await read_json(request, self._args.max_request_bytes)
+        body = await read_json(request, self._args, carries_tensors=kind in _CARRY_TENSORS)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         for name, remedy in refused.items():

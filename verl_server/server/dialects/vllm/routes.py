@@ -35,8 +35,7 @@ from verl_server.server_args import ServerArgs
 REQUEST_ID_HEADER = "X-Request-Id"
 _PREFIX = "generate-tokens-"
 _MOST_ABORTED = 16384
-_ABORT_BYTES = 2**21
-"""Most ids, and bytes of the body, of one call of `/abort_requests`, which runs on the event loop."""
+"""Most ids of one call of `/abort_requests`, which runs on the event loop."""
 
 
 class AbortRequestsReq(msgspec.Struct, kw_only=True):
@@ -122,7 +121,7 @@ class VllmApi:
     async def abort_requests(self, request: Request) -> Response:
         """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
         output. To abort all requests is a control call. A name that no request has is ignored."""
-        body = await read_json(request, min(_ABORT_BYTES, self._args.max_request_bytes))
+        body = await read_json(request, self._args)
         try:
             wanted = msgspec.convert(body, AbortRequestsReq).request_ids
         except msgspec.ValidationError as error:
