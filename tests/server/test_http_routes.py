@@ -190,8 +190,8 @@ def test_body_beyond_the_limit_is_413(make_stack: MakeStack) -> None:
 
 
 def test_a_body_that_is_parsed_on_the_event_loop_is_small(make_stack: MakeStack) -> None:
-    stack = make_stack(max_request_bytes=2**23)
-    large = {"x": "y" * 2**22}
+    stack = make_stack(max_request_bytes=2**23, admin_api_key="a")
+    large, key = {"x": "y" * 2**22}, {"authorization": "Bearer a"}
     carry = {
         *("/update_weights_from_tensor", "/update_weights_from_distributed", "/register_weights", "/update_weights"),
         *("/unregister_weights", "/begin_weight_update", "/end_weight_update", "/collective_rpc"),
@@ -202,10 +202,11 @@ def test_a_body_that_is_parsed_on_the_event_loop_is_small(make_stack: MakeStack)
         *("/update_weights_from_disk", "/update_weight_version", "/post_process_weights", "/get_weights_by_name"),
         *("/weights_checker", "/release_memory_occupation", "/resume_memory_occupation", "/configure_logging"),
         *("/pause", "/init_weight_transfer_engine", "/finish_weight_update", "/init_broadcaster"),
+        *("/sessions", "/sessions/s/finish", "/open_session", "/close_session"),
     }
-    codes = {path: stack.post(path, large).status_code for path in carry | control}
+    codes = {path: stack.post(path, large, headers=key).status_code for path in carry | control}
     assert {path for path, code in codes.items() if code == 413} == control
-    message = stack.post("/pause_generation", large).json()["message"]
+    message = stack.post("/pause_generation", large, headers=key).json()["message"]
     assert "takes at most 2097152" in message and "max_request_bytes" not in message
 
 

@@ -27,7 +27,6 @@ from verl_server.server.json_body import parse_json
 from verl_server.server.request_state import Write
 from verl_server.server.text_service import TextService
 from verl_server.server.text_tools import Job
-from verl_server.server_args import ServerArgs
 from verl_server.web.bodies import Body
 from verl_server.web.first_headers import first_headers
 
@@ -186,13 +185,12 @@ async def _discard(request: Request) -> None:
                     return
 
 
-async def read_json(request: Request, server_args: ServerArgs, *, carries_tensors: bool = False) -> Any:
-    """Return the whole body, parsed on the event loop, so it is small.
+async def read_json(request: Request, limit: int, *, carries_tensors: bool = False) -> Any:
+    """Return the whole body, parsed on the event loop, so it is small. `limit` is `max_request_bytes`.
 
     `carries_tensors`: the body may name each tensor of a model, with handles of all ranks. Only callers that may change
     weights send such a body, and it may have as many bytes as a prompt.
     """
-    limit = server_args.max_request_bytes
     return parse_json(await read_body(request, limit if carries_tensors else min(limit, _SMALL_BODY)))
 
 

@@ -20,9 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from verl_server.columns import MSGPACK
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.numbers import whole_number
-from verl_server.server.json_body import parse_json
 from verl_server.server.operation import JSON, POST, Operation
-from verl_server.server.responses import encoded_response, json_response, message_error, read_body
+from verl_server.server.responses import encoded_response, json_response, message_error, read_json
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.server.sessions.session import Session
 from verl_server.server.sessions.stored_turn import stored_turns
@@ -229,7 +228,7 @@ class SessionApi:
         return _answer(msgspec.structs.replace(session.info(), tree=tree, children=children))
 
     async def _body(self, request: Request, kind: type[T]) -> T:
-        given = parse_json(await read_body(request, self._limit))
+        given = await read_json(request, self._limit)
         if isinstance(given, dict):
             given = {name: value for name, value in given.items() if value is not None}
         try:

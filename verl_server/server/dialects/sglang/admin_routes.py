@@ -160,7 +160,7 @@ class ControlApi:
 
     async def post_process_weights(self, request: Request) -> Response:
         """Do nothing, because weights are not quantized here. Older clients call this route after their updates."""
-        await read_json(request, self._args)
+        await read_json(request, self._args.max_request_bytes)
         self._manager.check_serving()
         return json_response({"success": True, "message": "Success"})
 
@@ -216,7 +216,8 @@ class ControlApi:
         return await unless_disconnected(request, self._manager.control(req))
 
     async def _parse(self, request: Request, kind: type[S], *, carries_tensors: bool = False) -> S:
-        return self._convert(request, await read_json(request, self._args, carries_tensors=carries_tensors), kind)
+        limit = self._args.max_request_bytes
+        return self._convert(request, await read_json(request, limit, carries_tensors=carries_tensors), kind)
 
     def _convert(self, request: Request, body: Any, kind: type[S]) -> S:
         if body is None:

@@ -149,7 +149,7 @@ class OpsApi:
 
     async def _body(self, request: Request, refused: dict[str, str]) -> dict[str, Any]:
         """Return the body. Raise BadRequestError if a field of `refused` is set."""
-        body = await read_json(request, self._args)
+        body = await read_json(request, self._args.max_request_bytes)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         self._manager.check_serving()

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.errors import BadRequestError, SessionExistsError, SessionUnavailableError, VerlServerError
-from verl_server.server.json_body import parse_json
 from verl_server.server.operation import BOTH, Operation
-from verl_server.server.responses import json_response, message_error, read_body
+from verl_server.server.responses import json_response, message_error, read_json
 from verl_server.server.sessions.access import owner_of
 from verl_server.server.sessions.ledger import SessionLedger
 from verl_server.session_types import CreateSession, SessionLimits
@@ -94,7 +93,7 @@ class SglangSessionApi:
             await self._ledger.store.flushed()
 
     async def _body(self, request: Request, kind: type[T]) -> T:
-        given = parse_json(await read_body(request, self._limit))
+        given = await read_json(request, self._limit)
         if isinstance(given, dict):
             given = {name: value for name, value in given.items() if value is not None}
         try:

@@ -301,7 +301,7 @@ class VllmControlApi:
         return carry_out
 
     async def _parse(self, request: Request, kind: type[S], refused: Mapping[str, str] = {}) -> S:
-        body = await read_json(request, self._args, carries_tensors=kind in _CARRY_TENSORS)
+        body = await read_json(request, self._args.max_request_bytes, carries_tensors=kind in _CARRY_TENSORS)
         if not isinstance(body, dict):
             raise BadRequestError(f"The request body must be a JSON object, not {type(body).__name__}.")
         for name, remedy in refused.items():

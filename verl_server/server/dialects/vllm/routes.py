@@ -121,7 +121,7 @@ class VllmApi:
     async def abort_requests(self, request: Request) -> Response:
         """Return {"status", "aborted"}: the number of requests that were running. Each of them ends with its partial
         output. To abort all requests is a control call. A name that no request has is ignored."""
-        body = await read_json(request, self._args)
+        body = await read_json(request, self._args.max_request_bytes)
         try:
             wanted = msgspec.convert(body, AbortRequestsReq).request_ids
         except msgspec.ValidationError as error:
