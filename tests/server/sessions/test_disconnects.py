@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -94,8 +96,14 @@ def test_a_client_that_leaves_before_the_reply(server: LiveServer, path: str) ->
     before = gauge(server, "verl_server:session_bytes")
     made = server.owner("POST", "/sessions", {"forced_sampling_params": {"ignore_eos": True}})
     headers = {"Authorization": f"Bearer {made['key']}"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}{path}", json=BODIES[path], headers=headers, trust_env=False, timeout=0.3)
+    body = json.dumps(BODIES[path]).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {made['key']}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=30) as sock:
+        sock.sendall(head.encode() + body)
+        assert eventually(lambda: server.owner("GET", f"/sessions/{made['id']}").get("in_flight") == 1)
+        assert eventually(lambda: gauge(server, "sglang:num_running_reqs") == 1)
     (turn,) = settled(server, made["id"], 1)
     assert turn["aborted"] and not turn["delivered"]
     again = httpx.post(f"{server.url}{path}", json=_short(path), headers=headers, trust_env=False, timeout=30)
