@@ -49,6 +49,7 @@ from benchmarks.footprint import device_used_bytes, footprint
 from benchmarks.processes import process_tree
 from benchmarks.served_slices import ServedTensor, expected_checksums, tensors_of_engine, traffic
 from benchmarks.shapes import SHAPES, shape_folder
+from benchmarks.trainer_ranks import process_group
 from benchmarks.workload import measure_ceilings, training_flop
 from verl_server import HttpServerEngineAdapter, VerlEngine, __version__
 from verl_server.errors import ServerUnavailableError
@@ -230,16 +231,20 @@ def benchmark(args: argparse.Namespace, folder: Path, command: str) -> None:
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """Run the cycles as one rank of the trainer. The first rank writes what it measured to `folder`."""
+    """Be one rank of the trainer. The first rank writes what it measured to `folder`."""
     ranks = args.trainer_ranks
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif ranks > 1:
         torch.set_num_threads(1)  # several threads would wait for each other on cores that others use
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and ranks > 1 else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
-    host = dist.new_group(backend="gloo")
+    with process_group(rank, ranks, folder, device.type):
+        run_cycles(rank, args, folder, device)
+
+
+def run_cycles(rank: int, args: argparse.Namespace, folder: Path, device: torch.device) -> None:
+    """Run the cycles in the process group of all ranks."""
+    ranks, host = args.trainer_ranks, dist.new_group(backend="gloo")
     train_limit = train_limit_ms(args, host)
     model = make_model(args, folder, device)
     settings: dict[str, Any] = {
@@ -270,7 +275,6 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         measured = Measured(times, cycle.serving_bytes, cycle.released_bytes, train_limit)
         (folder / _MEASURED).write_text(json.dumps(asdict(measured)))
     dist.barrier(host)
-    dist.destroy_process_group()
 
 
 def train_limit_ms(args: argparse.Namespace, host: dist.ProcessGroup) -> float:

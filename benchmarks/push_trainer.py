@@ -30,6 +30,7 @@ from benchmarks.footprint import device_used_bytes, footprint
 from benchmarks.processes import process_tree
 from benchmarks.served_slices import expected_checksums, tensors_of_engine
 from benchmarks.token_gaps import Interval
+from benchmarks.trainer_ranks import process_group
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.io_struct import ControlReply, ControlReq
 from verl_server.models.expert_stacks import expanded_tensors
@@ -117,12 +118,8 @@ def run_rank(rank: int, job: Job, parent: Connection) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # several threads would wait for each other on cores that the server uses
-    backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
-    try:
+    with process_group(rank, job.ranks, job.folder, job.device):
         _Rank(rank, job, device, parent).run()
-    finally:
-        dist.destroy_process_group()
 
 
 class _Rank:
