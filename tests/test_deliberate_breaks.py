@@ -2,12 +2,14 @@
 
 A break replaces one passage of one module. If the passage no longer exists, the test of the break fails, too, and the
 break must be adapted to the changed module. Every break names the tests that should catch it, so that a run takes
-seconds. All of these tests are part of `make test`.
+seconds, and what the first of them to fail says then: a break that only raises an error of its own, such as an
+AttributeError, breaks no invariant. All of these tests are part of `make test`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,8 @@ class Break:
     new: str
     tests: str
     """Test files, or single tests, that must fail with the break."""
+    failure: str
+    """Regular expression of the lines in which pytest explains the first failure."""
 
 
 BREAKS = [
@@ -38,6 +42,7 @@ BREAKS = [
         "        if threading.current_thread() is self._thread:\n            coro.close()\n",
         "        if False:\n            coro.close()\n",
         "tests/server/test_tokenizer_manager.py",
+        r"No answer from the engine's event loop within",
     ),
     Break(
         "one terminal reply",
@@ -45,15 +50,17 @@ BREAKS = [
         "        self._output.add(req, reason, [], [])\n",
         "",
         "tests/scheduler/test_scheduler.py",
+        r"assert \['running', .*\] == \['first', 'ru",
     ),
     Break(
         "weights stay in place",
         "worker/weight_updater.py",
-        "            update.commit()\n",
-        "            update.commit()\n"
-        "            for parameter in self._runner.model.parameters():\n"
-        "                parameter.data = parameter.data.clone()\n",
-        "tests/worker/test_weight_updater.py tests/worker/test_memory_arena.py",
+        "                update.commit()\n",
+        "                update.commit()\n"
+        "                for parameter in self._model.model.parameters():\n"
+        "                    parameter.data = parameter.data.clone()\n",
+        "tests/worker/test_weights_in_place.py",
+        r"AssertionError: a push moved parameters",
     ),
     Break(
         "exactly old or new or 503",
@@ -61,6 +68,7 @@ BREAKS = [
         '        self.state, self._torn_by = "torn", reason\n',
         "        self._torn_by = reason\n",
         "tests/worker/test_weight_updater.py",
+        r"assert \(False, 500, 'serving', '1'\) == \(False, 500, 'torn', '1'\)",
     ),
     Break(
         "nothing is sampled from NaN",
@@ -68,6 +76,7 @@ BREAKS = [
         "            nonfinite = update.nonfinite()\n",
         "            nonfinite = []\n",
         "tests/worker/test_nonfinite_weights.py",
+        r"assert \(True, 200\) == \(False, 400\)",
     ),
     Break(
         "pages of one version",
@@ -75,6 +84,7 @@ BREAKS = [
         "            req.restarted = True\n        self.cache.start_version()\n",
         "            req.restarted = True\n",
         "tests/scheduler/test_scheduler_control.py",
+        r"assert \[\d+, .*\] == \[\d+, ",
     ),
     Break(
         "ordered at the source",
@@ -82,6 +92,7 @@ BREAKS = [
         "        payloads = self.gather(what, prepare)\n",
         "        payloads = [prepare()] * self.size if self.rank else self.gather(what, prepare)\n",
         "tests/engine/test_rank_timeout.py tests/engine/test_joint_ranks.py tests/engine/test_verl_engine.py",
+        r"AssertionError: rank 0: Traceback",
     ),
     Break(
         "collective errors",
@@ -89,13 +100,16 @@ BREAKS = [
         "    if failed:\n",
         "    if tp.rank in failed:\n",
         "tests/worker tests/parity/test_tensor_parallel.py",
+        r"test_one_number_on_one_rank_is_enough",
     ),
     Break(
         "no code from the wire",
         "weight_sync/pickle_reader.py",
         "        if key not in self._known:\n",
-        "        if key not in self._known and module != 'builtins':\n",
+        "        if module == 'builtins':\n            return Function(getattr(__import__(module), name))\n"
+        "        if key not in self._known:\n",
         "tests/weight_sync/sglang/test_payloads.py",
+        r"is not allowed' in \"'w' is not a tensor",
     ),
     Break(
         "nothing ignored in silence",
@@ -103,6 +117,7 @@ BREAKS = [
         "            if name in given and not _is_unset(given[name]):\n",
         "            if False:\n",
         "tests/server/test_generate_request.py",
+        r"DID NOT RAISE BadRequestError",
     ),
     Break(
         "independent draws",
@@ -110,6 +125,7 @@ BREAKS = [
         "self._seeds = random.Random(server_args.random_seed)",
         "self._seeds = random.Random(0)",
         "tests/scheduler tests/engine/test_seeds.py",
+        r"test_every_request_has_a_seed_its_own_or_one_of_the_engine",
     ),
     Break(
         "no request stalls the others",
@@ -117,6 +133,7 @@ BREAKS = [
         "        if count > (most := getattr(self, setting)):\n",
         "        if count > (most := getattr(self, setting)) < 0:\n",
         "tests/server/test_limits.py",
+        r"assert \(?200 == 400",
     ),
     Break(
         "control routes need the admin key",
@@ -124,6 +141,7 @@ BREAKS = [
         '            case "control":\n',
         '            case "controls":\n',
         "tests/server/test_auth.py",
+        r"assert 200 == 401",
     ),
     Break(
         "every page has one owner",
@@ -131,6 +149,7 @@ BREAKS = [
         "        self.pages.free(req.pages[req.num_shared :])\n",
         "        self.pages.free(req.pages[req.num_shared + 1 :])\n",
         "tests/scheduler/test_scheduler.py",
+        r"AssertionError: free=\d+ \+ cached=\d+ \+ used=\d+ != 64",
     ),
     Break(
         "an agent names no other session",
@@ -138,6 +157,7 @@ BREAKS = [
         "return_logprob=True, session_id=None, conversation_id=None)",
         "return_logprob=True)",
         "tests/server/sessions/test_scheduling.py",
+        r"assert \['hint:ses_\w+.*\] == \['ses_",
     ),
     Break(
         "what is trained is the policy",
@@ -145,6 +165,7 @@ BREAKS = [
         "        unedited = None if edited is None else logits.index_select(0, edited.index)\n",
         "        unedited = None if edited is None else 0.5 * logits.index_select(0, edited.index)\n",
         "tests/sampling/test_policy_logprobs.py",
+        r"assert -\d\.\d+ == -\d\.\d+ ± 1\.0e-05",
     ),
     Break(
         "what is trained had a choice",
@@ -152,6 +173,7 @@ BREAKS = [
         "    mask = torch.tensor(trajectory.trained_mask, dtype=torch.bool)\n",
         "    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)\n",
         "tests/train/test_edited_sampling.py::test_turns_of_different_records_share_the_columns",
+        r"assert \(\[-2\.0, -3\.0, -0\.5\] == \[-3\.0, -0\.5\]",
     ),
 ]
 
@@ -194,4 +216,8 @@ def test_a_broken_invariant_is_noticed(copy: Path, broken: Break) -> None:
         module.write_text(whole)
     assert done.returncode == 1, (
         f"no test failed (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith(("E  ", "FAILED"))]
+    assert any(re.search(broken.failure, line) for line in told), (
+        f"a test failed, but not because of this break (/{broken.failure}/):\n" + "\n".join(told)[:2000]
     )
