@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,14 @@ from verl_server.chat.output import (
 )
 from verl_server.errors import BadRequestError
 
-TYPES = {"get": {"city": "string", "days": "json", "flag": "json", "list": "json"}}
+TYPES = {
+    "get": {
+        "city": frozenset({"string"}),
+        "days": frozenset({"integer"}),
+        "flag": frozenset({"boolean"}),
+        "list": frozenset({"array"}),
+    }
+}
 CALL = '{"name": "get", "arguments": {"city": "Paris"}}'
 ARGUMENTS = '{"city": "Paris"}'
 
@@ -129,6 +137,39 @@ def test_values_without_quotes_have_the_types_of_the_schema() -> None:
     )
     ((_, arguments),) = calls(parse("qwen3_coder", text))
     assert json.loads(arguments) == {"city": value, "days": "soon"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "value", "expected"),
+    [
+        ("string null", "2024", "2024"),
+        ("string null", "null", None),
+        ("string null", "None", None),
+        ("string null", "true", "true"),
+        ("string null", '"2024"', "2024"),
+        ("string null", "[1]", "[1]"),
+        ("string integer", "2024", 2024),
+        ("string integer", "20.5", "20.5"),
+        ("string array", "['a', 'b']", ["a", "b"]),
+        ("array", "['a', None, (1, 2)]", ["a", None, [1, 2]]),
+        ("object", "{'a': True, 'b': \"it's\"}", {"a": True, "b": "it's"}),
+        ("array", "[a, b]", "[a, b]"),
+        ("array", "[" * 500, "[" * 500),
+        ("array", "{1, 2}", "{1, 2}"),
+        ("array", "[f(1)]", "[f(1)]"),
+        ("integer", "'5'", "'5'"),
+        ("integer", '"5"', "5"),
+        ("number", "-1.5e3", -1500.0),
+        ("boolean", "False", False),
+    ],
+)
+def test_a_value_without_quotes_has_a_type_that_its_schema_allows(allowed: str, value: str, expected: Any) -> None:
+    types = {"get": {"city": frozenset(allowed.split())}}
+    body = f"<parameter=city>\n{value}\n</parameter>\n"
+    text = f"<tool_call><function=get>{body}</function></tool_call>"
+    message = parse_message(OutputFormat("qwen3_coder", "none"), text, tools=True, thinking_open=False, types=types)
+    ((_, arguments),) = calls(message)
+    assert json.loads(arguments) == {"city": expected}
 
 
 # -- text that is not a call ------------------------------------------------------------------------------------

@@ -87,13 +87,30 @@ def test_wrong_choices_are_refused(choice: Any, tools: list[Any], message: str) 
 
 
 def test_types_of_parameters() -> None:
-    properties: dict[str, Any] = {
-        "a": {"type": "string"}, "b": {"type": "integer"}, "c": {"enum": ["x"]}, "d": {"enum": [1]}, "e": {},
-        "f": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "g": True, "h": {"type": ["string"]},
-        "i": {"$ref": "#"},
+    schema: dict[str, Any] = {
+        "properties": {
+            "text": {"type": "string"}, "list_of_one": {"type": ["string"]}, "words": {"enum": ["x"]},
+            "nothing": {}, "any": True, "fixed": {"const": "x"},
+            "whole": {"type": "integer"}, "number": {"type": "number"}, "ids": {"enum": [1, None]},
+            "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "two": {"type": ["string", "integer"]}, "root": {"$ref": "#"}, "named": {"$ref": "#/$defs/Place"},
+            "lost": {"$ref": "#/$defs/Lost"}, "round": {"$ref": "#/$defs/Round"}, "items": {"items": {}},
+            "both": {"allOf": [{"type": ["string", "null"]}, {"type": ["null", "array"]}]},
+        },
+        "$defs": {
+            "Place": {"oneOf": [{"type": "object"}, {"type": "boolean"}]},
+            "Round": {"anyOf": [{"$ref": "#/$defs/Round"}, {"$ref": "#/$defs/Round"}]},
+        },
     }  # fmt: skip
-    (types,) = parameter_types(read_tools(with_function(parameters={"properties": properties}))).values()
-    assert "".join(name for name, kind in types.items() if kind == "string") == "acegh"
+    (types,) = parameter_types(read_tools(with_function(parameters=schema))).values()
+    every = {"string", "number", "integer", "boolean", "null", "array", "object"}
+    expected: dict[str, set[str]] = {
+        **{key: {"string"} for key in ("text", "list_of_one", "words", "nothing", "any", "fixed")},
+        **{"whole": {"integer"}, "number": {"number", "integer"}, "ids": {"integer", "null"}},
+        **{"optional": {"string", "null"}, "two": {"string", "integer"}, "root": {"object"}},
+        **{"named": {"object", "boolean"}, "lost": every, "round": every, "items": {"array"}, "both": {"null"}},
+    }
+    assert types == expected
 
 
 def call(arguments: Any) -> dict[str, Any]:

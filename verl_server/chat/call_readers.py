@@ -17,8 +17,11 @@ from verl_server.chat.json_scanner import WHITE_SPACE, JsonScanner
 _MOST_NAME = 1024
 """Most characters of a key or a tool's name as JSON. A longer one breaks the call, so that little text is held back."""
 
-ParameterTypes = Mapping[str, Mapping[str, str]]
-"""Name of a tool -> name of a parameter -> its JSON type, for formats that write values without quotes."""
+ParameterTypes = Mapping[str, Mapping[str, frozenset[str]]]
+"""Name of a tool -> name of a parameter -> the JSON types that its schema allows, for formats that write values without
+quotes."""
+TEXT = frozenset({"string"})
+"""The types of a parameter whose value is a string, whatever it looks like."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import re
 import warnings
 
 from verl_server.chat.call_readers import (
+    TEXT,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -128,8 +129,9 @@ class MistralCalls(CallReader):
 class XmlCall(CallReader):
     """Reads `<function=name><parameter=key>value</parameter>...</function>`, the format of Qwen3-Coder.
 
-    A value has no quotes. It is a string unless the tool's schema gives the parameter another type; then it is JSON if
-    it can be read as JSON. One line break after the opening and one before the closing tag do not belong to it.
+    A value has no quotes. It is a string if the tool's schema allows nothing else. Otherwise it is JSON, or a literal
+    of Python, if it can be read as one of a type that the schema allows, and else a string. One line break after the
+    opening and one before the closing tag do not belong to it.
     """
 
     def __init__(self, types: ParameterTypes) -> None:
@@ -141,10 +143,14 @@ class XmlCall(CallReader):
         self._expected: tuple[str, ...] = ("<function=",)
         self._word: _Word | None = None
         self._in_value = False
-        self._is_text = True
+        self._allowed = TEXT
         self._starts = True  # the value has no character yet
         self._held = ""  # end of a value that may be a line break or a closing tag
         self._kept: list[str] = []  # a value that is not a string
+
+    @property
+    def _is_text(self) -> bool:
+        return self._allowed == TEXT
 
     def feed(self, text: str, at: int) -> int:
         while at < len(text) and not (self.done or self.broken or self.events):
@@ -187,7 +193,7 @@ class XmlCall(CallReader):
             return at
         opening = (", " if self._keys else "{") + json.dumps(word.word, ensure_ascii=False) + ": "
         self._keys.add(word.word)
-        self._is_text = self._types.get(self._name, {}).get(word.word, "string") == "string"
+        self._allowed = self._types.get(self._name, {}).get(word.word, TEXT)
         self._in_value, self._starts, self._held, self._kept = True, True, "", []
         self.events.append(CallArguments(opening + '"' if self._is_text else opening))
         return at
@@ -207,21 +213,48 @@ class XmlCall(CallReader):
         if tag is None:
             self._held = held[end:]
             return at + len(held) - before
-        self.events.append(CallArguments('"' if self._is_text else _as_json("".join(self._kept))))
+        self.events.append(CallArguments('"' if self._is_text else _as_json("".join(self._kept), self._allowed)))
         self._in_value = False
         return at + end + len(tag) - before
 
 
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-def _as_json(value: str) -> str:
-    """Return a value as JSON text: itself if it is JSON, or a string."""
+def _as_json(value: str, allowed: frozenset[str]) -> str:
+    """Return a value as JSON text of an allowed type, or as a string. What is JSON of another type stays as it is where
+    no string is allowed, so that the tool can say what is wrong."""
     stripped = value.strip()
+    for text in (_json(stripped), _json_of_python(stripped)):
+        if text is not None and ("string" not in allowed or _type_of(text) in allowed):
+            return text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _json(text: str) -> str | None:
+    """Return the text if it is JSON."""
     scanner = JsonScanner()
-    if scanner.feed(stripped + " ", 0) >= len(stripped) and scanner.done:
-        return stripped
-    return _PYTHON_WORDS.get(stripped) or json.dumps(value, ensure_ascii=False)
+    return text if scanner.feed(text + " ", 0) >= len(text) and scanner.done else None
+
+
+def _json_of_python(text: str) -> str | None:
+    """Return the JSON of a literal in Python's notation: a list, a tuple, a dict, True, False or None."""
+    if len(text) > _MOST_PYTHON or not (text[:1] in ("[", "(", "{") or text in ("True", "False", "None")):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for escapes that Python does not know
+            found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        found.encode()  # raises for a lone surrogate
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+    return found
+
+
+_TYPES_OF_STARTS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+def _type_of(text: str) -> str:
+    """Return the type of a JSON text. A number is an integer if it has neither a fraction nor an exponent."""
+    number = "number" if any(mark in text for mark in ".eE") else "integer"
+    return _TYPES_OF_STARTS.get(text[:1], number)
 
 
 class PythonCalls(CallReader):

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl_server.chat.call_readers import TEXT
 from verl_server.chat.output import OutputFormat
 from verl_server.chat.tools import Tool, ToolChoice, parameter_types
 from verl_server.errors import BadRequestError
@@ -160,7 +161,7 @@ def _xml_call(lark: _Lark, tool: Tool) -> str:
         opening = lark.text(f"<parameter={key}>\n")
         value = value if isinstance(value, dict) else {}
         values = [each for each in value.get("enum", []) if isinstance(each, str)]
-        if types[key] != "string":
+        if types[key] != TEXT:
             part = f"{opening} {lark.json({**value, **shared})} {_XML_END}"
         elif values:
             part = f"{opening} {lark.one_of([lark.text(each) for each in values])} {_XML_END}"

@@ -13,10 +13,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from verl_server.chat.call_readers import ParameterTypes
+from verl_server.chat.call_readers import TEXT, ParameterTypes
 from verl_server.errors import BadRequestError
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+_TYPE_NAMES: tuple[tuple[type, str], ...] = (
+    (str, "string"),
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (type(None), "null"),
+    (list, "array"),
+    (dict, "object"),
+)
+_ALL_TYPES = frozenset(name for _, name in _TYPE_NAMES)
+_MOST_SCHEMAS = 64
+"""Most schemas that are read for the types of one parameter."""
 _NAME_RULE = "must be a string of 1 to 128 letters, digits and characters of `_.:/-`"
 
 
@@ -128,23 +140,53 @@ def _chosen_name(value: dict[str, Any]) -> str:
 
 
 def parameter_types(tools: Sequence[Tool]) -> ParameterTypes:
-    """Return the JSON type of each parameter for `OutputFormat.parser`: "string", or "json" for all other types."""
-    types: dict[str, dict[str, str]] = {}
+    """Return the JSON types that the schema of each parameter allows, for `OutputFormat.parser`."""
+    types: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
-        properties = (tool.parameters or {}).get("properties", {})
-        types[tool.name] = {name: "string" if _is_text(schema) else "json" for name, schema in properties.items()}
+        schema = tool.parameters or {}
+        properties = schema.get("properties", {})
+        types[tool.name] = {name: _types(value, schema, [_MOST_SCHEMAS]) for name, value in properties.items()}
     return types
 
 
-def _is_text(schema: Any) -> bool:
+def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]:
+    """Return the types that a schema allows: a string if it says nothing, every type if that cannot be told.
+
+    `left` counts down the schemas that may still be read, because references may lead in circles.
+    """
+    left[0] -= 1
+    if left[0] < 0:
+        return _ALL_TYPES
     if not isinstance(schema, dict):
-        return True
-    kind = schema.get("type")
-    if kind is None:
-        values = schema.get("enum") or [schema.get("const", "")]
-        has_parts = any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref"))
-        return not has_parts and isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return bool(kind in ("string", ["string"]))
+        return TEXT
+    kinds = schema.get("type")
+    if isinstance(kinds, str | list):
+        named = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+        return frozenset(named | ({"integer"} if "number" in named else set()))
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset(map(_type_of, values)) or TEXT
+    if "$ref" in schema:
+        return _types(_referred(schema["$ref"], root), root, left)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list):
+            return frozenset().union(*(_types(part, root, left) for part in parts)) or _ALL_TYPES
+    if isinstance(parts := schema.get("allOf"), list):
+        return _ALL_TYPES.intersection(*(_types(part, root, left) for part in parts))
+    if "properties" in schema:
+        return frozenset({"object"})
+    return frozenset({"array"}) if "items" in schema else TEXT
+
+
+def _referred(reference: Any, root: dict[str, Any]) -> Any:
+    """Return the schema that a reference such as #/$defs/name refers to."""
+    found: Any = root
+    for part in str(reference).removeprefix("#").split("/")[1:]:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {"type": sorted(_ALL_TYPES)}
+
+
+def _type_of(value: Any) -> str:
+    return next(name for kind, name in _TYPE_NAMES if isinstance(value, kind))
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
