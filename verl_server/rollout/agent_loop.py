@@ -25,6 +25,7 @@ from verl_server.rollout.environment import RemoteEnvironment
 from verl_server.rollout.episode import EnvClient, Episode, Limits
 from verl_server.rollout.renderer import Renderer
 from verl_server.rollout.restarts import HealedServer
+from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.stragglers import StragglerWatch
 from verl_server.rollout.trajectory import Event, StopReason, Task, Trajectory
 
@@ -88,10 +89,16 @@ class AgentLoop:
 
         A fault ends its own trajectory only. Raises ServerUnavailableError if every trajectory failed to generate.
         """
+        refuse_running_loop("AgentLoop.run", "Use `await loop.arun(tasks)`.")
         return self._runner.run(self.arun(tasks, on_finish))
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this loop's event loop, whose connections to the engine are open."""
+        try:
+            refuse_running_loop("AgentLoop.run_async", "Await the coroutine itself.")
+        except BadRequestError:
+            work.close()
+            raise
         return self._runner.run(work)
 
     async def arun(self, tasks: Sequence[Task], on_finish: OnFinish | None = None) -> Rollout:
@@ -125,6 +132,7 @@ class AgentLoop:
         The bounds of single calls apply (`EnvTimeouts`, `generate_timeout`), those of episodes and batches do not. A
         generation that fails raises, because it fails for the whole batch.
         """
+        refuse_running_loop("AgentLoop.run_lockstep", "Use `await asyncio.to_thread(loop.run_lockstep, tasks)`.")
         return self._runner.run(self._run_lockstep(tasks, on_finish))
 
     async def _run_lockstep(self, tasks: Sequence[Task], on_finish: OnFinish | None) -> Rollout:

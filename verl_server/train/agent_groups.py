@@ -26,6 +26,7 @@ from verl_server.rollout.agents.run import arun_agents
 from verl_server.rollout.agents.types import AgentEpisode, AgentLimits, AgentTask, EnvironmentFactory, Server
 from verl_server.rollout.environments.named import is_named
 from verl_server.rollout.environments.openenv import OpenEnvEnvironment
+from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import Task, Trajectory
 from verl_server.train.batches import check_usable
 from verl_server.train.options import TrainArgs
@@ -96,6 +97,7 @@ class AgentGroups:
                 for branch in branches:
                     on_finish(branch)
 
+        refuse_running_loop("AgentGroups.run", "Call it in another thread: `await asyncio.to_thread(...)`.")
         played = asyncio.run(
             arun_agents(
                 self._agent,

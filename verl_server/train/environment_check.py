@@ -7,6 +7,7 @@ import asyncio
 from verl_server.errors import BadRequestError, VerlServerError
 from verl_server.rollout.environment import EnvError, EnvTimeouts, RemoteEnvironment
 from verl_server.rollout.renderer import Renderer
+from verl_server.rollout.running_loop import refuse_running_loop
 
 
 def check_environment(url: str, renderer: Renderer | None, timeouts: EnvTimeouts) -> None:
@@ -14,6 +15,7 @@ def check_environment(url: str, renderer: Renderer | None, timeouts: EnvTimeouts
 
     Raises BadRequestError that names the remedy.
     """
+    refuse_running_loop("check_environment", "Call it in another thread: `await asyncio.to_thread(...)`.")
     asyncio.run(_check(url, renderer, timeouts))
 
 

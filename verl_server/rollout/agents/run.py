@@ -36,6 +36,7 @@ from verl_server.rollout.agents.types import (
     EnvironmentFactory,
     Server,
 )
+from verl_server.rollout.running_loop import refuse_running_loop
 from verl_server.rollout.trajectory import StopReason, Trajectory
 from verl_server.session_types import ForcedMode
 
@@ -45,6 +46,7 @@ _RETRY_PAUSE = 0.05
 
 def run_agents(agent: AgentFunction | Sequence[str], tasks: Sequence[AgentTask], **options: Any) -> AgentRun:
     """Play all tasks and return when the last episode has ended. The options are those of `arun_agents`."""
+    refuse_running_loop("run_agents", "Use `await arun_agents(agent, tasks, ...)`.")
     return asyncio.run(arun_agents(agent, tasks, **options))
 
 
