@@ -15,3 +15,12 @@ def process_tree(root: int) -> list[int]:
             except OSError:  # the process has ended
                 continue
     return tree
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if there is no such process, or if it only waits for its parent to ask for its exit status."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    return "\nState:\tZ" in status

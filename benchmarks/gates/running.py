@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,12 +17,12 @@ from typing import Any
 
 from benchmarks.gates.figures import Lines
 from benchmarks.gates.parts import Part
-from benchmarks.processes import process_tree
+from benchmarks.processes import has_ended, process_tree
 
 _TAIL = 16_000
 """Characters of a failed part's stderr that are kept: with the stacks of all processes, if it was late."""
-_DUMP_SECONDS = 3.0
-"""Time in which the processes of a part that is late write their stacks to stderr, before they are killed."""
+_DUMP_SECONDS = 5.0
+"""Most time for the processes of a part that is late to write their stacks to stderr. Then all are killed."""
 
 
 def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> bool:
@@ -65,15 +66,27 @@ def run_part(part: Part, device: str, out: Path, bound: float | None = None) -> 
 
 
 def _end(process: subprocess.Popen[str], is_late: threading.Event) -> None:
-    """Let each process of the part write the stacks of its threads, then kill all."""
+    """Let each process of the part write the stacks of its threads, then kill all.
+
+    All stop first, so that no parent acts on the end of its child. They write one after the other, because all write to
+    one file, and children first, because many of them end with their parent.
+    """
     is_late.set()
-    for pid in reversed(process_tree(process.pid)):  # children first: a parent that sees its child end says more
-        try:
-            os.kill(pid, signal.SIGABRT)  # the fault handler writes the stacks
-        except ProcessLookupError:
-            continue
-    time.sleep(_DUMP_SECONDS)
+    deadline = time.monotonic() + _DUMP_SECONDS
+    processes = process_tree(process.pid)
+    for pid in processes:
+        _send(pid, signal.SIGSTOP)
+    for pid in reversed(processes):
+        _send(pid, signal.SIGABRT)  # the fault handler writes the stacks, and the process ends
+        _send(pid, signal.SIGCONT)
+        while not has_ended(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
     _kill(process)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _without_modules(errors: str) -> str:
